@@ -1,0 +1,1 @@
+"""c10d-like layer."""
