@@ -1,0 +1,90 @@
+"""What a process group can do, in a form that can be asked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from collectives.types import ReduceOp
+
+__all__ = ["OPERATIONS", "Capabilities"]
+
+OPERATIONS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+"""Every operation by the name of its user function."""
+
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+"""The operations that compute."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Devices, operations, data types and reductions of a group.
+
+    Attributes:
+        devices: device types of the tensors it takes, such as ``{"cpu"}``.
+        reductions: for each data type that can be reduced, the names of its reductions.
+        operations: the operations offered, by the names in :data:`OPERATIONS`.
+        moves: data types that operations without a reduction take; ``None`` for every one that torch can hold on the device.
+        uneven: whether ``all_gather``, ``reduce_scatter`` and ``all_to_all`` take parts of different sizes.
+        tags: whether ``tag`` matches sends with receives.
+    """
+
+    devices: frozenset[str]
+    reductions: Mapping[torch.dtype, frozenset[str]]
+    operations: frozenset[str] = field(default=frozenset(OPERATIONS))
+    moves: frozenset[torch.dtype] | None = None
+    uneven: bool = True
+    tags: bool = True
+
+    def why_not(
+        self,
+        operation: str,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        op: ReduceOp | None = None,
+    ) -> str | None:
+        """Returns ``None`` where the operation is offered, else the reason why not, as a clause without a full stop.
+
+        Args:
+            operation: a name of :data:`OPERATIONS`.
+            device: device type of the tensors; not looked at when ``None``.
+            dtype: data type of the tensors; not looked at when ``None``.
+            op: the reduction, for the operations that reduce; not looked at when ``None``.
+        """
+        if operation not in OPERATIONS:
+            raise ValueError(f"unknown operation {operation!r}; the operations are {', '.join(OPERATIONS)}")
+        if operation not in self.operations:
+            return f"{operation} is not offered; offered are {', '.join(sorted(self.operations))}"
+        if device is not None and device not in self.devices:
+            return f"tensors on {device} are not taken, only on {', '.join(sorted(self.devices))}"
+        if dtype is None:
+            return None
+        if operation not in REDUCING:
+            if self.moves is not None and dtype not in self.moves:
+                return f"{dtype} cannot be moved; {', '.join(sorted(map(str, self.moves)))} can"
+            return None
+        names = self.reductions.get(dtype)
+        if names is None:
+            return f"{dtype} cannot be reduced; {', '.join(sorted(map(str, self.reductions)))} can"
+        if op is not None and op.name not in names:
+            return f"{op.name} is not defined for {dtype}; {', '.join(sorted(names))} are"
+        return None

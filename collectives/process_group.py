@@ -1,0 +1,669 @@
+"""ProcessGroup: the contract between those who communicate and the backends that carry it out."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from collectives import validation as check
+from collectives.errors import UnsupportedOperationError
+from collectives.monitored_barrier import monitored_barrier
+from collectives.primitives import Primitives
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    default_pg_timeout,
+)
+from collectives.work import CoalescedWork, Work
+
+__all__ = ["ProcessGroup"]
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+_Record = TypeVar("_Record", AllreduceOptions, ReduceScatterOptions)
+TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+
+
+class ProcessGroup(Primitives):
+    """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
+
+    **Order.** All members issue the same collectives in the same order; a group executes them in that order. Point-to-point
+    operations match by sender, receiver and tag, in order, apart from the collectives. Different groups progress independently.
+
+    **Work.** Every operation returns a :class:`~collectives.Work`. Its tensors must not be touched until it is done; inputs are then
+    unchanged and outputs complete. Outputs may be the inputs where a method says "in place"; other overlap is undefined.
+
+    **Arguments** are checked before anything is sent: :class:`TypeError`, :class:`ValueError`, or
+    :class:`~collectives.errors.UnsupportedOperationError` where :attr:`capabilities` say no. Ranks that issue different operations, a rank that
+    dies and a time limit raise the classes of :mod:`collectives.errors`, from the call or from ``Work.wait()``.
+
+    **Arguments' form.** Methods have the names and forms of ``torch.distributed.ProcessGroup``: a list of one tensor and an option record, or
+    a tensor and the record's fields. One process drives one device, so lists of tensors "per device" hold one.
+    All ranks in arguments count within the group.
+
+    **Threads.** Any thread may issue operations. Threads that issue collectives on one group must agree on the order among themselves.
+
+    A backend derives from this class and implements the abstract methods of :class:`~collectives.primitives.Primitives`, and any of its
+    derived operations that it can do better. Those get checked arguments.
+
+    Args:
+        rank: this process's rank within the group.
+        size: number of ranks.
+        timeout: time limit of operations that name none.
+        store: the group's own key/value store.
+        group_name: name, unique in the job.
+        group_desc: free text.
+    """
+
+    class BackendType(enum.IntEnum):
+        """Kinds of backends; numbers as in ``torch.distributed``."""
+
+        UNDEFINED = 0
+        GLOO = 1
+        NCCL = 2
+        UCC = 3
+        MPI = 4
+        XCCL = 5
+        CUSTOM = 6
+
+    backend_type: ClassVar[BackendType] = BackendType.CUSTOM
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta = default_pg_timeout,
+        store: Any = None,
+        group_name: str = "",
+        group_desc: str = "",
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a group has at least one rank, but size is {size}")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}, but the ranks of a group of {size} are 0 to {size - 1}")
+        check.seconds(timeout)
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._store = store
+        self._group_name = group_name
+        self._group_desc = group_desc
+        self._admitted: set[tuple[Any, ...]] = set()
+        self._monitored_barriers = itertools.count()
+
+    # ---- identity ------------------------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Returns this process's rank within the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self._size
+
+    def getBackendName(self) -> str:
+        """Returns :meth:`name`."""
+        return self.name()
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group, unique in the job."""
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        """Free text that describes the group."""
+        return self._group_desc
+
+    def get_group_store(self) -> Any:
+        """Returns the group's key/value store, or ``None`` where it was made without one."""
+        return self._store
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time limit of operations that name none."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        check.seconds(timeout)
+        self._timeout = timeout
+
+    def describe(self) -> str:
+        """Returns the group in words, for messages."""
+        desc = f" ({self._group_desc})" if self._group_desc else ""
+        return f"{self.name()} group {self._group_name!r}{desc} of {self._size}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._group_name!r} rank {self._rank} of {self._size}>"
+
+    def supports(self, operation: str, **about: Any) -> bool:
+        """Returns whether the group offers an operation; arguments as :meth:`Capabilities.why_not`."""
+        return self.capabilities.why_not(operation, **about) is None
+
+    # ---- collectives -----------------------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensors: Tensors,
+        opts: AllreduceOptions | ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Reduces a tensor over all ranks, in place; afterwards it is bitwise the same on every rank.
+
+        Args:
+            tensors: tensor of the same shape and data type on every rank; input and output.
+            opts: option record, or the reduction.
+            timeout: time limit, for the form without a record.
+            op: the reduction, for the form without a record.
+        """
+        tensor = check.only_tensor(self, "all_reduce", tensors)
+        record = opts if type(opts) is AllreduceOptions else _reduction(AllreduceOptions, opts, op, timeout)
+        self._admit("all_reduce", tensor, record.reduceOp)
+        return self._allreduce(tensor, record)
+
+    def allreduce_coalesced(
+        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
+    ) -> Work:
+        """Reduces several tensors over all ranks, in place, as :meth:`allreduce` each; they may differ in shape and data type."""
+        opts = opts or AllreduceCoalescedOptions()
+        opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
+        for tensor in tensors:
+            self._admit("all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp)
+        return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
+
+    def broadcast(
+        self,
+        tensors: Tensors,
+        opts: BroadcastOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Copies the root's tensor to all ranks, in place.
+
+        Args:
+            tensors: tensor of the same number of elements and data type on every rank; input on the root, output elsewhere.
+            opts: option record, or the root.
+            timeout: time limit, for the form without a record.
+            root: the root, for the form without a record.
+        """
+        tensor = check.only_tensor(self, "broadcast", tensors)
+        if not isinstance(opts, BroadcastOptions):
+            opts = BroadcastOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+        check.check_rank(self, "broadcast", opts.rootRank, "root")
+        self._admit("broadcast", tensor)
+        return self._broadcast(tensor, opts)
+
+    def reduce(
+        self,
+        tensors: Tensors,
+        opts: ReduceOptions | int | None = None,
+        op: ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Reduces a tensor over all ranks to the root, in place there; the other ranks' tensors are unchanged.
+
+        Args:
+            tensors: tensor of the same shape and data type on every rank.
+            opts: option record, or the root.
+            op: the reduction, for the form without a record.
+            timeout: time limit, for the form without a record.
+            root: the root, for the form without a record.
+        """
+        tensor = check.only_tensor(self, "reduce", tensors)
+        if not isinstance(opts, ReduceOptions):
+            opts = ReduceOptions(
+                timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=_first(opts, root, 0)
+            )
+        check.check_rank(self, "reduce", opts.rootRank, "root")
+        self._admit("reduce", tensor, opts.reduceOp)
+        return self._reduce(tensor, opts)
+
+    def allgather(
+        self,
+        output_tensors: TensorLists,
+        input_tensors: Tensors,
+        opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Gathers every rank's tensor on all ranks.
+
+        Args:
+            output_tensors: one tensor for each rank, sized as that rank's input (inputs may differ in size where the
+                capabilities say ``uneven``); or a list of one such list.
+            input_tensors: this rank's tensor.
+            opts: option record.
+            timeout: time limit, for the form without a record.
+        """
+        what = "all_gather"
+        tensor = check.only_tensor(self, what, input_tensors, "input")
+        outputs = check.check_list(self, what, _inner(output_tensors), "output list")
+        check.check_same_dtype(self, what, [tensor, *outputs], "input and outputs")
+        check.check_numel(
+            self,
+            what,
+            outputs[self._rank],
+            f"output {self._rank}",
+            tensor.numel(),
+            "the size of this rank's input",
+        )
+        self._check_even(what, outputs, "outputs")
+        self._admit(what, tensor)
+        return self._allgather(outputs, tensor, opts or AllgatherOptions(timeout))
+
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: AllgatherOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Gathers every rank's tensor into one, in rank order.
+
+        Args:
+            output: ``size`` times the elements of ``input``: a concatenation along dimension 0, or a stack. May contain ``input`` as its own part.
+            input: tensor of the same shape and data type on every rank.
+            opts: option record.
+            timeout: time limit, for the form without a record.
+        """
+        what = "all_gather_into_tensor"
+        self._check_pair(what, output, input)
+        numel = input.numel() * self._size
+        check.check_numel(
+            self, what, output, "output", numel, f"{input.numel()} from each of {self._size} ranks"
+        )
+        self._admit(what, input)
+        return self._allgather_single(output, input, opts or AllgatherOptions(timeout))
+
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[torch.Tensor]],
+        input_list: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Gathers several tensors, as :meth:`allgather` of each ``input_list[i]`` into ``output_lists[i]``.
+
+        In the form of ``torch.distributed.all_gather_coalesced``, ``output_lists[r][i]`` of rank r, the user function transposes.
+        """
+        self._check_lengths("all_gather", output_lists, input_list)
+        return CoalescedWork(
+            [self.allgather(list(o), i, opts) for o, i in zip(output_lists, input_list, strict=True)]
+        )
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Gathers several tensors, as :meth:`all_gather_single` each."""
+        self._check_lengths("all_gather_into_tensor", outputs, inputs)
+        return CoalescedWork(
+            [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        )
+
+    def gather(
+        self,
+        output_tensors: TensorLists | None,
+        input_tensors: Tensors,
+        opts: GatherOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Gathers every rank's tensor on the root.
+
+        Args:
+            output_tensors: on the root, one tensor for each rank, or a list of one such list; empty or ``None`` elsewhere.
+            input_tensors: tensor of the same size and data type on every rank.
+            opts: option record, or the root.
+            timeout: time limit, for the form without a record.
+            root: the root, for the form without a record.
+        """
+        what = "gather"
+        tensor = check.only_tensor(self, what, input_tensors, "input")
+        if not isinstance(opts, GatherOptions):
+            opts = GatherOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+        check.check_rank(self, what, opts.rootRank, "root")
+        outputs = self._rooted_list(what, output_tensors, tensor, opts.rootRank, "output list")
+        self._admit(what, tensor)
+        return self._gather(outputs, tensor, opts)
+
+    def scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: TensorLists | None,
+        opts: ScatterOptions | int | None = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Gives each rank one tensor of the root's list.
+
+        Args:
+            output_tensors: tensor of the same size and data type on every rank.
+            input_tensors: on the root, one tensor for each rank, or a list of one such list; empty or ``None`` elsewhere.
+            opts: option record, or the root.
+            timeout: time limit, for the form without a record.
+            root: the root, for the form without a record.
+        """
+        what = "scatter"
+        tensor = check.only_tensor(self, what, output_tensors, "output")
+        if not isinstance(opts, ScatterOptions):
+            opts = ScatterOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+        check.check_rank(self, what, opts.rootRank, "root")
+        inputs = self._rooted_list(what, input_tensors, tensor, opts.rootRank, "input list")
+        self._admit(what, tensor)
+        return self._scatter(tensor, inputs, opts)
+
+    def reduce_scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: TensorLists,
+        opts: ReduceScatterOptions | ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Reduces a list of tensors over all ranks; rank r keeps entry r.
+
+        Args:
+            output_tensors: tensor of the size of ``input_tensors[rank]``; may be that tensor.
+            input_tensors: one tensor for each rank (sizes may differ where the capabilities say ``uneven``), or a list of one such list.
+            opts: option record, or the reduction.
+            timeout: time limit, for the form without a record.
+            op: the reduction, for the form without a record.
+        """
+        what = "reduce_scatter"
+        output = check.only_tensor(self, what, output_tensors, "output")
+        inputs = check.check_list(self, what, _inner(input_tensors), "input list")
+        check.check_same_dtype(self, what, [output, *inputs], "output and inputs")
+        check.check_numel(
+            self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
+        )
+        self._check_even(what, inputs, "inputs")
+        record = (
+            opts
+            if isinstance(opts, ReduceScatterOptions)
+            else _reduction(ReduceScatterOptions, opts, op, timeout)
+        )
+        self._admit(what, output, record.reduceOp)
+        return self._reduce_scatter(output, inputs, record)
+
+    def reduce_scatter_single(
+        self,
+        outputTensor: torch.Tensor,
+        inputTensor: torch.Tensor,
+        opts: ReduceScatterOptions | ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Reduces a tensor over all ranks; rank r keeps part r of equal parts.
+
+        Args:
+            outputTensor: this rank's part; may be that part of the input.
+            inputTensor: ``size`` times the elements of the output, as a concatenation or a stack along dimension 0.
+            opts: option record, or the reduction.
+            timeout: time limit, for the form without a record.
+            op: the reduction, for the form without a record.
+        """
+        what = "reduce_scatter_tensor"
+        self._check_pair(what, outputTensor, inputTensor)
+        numel = outputTensor.numel() * self._size
+        check.check_numel(
+            self, what, inputTensor, "input", numel, f"{outputTensor.numel()} for each of {self._size} ranks"
+        )
+        record = (
+            opts
+            if isinstance(opts, ReduceScatterOptions)
+            else _reduction(ReduceScatterOptions, opts, op, timeout)
+        )
+        self._admit(what, outputTensor, record.reduceOp)
+        return self._reduce_scatter_single(outputTensor, inputTensor, record)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
+        self._check_lengths("reduce_scatter_tensor", outputs, inputs)
+        return CoalescedWork(
+            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        )
+
+    def alltoall(
+        self,
+        output_tensors: Sequence[torch.Tensor],
+        input_tensors: Sequence[torch.Tensor],
+        opts: AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Sends ``input_tensors[r]`` to rank r and receives ``output_tensors[r]`` from it.
+
+        Args:
+            output_tensors: one tensor for each rank; entry r has the size of what rank r sends here.
+            input_tensors: one tensor for each rank; sizes may differ where the capabilities say ``uneven``.
+            opts: option record.
+            timeout: time limit, for the form without a record.
+        """
+        what = "all_to_all"
+        outputs = check.check_list(self, what, output_tensors, "output list")
+        inputs = check.check_list(self, what, input_tensors, "input list")
+        check.check_same_dtype(self, what, [*inputs, *outputs], "inputs and outputs")
+        mine = inputs[self._rank].numel()
+        check.check_numel(
+            self, what, outputs[self._rank], f"output {self._rank}", mine, f"the size of input {self._rank}"
+        )
+        self._check_even(what, [*inputs, *outputs], "inputs and outputs")
+        self._admit(what, inputs[0])
+        return self._alltoall(outputs, inputs, opts or AllToAllOptions(timeout))
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: AllToAllOptions | None = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Splits a tensor along dimension 0, sends part r to rank r and concatenates what the ranks send here.
+
+        Args:
+            output: the parts received, in rank order.
+            input: the parts sent, in rank order.
+            output_split_sizes: rows of each part received; ``None`` or empty for equal parts.
+            input_split_sizes: rows of each part sent; ``None`` or empty for equal parts.
+            opts: option record.
+            timeout: time limit, for the form without a record.
+        """
+        what = "all_to_all_single"
+        self._check_pair(what, output, input)
+        sent = check.check_splits(self, what, input, input_split_sizes, "input")
+        received = check.check_splits(self, what, output, output_split_sizes, "output")
+        if sent[self._rank] != received[self._rank]:
+            check.fail(
+                self,
+                what,
+                f"this rank sends itself {sent[self._rank]} elements, but expects {received[self._rank]} from itself",
+            )
+        if not self.capabilities.uneven and len({*sent, *received}) > 1:
+            check.fail(
+                self, what, f"parts of different sizes are not taken: {sent} sent, {received} received"
+            )
+        self._admit(what, input)
+        return self._alltoall_single(output, input, received, sent, opts or AllToAllOptions(timeout))
+
+    def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> Work:
+        """Completes when every rank has called it."""
+        reason = self.capabilities.why_not("barrier")
+        if reason is not None:
+            check.fail(self, "barrier", reason, UnsupportedOperationError)
+        return self._barrier(opts or BarrierOptions(timeout))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Barrier on the host that names the ranks which did not come; blocks.
+
+        Rank 0 waits for all others and tells them the outcome, so that all fail when one is missing.
+
+        Args:
+            timeout: time limit; ``None`` takes the group's.
+            wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not come in time.
+        """
+        monitored_barrier(self, timeout, wait_all_ranks)
+
+    def next_monitored_barrier(self) -> int:
+        """Returns the number of monitored barriers so far, and counts one more."""
+        return next(self._monitored_barriers)
+
+    # ---- point-to-point ----------------------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
+        """Sends a tensor to a rank, which receives it with the same tag into a tensor of the same size and data type."""
+        tensor = check.only_tensor(self, "send", tensors)
+        check.check_rank(self, "send", dstRank, "destination")
+        self._check_tag("send", tag)
+        self._admit("send", tensor)
+        return self._send(tensor, dstRank, tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
+        """Receives a tensor from a rank, overwriting ``tensors``."""
+        tensor = check.only_tensor(self, "recv", tensors)
+        check.check_rank(self, "recv", srcRank, "source")
+        self._check_tag("recv", tag)
+        self._admit("recv", tensor)
+        return self._recv(tensor, srcRank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receives a tensor from whichever rank sends one with this tag; ``Work.source_rank()`` names it."""
+        tensor = check.only_tensor(self, "recv_anysource", tensors)
+        self._check_tag("recv_anysource", tag)
+        self._admit("recv_anysource", tensor)
+        return self._recv(tensor, None, tag)
+
+    # ---- names that torch.distributed keeps for the same operations -----------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    all_to_all_single = alltoall_base
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ---- checks ------------------------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> None:
+        """Raises unless the group can run the operation on such a tensor; what was admitted once is looked up."""
+        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, op)
+        if key in self._admitted:
+            return
+        if tensor.layout is not torch.strided:
+            check.fail(
+                self,
+                operation,
+                f"tensors of layout {tensor.layout} are not taken; densify it, or exchange indices and values",
+                UnsupportedOperationError,
+            )
+        if tensor.is_quantized and op is not None:
+            check.fail(self, operation, f"{tensor.dtype} cannot be reduced", UnsupportedOperationError)
+        reason = self.capabilities.why_not(operation, device=tensor.device.type, dtype=tensor.dtype, op=op)
+        if reason is not None:
+            check.fail(self, operation, reason, UnsupportedOperationError)
+        self._admitted.add(key)
+
+    def _check_tag(self, operation: str, tag: int) -> None:
+        check.check_tag(self, operation, tag)
+        if tag and not self.capabilities.tags:
+            check.fail(self, operation, f"tags are not offered, but tag is {tag}", UnsupportedOperationError)
+
+    def _check_pair(self, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        check.check_tensor(self, operation, output, "output")
+        check.check_tensor(self, operation, input, "input")
+        if output.dtype is not input.dtype:
+            check.fail(self, operation, f"output is {output.dtype}, but input is {input.dtype}")
+        if output.device != input.device:
+            check.fail(self, operation, f"output is on {output.device}, but input on {input.device}")
+
+    def _check_even(self, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+        if not self.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
+            sizes = [tensor.numel() for tensor in tensors]
+            check.fail(
+                self,
+                operation,
+                f"{what} of different sizes are not taken: {sizes}",
+                UnsupportedOperationError,
+            )
+
+    def _check_lengths(self, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        if len(outputs) != len(inputs):
+            check.fail(self, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+
+    def _rooted_list(
+        self, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
+    ) -> list[torch.Tensor] | None:
+        """Checks the list that only the root gives; every entry has the size and data type of ``own``."""
+        tensors = _inner(tensors) if tensors else None
+        if self._rank != root:
+            if tensors:
+                check.fail(self, operation, f"only the root, rank {root}, gives the {what}; give None here")
+            return None
+        if tensors is None:
+            check.fail(
+                self, operation, f"the root must give the {what}, one tensor for each of {self._size} ranks"
+            )
+        entries = check.check_list(self, operation, tensors, what)
+        check.check_same_dtype(self, operation, [own, *entries], f"the {what} and the single tensor")
+        for i, entry in enumerate(entries):
+            check.check_numel(
+                self,
+                operation,
+                entry,
+                f"entry {i} of the {what}",
+                own.numel(),
+                "all ranks' tensors are equal in size",
+            )
+        return entries
+
+
+def _reduction(
+    record: Callable[..., _Record], opts: Any, op: ReduceOp | None, timeout: timedelta | None
+) -> _Record:
+    """Returns a record made from the form without one; also turns a record of another reduction kind into ``record``."""
+    if opts is not None and hasattr(opts, "reduceOp"):
+        return record(opts.timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
+    return record(timeout=timeout, reduceOp=ReduceOp.of(_first(opts, op, ReduceOp.SUM)))
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _inner(tensors: Any) -> Any:
+    """Returns the list in a list of one list, or a plain list as it is."""
+    if isinstance(tensors, (list, tuple)) and len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        return tensors[0]
+    return tensors

@@ -1,0 +1,205 @@
+"""Reduction operations and the option records of the operations.
+
+Field names of the records are those of ``torch.distributed`` (``reduceOp``, ``rootRank``, ``asyncOp``). Ranks in a record
+count within the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as _torch_distributed
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "default_pg_timeout",
+    "make_premul_sum",
+]
+
+default_pg_timeout = timedelta(minutes=30)
+"""Time limit of an operation where the user names none (every backend but NCCL)."""
+
+
+class ReduceOp:
+    """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR``.
+
+    ``PREMUL_SUM`` multiplies every input by a factor and sums; make one with :func:`make_premul_sum`. AVG is the sum over the
+    number of ranks. Enum-like without ``__members__``. Compares equal to the operation of the same name in
+    ``torch.distributed``; :meth:`of` turns one into ours.
+
+    Attributes:
+        name: ``"SUM"``, ...
+        code: number of the operation, the same as in ``torch.distributed``.
+        factor: multiplier of ``PREMUL_SUM``; ``None`` for every other operation.
+    """
+
+    __slots__ = ("code", "factor", "name")
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    PREMUL_SUM: ClassVar[ReduceOp]
+
+    name: str
+    code: int
+    factor: float | None
+
+    def __init__(self, name: str, factor: float | None = None) -> None:
+        if name not in _CODES:
+            raise ValueError(f"unknown reduction {name!r}; the reductions are {', '.join(_CODES)}")
+        self.name = name
+        self.code = _CODES[name]
+        self.factor = factor
+
+    @classmethod
+    def of(cls, op: object) -> ReduceOp:
+        """Returns ``op`` as ours; takes our operations and those of ``torch.distributed``.
+
+        Raises:
+            TypeError: ``op`` is neither.
+        """
+        if type(op) is cls:
+            return op
+        if isinstance(op, _torch_distributed.ReduceOp.RedOpType):
+            return _BY_NAME[op.name]
+        if isinstance(op, _torch_distributed.ReduceOp):
+            kind, supplement = op.__getstate__()  # type: ignore[attr-defined]
+            if supplement is None:
+                return _BY_NAME[kind.name]
+            return make_premul_sum(supplement)
+        raise TypeError(
+            f"op must be a ReduceOp, such as ReduceOp.SUM, but is {op!r} of type {type(op).__name__}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ReduceOp):
+            return self.code == other.code and self.factor == other.factor
+        if isinstance(other, (_torch_distributed.ReduceOp, _torch_distributed.ReduceOp.RedOpType)):
+            return self == ReduceOp.of(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.code, self.factor))
+
+    def __repr__(self) -> str:
+        return f"<ReduceOp.{self.name}{'' if self.factor is None else f'({self.factor})'}: {self.code}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReduceOp, (self.name, self.factor)
+
+
+_CODES = {
+    "SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4, "BAND": 5, "BOR": 6, "BXOR": 7, "PREMUL_SUM": 8,
+}  # fmt: skip
+_BY_NAME = {name: ReduceOp(name) for name in _CODES}
+for _name, _op in _BY_NAME.items():
+    setattr(ReduceOp, _name, _op)
+
+
+def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    """Returns the reduction ``sum over ranks of factor * input``.
+
+    Args:
+        factor: a number, or a tensor of one element.
+    """
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise ValueError(
+            f"the factor of PREMUL_SUM must be one number, but the tensor has shape {list(factor.shape)}"
+        )
+    return ReduceOp("PREMUL_SUM", float(factor))
+
+
+@dataclass(slots=True)
+class _Options:
+    """What every record carries."""
+
+    timeout: timedelta | None = None
+    """Time limit of this operation; ``None`` takes the group's."""
+    asyncOp: bool = True
+    """Whether the caller goes on before the operation is done; ``False`` lets a group run it on the caller's thread."""
+
+
+@dataclass(slots=True)
+class AllreduceOptions(_Options):
+    """Options of ``allreduce``."""
+
+    reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+
+
+@dataclass(slots=True)
+class AllreduceCoalescedOptions(AllreduceOptions):
+    """Options of ``allreduce_coalesced``."""
+
+
+@dataclass(slots=True)
+class ReduceOptions(_Options):
+    """Options of ``reduce``."""
+
+    reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass(slots=True)
+class ReduceScatterOptions(_Options):
+    """Options of ``reduce_scatter`` and its single-tensor form."""
+
+    reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+
+
+@dataclass(slots=True)
+class BroadcastOptions(_Options):
+    """Options of ``broadcast``."""
+
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass(slots=True)
+class GatherOptions(_Options):
+    """Options of ``gather``."""
+
+    rootRank: int = 0
+
+
+@dataclass(slots=True)
+class ScatterOptions(_Options):
+    """Options of ``scatter``."""
+
+    rootRank: int = 0
+
+
+@dataclass(slots=True)
+class AllgatherOptions(_Options):
+    """Options of ``allgather`` and its single-tensor form."""
+
+
+@dataclass(slots=True)
+class AllToAllOptions(_Options):
+    """Options of ``alltoall`` and its single-tensor form."""
+
+
+@dataclass(slots=True)
+class BarrierOptions(_Options):
+    """Options of ``barrier``."""
+
+    device_ids: list[int] = field(default_factory=list)
+    device: torch.device | None = None

@@ -1,0 +1,195 @@
+"""Checks of arguments, made before anything is sent; each failure names both values and the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+if TYPE_CHECKING:
+    from collectives.process_group import ProcessGroup
+
+__all__ = [
+    "check_list",
+    "check_numel",
+    "check_rank",
+    "check_same_dtype",
+    "check_splits",
+    "check_tag",
+    "check_tensor",
+    "fail",
+    "only_tensor",
+    "seconds",
+]
+
+
+def fail(group: ProcessGroup, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
+    raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
+
+
+def check_tensor(group: ProcessGroup, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
+    """Returns ``value`` where it is a tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        fail(group, operation, f"{what} must be a tensor, but is of type {type(value).__name__}", TypeError)
+    return value
+
+
+def only_tensor(group: ProcessGroup, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
+    """Returns the tensor in a list of one, or a tensor given as it is."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if not isinstance(tensors, (list, tuple)):
+        fail(
+            group,
+            operation,
+            f"{what} must be a tensor or a list of one, but is {type(tensors).__name__}",
+            TypeError,
+        )
+    if len(tensors) != 1:
+        fail(
+            group,
+            operation,
+            f"{what} must hold one tensor, because a process drives one device, but holds {len(tensors)}",
+        )
+    return check_tensor(group, operation, tensors[0], what)
+
+
+def check_list(group: ProcessGroup, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
+    """Returns a list of tensors with one entry for each rank.
+
+    Raises:
+        TypeError: it is no list of tensors.
+        ValueError: its length is not the size of the group.
+    """
+    if not isinstance(tensors, (list, tuple)):
+        fail(
+            group,
+            operation,
+            f"{what} must be a list of tensors, but is of type {type(tensors).__name__}",
+            TypeError,
+        )
+    if len(tensors) != group.size():
+        fail(
+            group,
+            operation,
+            f"{what} must hold one tensor for each of {group.size()} ranks, but holds {len(tensors)}",
+        )
+    return [check_tensor(group, operation, tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+
+
+def check_same_dtype(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Checks that all tensors have the data type and the device of the first."""
+    if not tensors:
+        return
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype is not first.dtype:
+            fail(
+                group,
+                operation,
+                f"{what} must have one data type, but entry 0 is {first.dtype} and entry {i} {tensor.dtype}",
+            )
+        if tensor.device != first.device:
+            fail(
+                group,
+                operation,
+                f"{what} must be on one device, but entry 0 is on {first.device}, entry {i} on {tensor.device}",
+            )
+
+
+def check_numel(
+    group: ProcessGroup, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
+) -> None:
+    """Checks the number of elements of a tensor."""
+    if tensor.numel() != numel:
+        fail(
+            group,
+            operation,
+            f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), but must have {numel}: {because}",
+        )
+
+
+def check_rank(group: ProcessGroup, operation: str, rank: object, what: str) -> int:
+    """Returns ``rank`` where it is a rank of the group."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        fail(
+            group,
+            operation,
+            f"{what} must be an int, but is {rank!r} of type {type(rank).__name__}",
+            TypeError,
+        )
+    if not 0 <= rank < group.size():
+        fail(group, operation, f"{what} is {rank}, but the ranks of this group are 0 to {group.size() - 1}")
+    return rank
+
+
+def check_tag(group: ProcessGroup, operation: str, tag: object) -> int:
+    """Returns ``tag`` where it is a non-negative 32-bit int."""
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        fail(group, operation, f"tag must be an int, but is {tag!r} of type {type(tag).__name__}", TypeError)
+    if not 0 <= tag < 2**31:
+        fail(group, operation, f"tag is {tag}, but must be in 0 to {2**31 - 1}")
+    return tag
+
+
+def check_splits(
+    group: ProcessGroup, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
+) -> list[int]:
+    """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
+
+    Raises:
+        ValueError: the splits do not add up, are negative or not one per rank; or, without splits, dimension 0 does not divide.
+    """
+    size = group.size()
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            fail(
+                group,
+                operation,
+                f"dimension 0 of {what} is {rows} (shape {list(tensor.shape)}), not divisible by {size} ranks; give split sizes",
+            )
+        return [tensor.numel() // size] * size
+    if len(splits) != size:
+        fail(
+            group,
+            operation,
+            f"split sizes of {what} must be one for each of {size} ranks, but are {len(splits)}",
+        )
+    if any(split < 0 for split in splits):
+        fail(group, operation, f"split sizes of {what} must not be negative, but are {list(splits)}")
+    if sum(splits) != rows:
+        fail(
+            group,
+            operation,
+            f"split sizes of {what} add up to {sum(splits)} ({list(splits)}), but its dimension 0 is {rows}",
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [split * row for split in splits]
+
+
+def seconds(timeout: timedelta | float, what: str = "timeout") -> float:
+    """Returns a time limit in seconds.
+
+    Raises:
+        TypeError: it is neither a timedelta nor a number.
+        ValueError: it is not positive.
+    """
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        value = float(timeout)
+    else:
+        raise TypeError(
+            f"{what} must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}"
+        )
+    if value <= 0:
+        raise ValueError(f"{what} must be positive, but is {value} s")
+    return value

@@ -1,0 +1,282 @@
+"""Work: the handle of an operation in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from collectives.errors import CollectiveTimeoutError, DistNetworkError
+
+__all__ = ["CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult"]
+
+
+class WorkResult(enum.IntEnum):
+    """How an operation ended; the value of :meth:`Work.get_future_result`."""
+
+    SUCCESS = 0
+    TIMEOUT = 1
+    COMM_ERROR = 2
+    UNKNOWN = 100
+
+
+class Work(ABC):
+    """An operation that a process group runs: pending, then done or failed.
+
+    Until it is done, its tensors must not be touched; the Work keeps them alive. An error of the operation is kept and raised by
+    every :meth:`wait`. A Work that nobody waits for still completes.
+
+    Thread safety: every method may be called from any thread, also at the same time.
+    """
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the operation is done; returns ``True``.
+
+        CPU tensors: blocks the calling thread with the GIL released. CUDA tensors: makes the current stream wait, not the host.
+
+        Args:
+            timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own limit.
+
+        Raises:
+            CollectiveTimeoutError: not done within ``timeout``, or the operation passed its own limit.
+            DistBackendError: the operation failed.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; never blocks. True after :meth:`wait` returned."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation, ``None`` for one that is pending or done; never blocks."""
+
+    @abstractmethod
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors of a finished operation; they alias the tensors given.
+
+        Raises:
+            RuntimeError: the operation is still pending.
+        """
+
+    @abstractmethod
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the output tensors; always the same one.
+
+        It completes with the operation, or with its error. Callbacks added by ``then`` run on another thread, or at once where
+        the operation is done.
+        """
+
+    def is_success(self) -> bool:
+        """Returns whether the operation is done without an error; never blocks."""
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        """Same as :meth:`wait` without a limit."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Returns the rank that a finished receive got its message from, counted within the group.
+
+        Raises:
+            RuntimeError: this is no receive, or it is pending.
+        """
+        raise RuntimeError("source_rank() is known for receives only")
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def block_current_stream(self) -> None:
+        """Makes the current CUDA stream wait for the operation; for CPU tensors the same as :meth:`wait`."""
+        self.wait()
+
+    def get_future_result(self) -> Future[int]:
+        """Returns a future of a :class:`WorkResult`; it never carries an error, so callbacks can look at failures."""
+
+        def code(done: Future[list[torch.Tensor]]) -> int:
+            try:
+                done.value()
+            except CollectiveTimeoutError:
+                return int(WorkResult.TIMEOUT)
+            except DistNetworkError:
+                return int(WorkResult.COMM_ERROR)
+            except Exception:  # noqa: BLE001 - any other failure has the code of the unknown
+                return int(WorkResult.UNKNOWN)
+            return int(WorkResult.SUCCESS)
+
+        return self.get_future().then(code)
+
+
+class CompletedWork(Work):
+    """An operation that was done when its call returned.
+
+    Args:
+        tensors: its outputs.
+        source: sender of a receive, counted within the group.
+    """
+
+    __slots__ = ("_future", "_source", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int | None = None) -> None:
+        self._tensors = tensors
+        self._source = source
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Returns ``True`` at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns ``True``."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Returns ``None``."""
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        return super().source_rank() if self._source is None else self._source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a completed future of the output tensors."""
+        if self._future is None:
+            future: Future[list[torch.Tensor]] = Future()
+            future.set_result(self.result())
+            self._future = future
+        return self._future
+
+
+class CoalescedWork(Work):
+    """Several operations as one: done when all are, failed when one is.
+
+    Args:
+        works: the operations in order of issue.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = tuple(works)
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for every operation, so that none still uses its tensors, then raises the first error."""
+        first: Exception | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
+                first = first or error
+        if first is not None:
+            raise first
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether all operations are done or failed."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Returns the first error in order of issue."""
+        return next((e for e in (work.exception() for work in self._works) if e is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the outputs of all operations in order of issue."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[Any]:
+        """Returns a future of the outputs of all operations in order of issue."""
+        if self._future is None:
+
+            def outputs(futures: Future[list[Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
+                return [tensor for future in futures.value() for tensor in future.value()]
+
+            self._future = torch.futures.collect_all([work.get_future() for work in self._works]).then(
+                outputs
+            )
+        return self._future
+
+
+class FinishingWork(Work):
+    """An operation whose outputs need one more local step, such as copying a dense temporary back to a strided tensor.
+
+    The step runs exactly once, on whichever thread first finds the inner operation done; the Work is done after it.
+
+    Args:
+        inner: the operation.
+        finish: the step; not called where the inner operation failed.
+        tensors: outputs of the whole.
+    """
+
+    def __init__(self, inner: Work, finish: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
+        self._inner = inner
+        self._finish: Callable[[], None] | None = finish
+        self._tensors = tensors
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def _run_finish(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                try:
+                    finish()
+                except Exception as error:  # noqa: BLE001 - kept: every wait() raises it
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the operation, then runs the step."""
+        self._inner.wait(timeout)
+        self._run_finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether operation and step are done; runs the step where only that is missing."""
+        if not self._inner.is_completed():
+            return False
+        if self._inner.exception() is None:
+            with contextlib.suppress(Exception):  # kept in exception()
+                self._run_finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of the operation or of the step."""
+        return self._inner.exception() or self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        error = self.exception()
+        if error is not None:
+            raise error
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        return self._inner.source_rank()
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the output tensors, completed after the step."""
+        with self._lock:
+            if self._future is None:
+
+                def finished(inner: Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+                    inner.value()
+                    self._run_finish()
+                    return list(self._tensors)
+
+                self._future = self._inner.get_future().then(finished)
+            return self._future
