@@ -42,7 +42,8 @@ class Capabilities:
         devices: device types of the tensors it takes, such as ``{"cpu"}``.
         reductions: for each data type that can be reduced, the names of its reductions.
         operations: the operations offered, by the names in :data:`OPERATIONS`.
-        moves: data types that operations without a reduction take; ``None`` for every one that torch can hold on the device.
+        moves: data types that operations without a reduction take; ``None`` for every one that torch can hold
+            on the device.
         uneven: whether ``all_gather``, ``reduce_scatter`` and ``all_to_all`` take parts of different sizes.
         tags: whether ``tag`` matches sends with receives.
     """
@@ -62,7 +63,7 @@ class Capabilities:
         dtype: torch.dtype | None = None,
         op: ReduceOp | None = None,
     ) -> str | None:
-        """Returns ``None`` where the operation is offered, else the reason why not, as a clause without a full stop.
+        """Returns ``None`` where the operation is offered, else the reason, a clause without a full stop.
 
         Args:
             operation: a name of :data:`OPERATIONS`.

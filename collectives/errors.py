@@ -1,6 +1,7 @@
 """Errors of the runtime.
 
-Every class is also a subclass of the class of the same meaning in ``torch.distributed``, so that handlers written for
+Every class is also a subclass of the class of the same meaning in ``torch.distributed``, so that handlers
+written for
 torch catch ours::
 
     torch.distributed.DistError
@@ -15,7 +16,8 @@ torch catch ours::
         └── DistStoreError   (torch.distributed.DistStoreError)
             └── QueueEmptyError (torch.distributed.QueueEmptyError)
 
-Wrong arguments raise :class:`ValueError` or :class:`TypeError` before anything is sent; group and process stay usable.
+Wrong arguments raise :class:`ValueError` or :class:`TypeError` before anything is sent; group and process
+stay usable.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class CollectiveTimeoutError(DistBackendError):
 
 
 class CollectiveMismatchError(DistBackendError):
-    """Ranks issued different operations at the same place of the order; raised on all ranks with a table of them.
+    """Ranks issued different operations at one place of the order; raised on all ranks with a table of them.
 
     No output was written and the group stays usable.
     """
@@ -78,7 +80,7 @@ class GroupAbortedError(DistBackendError):
 
 
 class UnsupportedOperationError(DistBackendError, NotImplementedError):
-    """The group does not offer this operation, data type, reduction or device; raised before any communication."""
+    """The group does not offer this operation, data type, reduction or device; nothing was sent."""
 
 
 class DistNetworkError(DistError, _torch_distributed.DistNetworkError):

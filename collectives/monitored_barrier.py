@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["monitored_barrier"]
 
 _VERDICT_GRACE = timedelta(seconds=10)
-"""How much longer than rank 0 the other ranks wait, so that they hear its verdict instead of their own clock."""
+"""How much longer than rank 0 the others wait, so that they hear its verdict and not their own clock."""
 
 _POLL_SECONDS = 0.005
 
@@ -22,13 +22,14 @@ _POLL_SECONDS = 0.005
 def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_ranks: bool) -> None:
     """Blocks until all ranks of ``group`` are here; see :meth:`collectives.ProcessGroup.monitored_barrier`.
 
-    Arrivals and rank 0's verdict are keys of the group's store, so that a rank stuck in a collective is found on every backend, and the
-    group is not broken by the time limit.
+    Arrivals and rank 0's verdict are keys of the group's store, so that a rank stuck in a collective is found
+    on every backend, and the group is not broken by the time limit.
     """
     store = group.get_group_store()
     if store is None:
         raise DistBackendError(
-            f"[rank {group.rank()}] monitored_barrier on {group.describe()} needs the group's store, but it was made without one"
+            f"[rank {group.rank()}] monitored_barrier on {group.describe()} needs the group's store, "
+            "but it was made without one"
         )
     limit = group.timeout if timeout is None else timeout
     turn = group.next_monitored_barrier()
@@ -52,8 +53,8 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
         return
     names = ", ".join(map(str, missing))
     message = (
-        f"monitored_barrier on {group.describe()}: rank{'s' if len(missing) > 1 else ''} {names} did not come within "
-        f"{limit.total_seconds():g} s"
+        f"monitored_barrier on {group.describe()}: rank{'s' if len(missing) > 1 else ''} {names} "
+        f"did not come within {limit.total_seconds():g} s"
         + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
     )
     store.set(verdict, message)
@@ -63,7 +64,7 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
 def _missing_ranks(
     group: ProcessGroup, store: object, turn: int, deadline: float, wait_all_ranks: bool
 ) -> list[int]:
-    """Waits on rank 0 for the others; returns those missing at the deadline, only the first unless all are asked for."""
+    """Waits on rank 0; returns the ranks missing at the deadline, only the first unless all are asked for."""
     waiting = list(range(1, group.size()))
     while waiting:
         waiting = [r for r in waiting if not store.check([f"monitored_barrier/{turn}/{r}"])]  # type: ignore[attr-defined]

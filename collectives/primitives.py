@@ -1,7 +1,7 @@
-"""What a backend implements: a few operations that it must, and others that are derived from those until it does them better.
+"""What a backend implements: operations that it must, and others derived from those until it does better.
 
-All of them keep the contract of :class:`~collectives.ProcessGroup`, whose public methods check the arguments first. Costs are stated
-in S, the bytes of one rank's tensor, for n ranks.
+All of them keep the contract of :class:`~collectives.ProcessGroup`, whose public methods check the arguments
+first. Costs are stated in S, the bytes of one rank's tensor, for n ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from collectives.work import CoalescedWork, FinishingWork, Work
 __all__ = ["Primitives"]
 
 _TAG = 2**31 - 1
-"""Tag of the messages of derived collectives; messages of one sender with one tag arrive in order, so one tag is enough."""
+"""Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
 
 
 class Primitives(ABC):
-    """The operations of one backend: ranks count within the group, arguments are checked, every call returns a Work."""
+    """The operations of one backend: ranks count within the group, arguments are checked."""
 
     _rank: int
     _size: int
@@ -64,7 +64,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        """Receives a tensor; from any rank when ``src`` is ``None``. The Work knows the sender when it is done."""
+        """Receives a tensor; from any rank when ``src`` is ``None``. The finished Work knows the sender."""
 
     @abstractmethod
     def _barrier(self, opts: BarrierOptions) -> Work:
@@ -72,15 +72,15 @@ class Primitives(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Breaks the group at once: every waiting operation of this rank raises :class:`~collectives.errors.GroupAbortedError`.
+        """Breaks the group at once: every operation waiting on this rank raises ``GroupAbortedError``.
 
-        May be called from any thread, any number of times, never blocks on peers. Peers that wait for this rank raise as soon as the
-        backend lets them know. Resources are freed.
+        May be called from any thread, any number of times, never blocks on peers. Peers that wait for this
+        rank raise as soon as the backend lets them know. Resources are freed.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the group in order: finishes the operations already issued, then frees threads, memory and connections.
+        """Ends the group in order: finishes what was issued, then frees threads, memory and connections.
 
         Idempotent. All ranks call it; none waits for another beyond outstanding operations.
         """
@@ -141,8 +141,11 @@ class Primitives(ABC):
         return self._reduce_scatter(output, list(parts), opts)
 
     def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:  # noqa: ARG002
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllToAllOptions,  # noqa: ARG002 - messages take the group's limit
+    ) -> Work:
         """A message for every pair of ranks."""
         works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank and out.numel()]
         works += [

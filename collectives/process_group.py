@@ -40,24 +40,29 @@ TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 class ProcessGroup(Primitives):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
-    **Order.** All members issue the same collectives in the same order; a group executes them in that order. Point-to-point
-    operations match by sender, receiver and tag, in order, apart from the collectives. Different groups progress independently.
+    **Order.** All members issue the same collectives in the same order; a group executes them in that order.
+    Point-to-point operations match by sender, receiver and tag, in order, apart from the collectives.
+    Different groups progress independently.
 
-    **Work.** Every operation returns a :class:`~collectives.Work`. Its tensors must not be touched until it is done; inputs are then
-    unchanged and outputs complete. Outputs may be the inputs where a method says "in place"; other overlap is undefined.
+    **Work.** Every operation returns a :class:`~collectives.Work`. Its tensors must not be touched until it
+    is done; inputs are then unchanged and outputs complete. Outputs may be the inputs where a method says "in
+    place"; other overlap is undefined.
 
     **Arguments** are checked before anything is sent: :class:`TypeError`, :class:`ValueError`, or
-    :class:`~collectives.errors.UnsupportedOperationError` where :attr:`capabilities` say no. Ranks that issue different operations, a rank that
-    dies and a time limit raise the classes of :mod:`collectives.errors`, from the call or from ``Work.wait()``.
+    :class:`~collectives.errors.UnsupportedOperationError` where :attr:`capabilities` say no. Ranks that issue
+    different operations, a rank that dies and a time limit raise the classes of :mod:`collectives.errors`,
+    from the call or from ``Work.wait()``.
 
-    **Arguments' form.** Methods have the names and forms of ``torch.distributed.ProcessGroup``: a list of one tensor and an option record, or
-    a tensor and the record's fields. One process drives one device, so lists of tensors "per device" hold one.
-    All ranks in arguments count within the group.
+    **Arguments' form.** Methods have the names and forms of ``torch.distributed.ProcessGroup``: a list of one
+    tensor and an option record, or a tensor and the record's fields. One process drives one device, so lists
+    of tensors "per device" hold one. All ranks in arguments count within the group.
 
-    **Threads.** Any thread may issue operations. Threads that issue collectives on one group must agree on the order among themselves.
+    **Threads.** Any thread may issue operations. Threads that issue collectives on one group must agree on
+    the order among themselves.
 
-    A backend derives from this class and implements the abstract methods of :class:`~collectives.primitives.Primitives`, and any of its
-    derived operations that it can do better. Those get checked arguments.
+    A backend derives from this class and implements the abstract methods of
+    :class:`~collectives.primitives.Primitives`, and any of its derived operations that it can do better.
+    Those get checked arguments.
 
     Args:
         rank: this process's rank within the group.
@@ -105,7 +110,7 @@ class ProcessGroup(Primitives):
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
 
-    # ---- identity ------------------------------------------------------------------------------------------------------------------
+    # ---- identity --------------------------------------------------------------------------------
 
     def rank(self) -> int:
         """Returns this process's rank within the group."""
@@ -155,7 +160,7 @@ class ProcessGroup(Primitives):
         """Returns whether the group offers an operation; arguments as :meth:`Capabilities.why_not`."""
         return self.capabilities.why_not(operation, **about) is None
 
-    # ---- collectives -----------------------------------------------------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------
 
     def allreduce(
         self,
@@ -181,7 +186,7 @@ class ProcessGroup(Primitives):
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
     ) -> Work:
-        """Reduces several tensors over all ranks, in place, as :meth:`allreduce` each; they may differ in shape and data type."""
+        """Reduces several tensors, as :meth:`allreduce` each; they may differ in shape and data type."""
         opts = opts or AllreduceCoalescedOptions()
         opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
         for tensor in tensors:
@@ -199,7 +204,8 @@ class ProcessGroup(Primitives):
         """Copies the root's tensor to all ranks, in place.
 
         Args:
-            tensors: tensor of the same number of elements and data type on every rank; input on the root, output elsewhere.
+            tensors: tensor of the same number of elements and data type on every rank; input on the root,
+                output elsewhere.
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
@@ -220,7 +226,7 @@ class ProcessGroup(Primitives):
         *,
         root: int | None = None,
     ) -> Work:
-        """Reduces a tensor over all ranks to the root, in place there; the other ranks' tensors are unchanged.
+        """Reduces a tensor over all ranks to the root, in place there; other ranks' tensors are unchanged.
 
         Args:
             tensors: tensor of the same shape and data type on every rank.
@@ -248,8 +254,8 @@ class ProcessGroup(Primitives):
         """Gathers every rank's tensor on all ranks.
 
         Args:
-            output_tensors: one tensor for each rank, sized as that rank's input (inputs may differ in size where the
-                capabilities say ``uneven``); or a list of one such list.
+            output_tensors: one tensor for each rank, sized as that rank's input (inputs may differ in size
+                where the capabilities say ``uneven``); or a list of one such list.
             input_tensors: this rank's tensor.
             opts: option record.
             timeout: time limit, for the form without a record.
@@ -280,7 +286,8 @@ class ProcessGroup(Primitives):
         """Gathers every rank's tensor into one, in rank order.
 
         Args:
-            output: ``size`` times the elements of ``input``: a concatenation along dimension 0, or a stack. May contain ``input`` as its own part.
+            output: ``size`` times the elements of ``input``: a concatenation along dimension 0, or a stack.
+                May contain ``input`` as its own part.
             input: tensor of the same shape and data type on every rank.
             opts: option record.
             timeout: time limit, for the form without a record.
@@ -302,7 +309,8 @@ class ProcessGroup(Primitives):
     ) -> Work:
         """Gathers several tensors, as :meth:`allgather` of each ``input_list[i]`` into ``output_lists[i]``.
 
-        In the form of ``torch.distributed.all_gather_coalesced``, ``output_lists[r][i]`` of rank r, the user function transposes.
+        In the form of ``torch.distributed.all_gather_coalesced``, ``output_lists[r][i]`` of rank r, the user
+        function transposes.
         """
         self._check_lengths("all_gather", output_lists, input_list)
         return CoalescedWork(
@@ -333,7 +341,8 @@ class ProcessGroup(Primitives):
         """Gathers every rank's tensor on the root.
 
         Args:
-            output_tensors: on the root, one tensor for each rank, or a list of one such list; empty or ``None`` elsewhere.
+            output_tensors: on the root, one tensor for each rank, or a list of one such list; empty or
+                ``None`` elsewhere.
             input_tensors: tensor of the same size and data type on every rank.
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
@@ -361,7 +370,8 @@ class ProcessGroup(Primitives):
 
         Args:
             output_tensors: tensor of the same size and data type on every rank.
-            input_tensors: on the root, one tensor for each rank, or a list of one such list; empty or ``None`` elsewhere.
+            input_tensors: on the root, one tensor for each rank, or a list of one such list; empty or
+                ``None`` elsewhere.
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
@@ -388,7 +398,8 @@ class ProcessGroup(Primitives):
 
         Args:
             output_tensors: tensor of the size of ``input_tensors[rank]``; may be that tensor.
-            input_tensors: one tensor for each rank (sizes may differ where the capabilities say ``uneven``), or a list of one such list.
+            input_tensors: one tensor for each rank (sizes may differ where the capabilities say ``uneven``),
+                or a list of one such list.
             opts: option record, or the reduction.
             timeout: time limit, for the form without a record.
             op: the reduction, for the form without a record.
@@ -422,7 +433,8 @@ class ProcessGroup(Primitives):
 
         Args:
             outputTensor: this rank's part; may be that part of the input.
-            inputTensor: ``size`` times the elements of the output, as a concatenation or a stack along dimension 0.
+            inputTensor: ``size`` times the elements of the output, as a concatenation or a stack along
+                dimension 0.
             opts: option record, or the reduction.
             timeout: time limit, for the form without a record.
             op: the reduction, for the form without a record.
@@ -489,7 +501,7 @@ class ProcessGroup(Primitives):
         opts: AllToAllOptions | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Splits a tensor along dimension 0, sends part r to rank r and concatenates what the ranks send here.
+        """Splits a tensor along dimension 0, sends part r to rank r, concatenates what arrives.
 
         Args:
             output: the parts received, in rank order.
@@ -507,7 +519,7 @@ class ProcessGroup(Primitives):
             check.fail(
                 self,
                 what,
-                f"this rank sends itself {sent[self._rank]} elements, but expects {received[self._rank]} from itself",
+                f"this rank sends itself {sent[self._rank]} elements, but expects {received[self._rank]}",
             )
         if not self.capabilities.uneven and len({*sent, *received}) > 1:
             check.fail(
@@ -530,7 +542,8 @@ class ProcessGroup(Primitives):
 
         Args:
             timeout: time limit; ``None`` takes the group's.
-            wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
+            wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists
+                all.
 
         Raises:
             CollectiveTimeoutError: a rank did not come in time.
@@ -541,10 +554,10 @@ class ProcessGroup(Primitives):
         """Returns the number of monitored barriers so far, and counts one more."""
         return next(self._monitored_barriers)
 
-    # ---- point-to-point ----------------------------------------------------------------------------------------------------------------
+    # ---- point-to-point ------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank, which receives it with the same tag into a tensor of the same size and data type."""
+        """Sends a tensor to a rank, which receives it with the same tag, size and data type."""
         tensor = check.only_tensor(self, "send", tensors)
         check.check_rank(self, "send", dstRank, "destination")
         self._check_tag("send", tag)
@@ -566,7 +579,7 @@ class ProcessGroup(Primitives):
         self._admit("recv_anysource", tensor)
         return self._recv(tensor, None, tag)
 
-    # ---- names that torch.distributed keeps for the same operations -----------------------------------------------------------------------
+    # ---- names that torch.distributed keeps for the same operations ------------------------------
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -574,10 +587,10 @@ class ProcessGroup(Primitives):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ---- checks ------------------------------------------------------------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def _admit(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> None:
-        """Raises unless the group can run the operation on such a tensor; what was admitted once is looked up."""
+        """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
         key = (operation, tensor.dtype, tensor.device.type, tensor.layout, op)
         if key in self._admitted:
             return
@@ -585,7 +598,7 @@ class ProcessGroup(Primitives):
             check.fail(
                 self,
                 operation,
-                f"tensors of layout {tensor.layout} are not taken; densify it, or exchange indices and values",
+                f"tensors of layout {tensor.layout} are not taken; densify it first",
                 UnsupportedOperationError,
             )
         if tensor.is_quantized and op is not None:
@@ -652,7 +665,7 @@ class ProcessGroup(Primitives):
 def _reduction(
     record: Callable[..., _Record], opts: Any, op: ReduceOp | None, timeout: timedelta | None
 ) -> _Record:
-    """Returns a record made from the form without one; also turns a record of another reduction kind into ``record``."""
+    """Returns a record of the given kind, from a record of another kind or from the form without one."""
     if opts is not None and hasattr(opts, "reduceOp"):
         return record(opts.timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
     return record(timeout=timeout, reduceOp=ReduceOp.of(_first(opts, op, ReduceOp.SUM)))

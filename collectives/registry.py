@@ -1,7 +1,7 @@
 """The backends by name, loaded on first use.
 
-A backend is a module with a function ``create(options: GroupOptions) -> ProcessGroup`` and, where it can be installed and still not
-work on a machine, ``unavailable() -> str | None``, which tells why.
+A backend is a module with a function ``create(options: GroupOptions) -> ProcessGroup`` and, where it can be
+installed and still not work on a machine, ``unavailable() -> str | None``, which tells why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class GroupOptions:
     """What a backend is given to make a group.
 
     Attributes:
-        store: a store of the group's own (any ``torch.distributed.Store``); keys of other groups are out of its sight.
+        store: a store of the group's own (any ``torch.distributed.Store``); keys of other groups are out of
+            its sight.
         rank: this process's rank within the group.
         size: number of ranks.
         timeout: time limit of the group's operations.
@@ -121,7 +122,7 @@ def register_backend_spec(spec: BackendSpec) -> None:
 
 
 def why_unavailable(name: str) -> str | None:
-    """Returns ``None`` where the backend can be used in this process, else the reason and the command that would mend it."""
+    """Returns ``None`` where the backend can be used here, else the reason and the command that mends it."""
     spec = backend_spec(name)
     missing = [package for package in spec.requires if importlib.util.find_spec(package) is None]
     if missing:
@@ -139,7 +140,8 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
 
     Raises:
         ValueError: the backend is not known.
-        DistBackendError: it is known but cannot be used here; the message names the command that would mend it.
+        DistBackendError: it is known but cannot be used here; the message names the command that would mend
+            it.
     """
     spec = backend_spec(name)
     reason = why_unavailable(name)

@@ -12,7 +12,7 @@ __all__ = ["dense", "dense_outputs", "is_dense"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether the memory of ``tensor`` holds its values in row-major order, without gaps or lazy conjugation."""
+    """Returns whether memory holds the values in row-major order, without gaps or lazy conjugation."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -26,8 +26,9 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 class dense_outputs:  # noqa: N801 - used like a function
     """Dense stand-ins for the outputs of one operation, and the way back.
 
-    ``stand_ins`` holds for each output the tensor to give to the operation: the output itself where it is dense, else a dense copy of
-    it. :meth:`finish` wraps the operation's Work so that the copies are written back once, when it is done.
+    ``stand_ins`` holds for each output the tensor to give to the operation: the output itself where it is
+    dense, else a dense copy of it. :meth:`finish` wraps the operation's Work so that the copies are written
+    back once, when it is done.
 
     Args:
         outputs: tensors that the operation writes (and may read).

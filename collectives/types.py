@@ -1,7 +1,7 @@
 """Reduction operations and the option records of the operations.
 
-Field names of the records are those of ``torch.distributed`` (``reduceOp``, ``rootRank``, ``asyncOp``). Ranks in a record
-count within the group.
+Field names of the records are those of ``torch.distributed`` (``reduceOp``, ``rootRank``, ``asyncOp``). Ranks
+in a record count within the group.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ default_pg_timeout = timedelta(minutes=30)
 class ReduceOp:
     """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR``.
 
-    ``PREMUL_SUM`` multiplies every input by a factor and sums; make one with :func:`make_premul_sum`. AVG is the sum over the
-    number of ranks. Enum-like without ``__members__``. Compares equal to the operation of the same name in
-    ``torch.distributed``; :meth:`of` turns one into ours.
+    ``PREMUL_SUM`` multiplies every input by a factor and sums; make one with :func:`make_premul_sum`. AVG is
+    the sum over the number of ranks. Enum-like without ``__members__``. Compares equal to the operation of
+    the same name in ``torch.distributed``; :meth:`of` turns one into ours.
 
     Attributes:
         name: ``"SUM"``, ...
@@ -134,7 +134,7 @@ class _Options:
     timeout: timedelta | None = None
     """Time limit of this operation; ``None`` takes the group's."""
     asyncOp: bool = True
-    """Whether the caller goes on before the operation is done; ``False`` lets a group run it on the caller's thread."""
+    """Whether the caller goes on before it is done; ``False`` lets a group use the caller's thread."""
 
 
 @dataclass(slots=True)

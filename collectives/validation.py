@@ -100,7 +100,7 @@ def check_same_dtype(group: ProcessGroup, operation: str, tensors: Sequence[torc
             fail(
                 group,
                 operation,
-                f"{what} must be on one device, but entry 0 is on {first.device}, entry {i} on {tensor.device}",
+                f"{what} must be on one device, but 0 is on {first.device} and {i} on {tensor.device}",
             )
 
 
@@ -112,7 +112,7 @@ def check_numel(
         fail(
             group,
             operation,
-            f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), but must have {numel}: {because}",
+            f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), not {numel}: {because}",
         )
 
 
@@ -145,7 +145,8 @@ def check_splits(
     """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
 
     Raises:
-        ValueError: the splits do not add up, are negative or not one per rank; or, without splits, dimension 0 does not divide.
+        ValueError: the splits do not add up, are negative or not one per rank; or, without splits, dimension
+            0 does not divide.
     """
     size = group.size()
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -154,7 +155,8 @@ def check_splits(
             fail(
                 group,
                 operation,
-                f"dimension 0 of {what} is {rows} (shape {list(tensor.shape)}), not divisible by {size} ranks; give split sizes",
+                f"dimension 0 of {what} is {rows} (shape {list(tensor.shape)}), not a multiple of {size}; "
+                "give split sizes",
             )
         return [tensor.numel() // size] * size
     if len(splits) != size:

@@ -30,8 +30,8 @@ class WorkResult(enum.IntEnum):
 class Work(ABC):
     """An operation that a process group runs: pending, then done or failed.
 
-    Until it is done, its tensors must not be touched; the Work keeps them alive. An error of the operation is kept and raised by
-    every :meth:`wait`. A Work that nobody waits for still completes.
+    Until it is done, its tensors must not be touched; the Work keeps them alive. An error of the operation is
+    kept and raised by every :meth:`wait`. A Work that nobody waits for still completes.
 
     Thread safety: every method may be called from any thread, also at the same time.
     """
@@ -40,10 +40,12 @@ class Work(ABC):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; returns ``True``.
 
-        CPU tensors: blocks the calling thread with the GIL released. CUDA tensors: makes the current stream wait, not the host.
+        CPU tensors: blocks the calling thread with the GIL released. CUDA tensors: makes the current stream
+            wait, not the host.
 
         Args:
-            timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own limit.
+            timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own
+                limit.
 
         Raises:
             CollectiveTimeoutError: not done within ``timeout``, or the operation passed its own limit.
@@ -70,8 +72,8 @@ class Work(ABC):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors; always the same one.
 
-        It completes with the operation, or with its error. Callbacks added by ``then`` run on another thread, or at once where
-        the operation is done.
+        It completes with the operation, or with its error. Callbacks added by ``then`` run on another thread,
+        or at once where the operation is done.
         """
 
     def is_success(self) -> bool:
@@ -98,7 +100,7 @@ class Work(ABC):
         self.wait()
 
     def get_future_result(self) -> Future[int]:
-        """Returns a future of a :class:`WorkResult`; it never carries an error, so callbacks can look at failures."""
+        """Returns a future of a :class:`WorkResult`; it never carries an error."""
 
         def code(done: Future[list[torch.Tensor]]) -> int:
             try:
@@ -207,9 +209,10 @@ class CoalescedWork(Work):
 
 
 class FinishingWork(Work):
-    """An operation whose outputs need one more local step, such as copying a dense temporary back to a strided tensor.
+    """An operation whose outputs need one more local step, such as writing a dense temporary back.
 
-    The step runs exactly once, on whichever thread first finds the inner operation done; the Work is done after it.
+    The step runs exactly once, on whichever thread first finds the inner operation done; the Work is done
+    after it.
 
     Args:
         inner: the operation.
