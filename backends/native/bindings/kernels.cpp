@@ -1,7 +1,75 @@
+// The kernels, for tests and tools: addresses are plain numbers, and nobody checks what they point to.
+#include "kernels/kernels.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "bindings/bindings.hpp"
 
-namespace collectives {
+namespace nb = nanobind;
 
-void bind_kernels(nanobind::module_& module) { (void)module; }
+namespace collectives {
+namespace {
+
+DType dtype_from(std::uint8_t code) {
+  if (!is_dtype(code)) throw std::invalid_argument("no dtype has the code " + std::to_string(code));
+  return static_cast<DType>(code);
+}
+
+ReduceOp op_from(std::uint8_t code) {
+  if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
+  return static_cast<ReduceOp>(code);
+}
+
+void* pointer_from(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t count,
+                  std::uint8_t dtype, std::uint8_t op, double factor) {
+  std::vector<const void*> pointers;
+  pointers.reserve(sources.size());
+  for (const std::uintptr_t source : sources) pointers.push_back(pointer_from(source));
+  const DType checked_dtype = dtype_from(dtype);
+  const ReduceOp checked_op = op_from(op);
+  const nb::gil_scoped_release release;
+  reduce(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
+         checked_op, factor);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& module) {
+  nb::dict dtypes;
+  for (std::uint8_t code = 0; code < kDTypeCount; ++code) dtypes[name_of(static_cast<DType>(code))] = code;
+  module.attr("DTYPES") = dtypes;
+  module.def(
+      "dtype_size", [](std::uint8_t code) { return size_of(dtype_from(code)); }, nb::arg("dtype_code"));
+  module.def(
+      "reducible",
+      [](std::uint8_t dtype, std::uint8_t op) { return reducible(dtype_from(dtype), op_from(op)); },
+      nb::arg("dtype_code"), nb::arg("op_code"));
+  module.def("reduce", bound_reduce, nb::arg("dst_ptr"), nb::arg("source_ptrs"), nb::arg("count"),
+             nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
+  module.def(
+      "copy",
+      [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
+        const nb::gil_scoped_release release;
+        copy(pointer_from(dst), pointer_from(src), bytes);
+      },
+      nb::arg("dst_ptr"), nb::arg("src_ptr"), nb::arg("nbytes"));
+  module.def(
+      "copy_streaming",
+      [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
+        const nb::gil_scoped_release release;
+        copy_streaming(pointer_from(dst), pointer_from(src), bytes);
+      },
+      nb::arg("dst_ptr"), nb::arg("src_ptr"), nb::arg("nbytes"));
+  module.def("cpu_capability", cpu_capability);
+}
 
 }  // namespace collectives

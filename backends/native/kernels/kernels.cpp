@@ -1,0 +1,119 @@
+#include "kernels/kernels.hpp"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "kernels/float_environment.hpp"
+#include "kernels/isa.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr const char* kCapabilityVariable = "COLLECTIVES_CPU_CAPABILITY";
+constexpr double kLargestExactInteger = 9007199254740992.0;  // 2^53
+
+// Best first; `available` asks the CPU and, for the vector registers' state, the operating system.
+struct Candidate {
+  const InstructionSet* set;
+  bool available;
+};
+
+const InstructionSet& choose_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const Candidate candidates[] = {{&isa_avx512::kInstructionSet, avx512},
+                                  {&isa_avx2::kInstructionSet, avx2},
+                                  {&isa_default::kInstructionSet, true}};
+#else
+  const Candidate candidates[] = {{&isa_default::kInstructionSet, true}};
+#endif
+  const char* wanted = std::getenv(kCapabilityVariable);
+  std::string usable;
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.available) continue;
+    if (wanted == nullptr || std::string_view(wanted) == candidate.set->name) return *candidate.set;
+    usable += usable.empty() ? "" : ", ";
+    usable += candidate.set->name;
+  }
+  throw std::invalid_argument(std::string(kCapabilityVariable) + "=" + wanted +
+                              " names no instruction set of this CPU; usable here: " + usable +
+                              " (unset it to get the first)");
+}
+
+const InstructionSet& instruction_set() {
+  static const InstructionSet& chosen = choose_instruction_set();
+  return chosen;
+}
+
+std::string describe(DType dtype, ReduceOp op) { return std::string(name_of(op)) + " of " + name_of(dtype); }
+
+bool is_integer(DType dtype) { return dtype >= DType::uint8 && dtype <= DType::int64; }
+
+void check(int n, DType dtype, ReduceOp op, double factor) {
+  if (n < 1) throw std::invalid_argument("reduce needs at least one source, not " + std::to_string(n));
+  if (!reducible(dtype, op)) throw std::invalid_argument(describe(dtype, op) + " is not defined");
+  if (op != ReduceOp::avg) return;
+  if (is_integer(dtype) && n > kMaxAveragedIntegers) {
+    throw std::invalid_argument(describe(dtype, op) + " takes at most " +
+                                std::to_string(kMaxAveragedIntegers) + " sources, not " + std::to_string(n));
+  }
+  const bool fits = is_integer(dtype) ? factor == std::trunc(factor) && factor <= kLargestExactInteger
+                                      : std::isfinite(factor);
+  if (!(factor > 0) || !fits) {
+    throw std::invalid_argument(describe(dtype, op) + " needs a positive " +
+                                (is_integer(dtype) ? "integer of at most 2^53" : "finite number") +
+                                " as divisor, not " + std::to_string(factor));
+  }
+}
+
+// A complex number is two numbers to every operation that is defined on it.
+DType component_of(DType dtype) {
+  switch (dtype) {
+    case DType::complex32:
+      return DType::float16;
+    case DType::complex64:
+      return DType::float32;
+    case DType::complex128:
+      return DType::float64;
+    default:
+      return dtype;
+  }
+}
+
+}  // namespace
+
+void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
+            double factor) {
+  check(n, dtype, op, factor);
+  const InstructionSet& set = instruction_set();
+  if (count == 0) return;
+  if (n == 1 && op != ReduceOp::avg && op != ReduceOp::premul_sum) {
+    if (dst != sources[0]) std::memcpy(dst, sources[0], count * size_of(dtype));
+    return;
+  }
+  const DType element = component_of(dtype);
+  if (element != dtype) count *= 2;
+  const DefaultFloatEnvironment environment;
+  set.reduce[static_cast<int>(element)][static_cast<int>(op)](static_cast<std::byte*>(dst), sources, n, count,
+                                                              factor);
+}
+
+void copy(void* dst, const void* src, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(dst, src, bytes);
+}
+
+void copy_streaming(void* dst, const void* src, std::size_t bytes) {
+  const InstructionSet& set = instruction_set();
+  if (bytes != 0) set.copy_streaming(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), bytes);
+}
+
+const char* cpu_capability() { return instruction_set().name; }
+
+}  // namespace collectives

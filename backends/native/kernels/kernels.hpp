@@ -1,0 +1,58 @@
+// Reductions and copies over plain memory: the arithmetic of every collective operation.
+//
+// Words. A *source* is the contribution of one rank, in rank order. The *accumulator* is the type in which
+// sources are combined: float32 for float16, bfloat16 and every float8, otherwise the element type itself
+// (complex numbers by component). The result is rounded to the element type once, after the last source.
+//
+// A result is a function of the values of the sources alone: it depends neither on alignment, nor on the
+// vector width of the CPU, nor on how a caller splits a range into calls, nor on the thread's floating-point
+// mode (rounding, flush to zero). So that this holds for NaN as well, whose sign and payload the hardware
+// does not define, a NaN result is always the positive quiet NaN of its format (the only NaN, where the
+// format has one).
+#pragma once
+
+#include <cstddef>
+
+#include "common/dtype.hpp"
+
+namespace collectives {
+
+// dst[i] = round(sources[0][i] op sources[1][i] op ... op sources[n-1][i]) for i in [0, count), combined from
+// left to right.
+//
+//   SUM, PRODUCT  integers wrap around (two's complement); on bool they are "or" and "and".
+//   AVG           the sum divided by `factor`, before the one rounding. Integers: the exact sum, divided by
+//   the
+//                 integer `factor`, truncated toward zero.
+//   MIN, MAX      a NaN in any source gives NaN; of equal values (the two zeros) the first source's is kept;
+//   on bool
+//                 they are "and" and "or".
+//   BAND/BOR/BXOR integers and bool.
+//   PREMUL_SUM    every source is multiplied by `factor`, rounded to the accumulator type beforehand, then
+//   summed.
+//                 For complex elements the factor is real.
+// `factor` is ignored for the other operations. With one source every operation but AVG and PREMUL_SUM copies
+// it.
+//
+// Pointers may have any alignment. `dst` may be exactly one of the sources; any other overlap is undefined. A
+// source may be given more than once. `count` may be 0.
+//
+// Throws std::invalid_argument, with nothing written, if n < 1, if the pair is not `reducible`, or if an AVG
+// factor is not positive and finite (for integers: not an integer of at most 2^53).
+void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
+            double factor);
+
+// Copies between ranges that do not overlap.
+void copy(void* dst, const void* src, std::size_t bytes);
+
+// The same for a destination that this CPU will not read soon: the stores pass by the cache where the CPU can
+// do so, and are ordered before any store that follows in program order when the call returns.
+void copy_streaming(void* dst, const void* src, std::size_t bytes);
+
+// The instruction set in use: "default" (the baseline of the architecture), "avx2" or "avx512". Chosen once,
+// the best that the CPU has; the environment variable COLLECTIVES_CPU_CAPABILITY may lower it. Throws
+// std::invalid_argument if the variable names none, or one that this CPU lacks. `reduce` and `copy_streaming`
+// throw the same: a process that wants the error early calls this first.
+const char* cpu_capability();
+
+}  // namespace collectives

@@ -1,0 +1,504 @@
+"""The reduction kernels against naive formulas of torch: equal bits, whatever the layout and the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectives import _native, dtypes
+
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
+OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
+
+FLOAT8 = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+FLOAT16 = [torch.float16, torch.bfloat16]
+FLOATS = [*FLOAT8, *FLOAT16, torch.float32, torch.float64]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+INTEGERS = [*UNSIGNED, *SIGNED]
+REDUCIBLE = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
+
+# The NaN that results have: torch itself gives a bfloat16 NaN now one code, now another.
+CANONICAL_NAN = {
+    torch.float8_e4m3fn: 0x7F,
+    torch.float8_e5m2: 0x7F,
+    torch.float8_e4m3fnuz: 0x80,
+    torch.float8_e5m2fnuz: 0x80,
+    torch.float8_e8m0fnu: 0xFF,
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8000000000000,
+}
+
+# Until torch 2.12 a conversion to e4m3fn made NaN of what is too large.
+TORCH_SATURATES = not torch.tensor(1e4).to(torch.float8_e4m3fn).to(torch.float32).isnan().item()
+
+FLOAT_OPS = [SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM]
+COMPLEX_OPS = [SUM, AVG, PREMUL_SUM]
+INTEGER_OPS = [SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR]
+OPS = (
+    {torch.bool: [SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR]}
+    | dict.fromkeys(INTEGERS, INTEGER_OPS)
+    | dict.fromkeys(FLOATS, FLOAT_OPS)
+    | dict.fromkeys(COMPLEX, COMPLEX_OPS)
+    | {torch.float8_e8m0fnu: [SUM, AVG, PRODUCT, MIN, MAX]}
+)
+CASES = [
+    pytest.param(dtype, op, id=f"{dtype}-{OP_NAMES[op]}"[6:]) for dtype in REDUCIBLE for op in OPS[dtype]
+]
+FLOAT_CASES = [
+    pytest.param(dtype, op, id=f"{dtype}-{OP_NAMES[op]}"[6:]) for dtype in FLOATS for op in OPS[dtype]
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+# --- helpers ---
+
+
+def random_bits(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """Elements of every kind: each bit is drawn, so that NaN, infinities, subnormals and both zeros occur."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator, dtype=torch.uint8).view(torch.bool)
+    return (
+        torch.randint(0, 256, (count, dtype.itemsize), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .flatten()
+    )
+
+
+def random_values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """Elements of like size, so that sums round instead of being swallowed."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in FLOATS and dtype != torch.float8_e8m0fnu:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    if dtype == torch.complex32:
+        return torch.randn(2 * count, generator=generator).to(torch.float16).view(dtype)
+    if dtype in COMPLEX:
+        return torch.randn(count, generator=generator, dtype=dtype)
+    return random_bits(dtype, count, seed)
+
+
+def reduce(
+    op: int, sources: list[torch.Tensor], factor: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    first = sources[0]
+    out = torch.empty_like(first) if out is None else out
+    code = dtypes.native_code(first.dtype)
+    _native.reduce(out.data_ptr(), [s.data_ptr() for s in sources], first.numel(), code, op, factor)
+    return out
+
+
+def factor_for(op: int, n: int) -> float:
+    """A divisor that is not a power of two, and a factor that no binary format holds."""
+    return float(n + 1) if op == AVG else 1.0 / 3.0 if op == PREMUL_SUM else 1.0
+
+
+def naive_float(op: int, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    dtype = sources[0].dtype
+    wide = dtype if dtype == torch.float64 else torch.float32
+    scale = torch.tensor(factor, dtype=wide)
+    terms = [s.to(wide) * scale if op == PREMUL_SUM else s.to(wide) for s in sources]
+    total = terms[0].clone()
+    for term in terms[1:]:
+        if op in (SUM, AVG, PREMUL_SUM):
+            total = total + term
+        elif op == PRODUCT:
+            total = total * term
+        elif op == MIN:
+            total = torch.where((term < total) | term.isnan(), term, total)
+        else:
+            total = torch.where((term > total) | term.isnan(), term, total)
+    if op == AVG:
+        total = total / scale
+    nan = total.isnan()
+    if dtype == torch.float8_e4m3fn and not TORCH_SATURATES:
+        total = total.clamp(-448, 448)
+    result = total.to(dtype)
+    raw(result)[(nan | result.to(wide).isnan()).flatten()] = raw(canonical_nan(dtype))
+    return result
+
+
+def canonical_nan(dtype: torch.dtype) -> torch.Tensor:
+    code = CANONICAL_NAN[dtype].to_bytes(dtype.itemsize, "little")
+    return torch.tensor(list(code), dtype=torch.uint8).view(dtype)
+
+
+def naive_integer(op: int, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    """Python's integers, then two's complement."""
+    dtype = sources[0].dtype
+    columns = list(zip(*(s.tolist() for s in sources), strict=True))
+    fold = {
+        SUM: sum,
+        AVG: lambda c: abs(sum(c)) // int(factor) * (1 if sum(c) >= 0 else -1),
+        PRODUCT: math.prod,
+        MIN: min,
+        MAX: max,
+        BAND: lambda c: _fold(c, int.__and__),
+        BOR: lambda c: _fold(c, int.__or__),
+        BXOR: lambda c: _fold(c, int.__xor__),
+    }[op]
+    bits = 8 * dtype.itemsize
+    low = torch.iinfo(dtype).min
+    return torch.tensor([(fold(c) - low) % (1 << bits) + low for c in columns], dtype=dtype)
+
+
+def _fold(column, function):
+    result = column[0]
+    for value in column[1:]:
+        result = function(result, value)
+    return result
+
+
+def naive(op: int, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    dtype = sources[0].dtype
+    if dtype == torch.bool:
+        counts = sum(s.to(torch.int64) for s in sources)
+        if op in (SUM, MAX, BOR):
+            return counts > 0
+        return counts == len(sources) if op in (PRODUCT, MIN, BAND) else counts % 2 == 1
+    if dtype in INTEGERS:
+        return naive_integer(op, sources, factor)
+    if dtype in COMPLEX:
+        part = {
+            torch.complex32: torch.float16,
+            torch.complex64: torch.float32,
+            torch.complex128: torch.float64,
+        }[dtype]
+        return naive_float(op, [s.view(part) for s in sources], factor).view(dtype)
+    return naive_float(op, sources, factor)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, 1).view(torch.uint8)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    different = (raw(actual) != raw(expected)).any(dim=1).nonzero().flatten()
+    if different.numel():
+        i = int(different[0])
+        pytest.fail(
+            f"{different.numel()} of {actual.numel()} elements differ, first [{i}]: "
+            f"{raw(actual)[i].tolist()} instead of {raw(expected)[i].tolist()} (little-endian bytes)"
+        )
+
+
+# --- the table of types ---
+
+
+def test_every_dtype_of_dense_cpu_tensors_has_a_code() -> None:
+    named = {d for name in dir(torch) if isinstance(d := getattr(torch, name), torch.dtype)}
+    assert set(dtypes.NATIVE_CODES) == named
+    assert sorted(_native.DTYPES.values()) == list(range(len(_native.DTYPES)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", dtypes.NATIVE_CODES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7, 8])
+def test_counts_and_sizes_cover_the_storage(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.empty(numel, dtype=dtype)
+    assert dtypes.native_count(tensor) * dtypes.element_bytes(dtype) == tensor.untyped_storage().nbytes()
+    assert dtypes.torch_dtype(dtypes.native_code(dtype)) == dtype
+
+
+@pytest.mark.parametrize("op", range(9), ids=OP_NAMES)
+def test_reducible_says_what_reduce_accepts(op: int) -> None:
+    for dtype, code in dtypes.NATIVE_CODES.items():
+        expected = op in OPS.get(dtype, [])
+        assert _native.reducible(code, op) is expected, (dtype, OP_NAMES[op])
+        if not expected:
+            with pytest.raises(ValueError, match=f"{OP_NAMES[op]} of {str(dtype)[6:]} is not defined"):
+                _native.reduce(0, [0], 0, code, op, 1.0)
+
+
+def test_unknown_codes_are_refused() -> None:
+    with pytest.raises(ValueError, match="no dtype has the code 200"):
+        _native.dtype_size(200)
+    with pytest.raises(ValueError, match="no reduction has the code 9"):
+        _native.reducible(0, 9)
+    with pytest.raises(ValueError, match=r"no dtype of torch .* has the native code 200"):
+        dtypes.torch_dtype(200)
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 17])
+def test_reduction_is_the_naive_formula(dtype: torch.dtype, op: int, n: int) -> None:
+    factor = factor_for(op, n)
+    for make in (random_values, random_bits):
+        sources = [make(dtype, 1003, seed=31 * n + k) for k in range(n)]
+        expected = naive(op, sources, factor) if n > 1 or op in (AVG, PREMUL_SUM) else sources[0]
+        assert_same_bits(reduce(op, sources, factor), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("op", [SUM, AVG, PRODUCT, MIN, MAX], ids=lambda op: OP_NAMES[op])
+def test_every_pair_of_float8_codes(dtype: torch.dtype, op: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    pair = [codes.repeat_interleave(256).view(dtype), codes.repeat(256).view(dtype)]
+    factor = factor_for(op, 2)
+    assert_same_bits(reduce(op, pair, factor), naive(op, pair, factor))
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for d in FLOATS if d.itemsize < 4 and d != torch.float8_e8m0fnu], ids=str
+)
+def test_rounding_from_float32_is_that_of_torch(dtype: torch.dtype) -> None:
+    """One rounding of code * factor: ties, overflow, infinities, subnormals and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if dtype.itemsize == 2:
+        codes = torch.arange(-32768, 32768, dtype=torch.int16)
+    source = codes.view(dtype)
+    ties = [1.0 + k / 64 for k in range(64)] + [1.0 + k / 4096 for k in range(1, 64)]
+    scales = [math.ldexp(m, e) for m in (1.0, 1.5, -1.25) for e in range(-149, 128, 3)]
+    edges = [0.0, -0.0, math.inf, -math.inf, math.nan, 1 + 2**-23, 1 - 2**-24, 3.4e38, 1e-45]
+    generator = torch.Generator().manual_seed(5)
+    patterns = torch.randint(-(2**31), 2**31, (400 if dtype.itemsize == 1 else 40,), generator=generator)
+    drawn = patterns.to(torch.int32).view(torch.float32).tolist()
+    for factor in [*ties, *scales, *edges, *drawn]:
+        assert_same_bits(reduce(PREMUL_SUM, [source], factor), naive(PREMUL_SUM, [source], factor))
+
+
+@pytest.mark.parametrize(("dtype", "op"), FLOAT_CASES)
+def test_one_nan_in_any_place_gives_the_canonical_nan(dtype: torch.dtype, op: int) -> None:
+    n, count = 5, 67
+    nan = canonical_nan(dtype)
+    for k in range(n):
+        sources = [torch.ones(count).to(dtype) for _ in range(n)]
+        sources[k][k::n] = nan
+        result = reduce(op, sources, factor_for(op, n))
+        assert result.to(torch.float64).isnan().nonzero().flatten().tolist() == list(range(k, count, n))
+        assert_same_bits(result[k::n].contiguous(), nan.expand(len(range(k, count, n))).contiguous())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_min_and_max_are_those_of_torch(dtype: torch.dtype) -> None:
+    a, b = random_bits(dtype, 4099, seed=1), random_bits(dtype, 4099, seed=2)
+    wide = [t.to(torch.float64) for t in (a, b)]
+    for op, reference in ((MIN, torch.minimum), (MAX, torch.maximum)):
+        torch.testing.assert_close(
+            reduce(op, [a, b]).to(torch.float64), reference(*wide), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_of_equal_zeros_the_first_is_kept() -> None:
+    plus, minus = torch.zeros(37), -torch.zeros(37)
+    for op in (MIN, MAX):
+        assert_same_bits(reduce(op, [plus, minus]), plus)
+        assert_same_bits(reduce(op, [minus, plus]), minus)
+    assert_same_bits(reduce(SUM, [minus, minus]), minus)
+
+
+def test_sixteen_bit_sums_round_once() -> None:
+    """1 + 256 * 2^-9 is 1.5; rounding after each addition would leave 1."""
+    for dtype, steps, tiny in ((torch.bfloat16, 256, 2.0**-9), (torch.float16, 2048, 2.0**-12)):
+        sources = [torch.ones(33, dtype=dtype)] + [torch.full((33,), tiny, dtype=dtype)] * steps
+        assert_same_bits(reduce(SUM, sources), torch.full((33,), 1.5, dtype=dtype))
+
+
+def test_average_and_factor_come_before_the_rounding() -> None:
+    big = torch.full((19,), 65504.0, dtype=torch.float16)
+    assert_same_bits(reduce(AVG, [big, big], 2.0), big)
+    assert_same_bits(reduce(PREMUL_SUM, [big, big], 0.5), big)
+
+
+def test_integer_average_truncates_the_exact_sum() -> None:
+    largest = torch.tensor([2**63 - 1, -(2**63), -7, 7], dtype=torch.int64)
+    assert reduce(AVG, [largest] * 4, 4.0).tolist() == largest.tolist()
+    assert reduce(AVG, [largest] * 3, 2.0).tolist()[2:] == [-10, 10]
+    unsigned = torch.tensor([2**64 - 1, 1], dtype=torch.uint64)
+    assert reduce(AVG, [unsigned] * 3, 3.0).tolist() == unsigned.tolist()
+
+
+def test_any_nonzero_byte_is_true() -> None:
+    a = torch.arange(256, dtype=torch.uint8)
+    b = a.flip(0).contiguous()
+    out = torch.empty(256, dtype=torch.uint8)
+    for op, expected in ((SUM, (a != 0) | (b != 0)), (MIN, (a != 0) & (b != 0)), (BXOR, (a != 0) ^ (b != 0))):
+        _native.reduce(out.data_ptr(), [a.data_ptr(), b.data_ptr()], 256, _native.DTYPES["bool"], op, 1.0)
+        assert out.tolist() == expected.to(torch.uint8).tolist()
+
+
+def test_thousands_of_sources() -> None:
+    rows = torch.arange(4096, dtype=torch.int32).repeat(21, 1).T.contiguous()
+    assert reduce(SUM, list(rows)).tolist() == [4096 * 4095 // 2] * 21
+    floats = [row.to(torch.float32) for row in rows]
+    assert_same_bits(reduce(SUM, floats), naive(SUM, floats, 1.0))
+    signs = [torch.full((21,), -1, dtype=torch.int8)] * 4096
+    assert reduce(AVG, signs, 4096.0).tolist() == [-1] * 21
+
+
+def test_a_mode_that_flushes_subnormals_changes_nothing() -> None:
+    tiny = {d: torch.full((35,), torch.finfo(d).tiny, dtype=d) for d in (torch.float32, torch.float64)}
+    expected = {d: t * 0.5 for d, t in tiny.items()}
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        for dtype, source in tiny.items():
+            assert_same_bits(reduce(PREMUL_SUM, [source], 0.5), expected[dtype])
+            assert_same_bits(reduce(SUM, [expected[dtype]] * 2), source)
+            assert (source * 0.5 == 0).all(), "the kernel left the caller's mode changed"
+        assert_same_bits(reduce(AVG, [codes], 1.0), codes)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+# --- layout ---
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+def test_result_depends_on_neither_alignment_nor_split_nor_aliasing(dtype: torch.dtype, op: int) -> None:
+    n, count = 3, 533
+    code, size, factor = dtypes.native_code(dtype), dtype.itemsize, factor_for(op, n)
+    sources = [random_bits(dtype, count, seed=k) for k in range(n)]
+    expected = raw(reduce(op, sources, factor)).flatten()
+
+    for shift in (0, 1, 3, 8, 13):
+        shifted = [torch.zeros(count * size + 64, dtype=torch.uint8) for _ in range(n)]
+        for k in range(n):
+            shifted[k][shift + k : shift + k + count * size] = raw(sources[k]).flatten()
+        places = [buffer.data_ptr() + shift + k for k, buffer in enumerate(shifted)]
+
+        guarded = torch.full((count * size + 64,), 0xA5, dtype=torch.uint8)
+        _native.reduce(guarded.data_ptr() + shift, places, count, code, op, factor)
+        assert torch.equal(guarded[shift : shift + count * size], expected)
+        assert (guarded[:shift] == 0xA5).all()
+        assert (guarded[shift + count * size :] == 0xA5).all()
+
+        alias = shift % n
+        _native.reduce(places[alias], places, count, code, op, factor)
+        assert torch.equal(shifted[alias][shift + alias : shift + alias + count * size], expected)
+
+    for cut in (1, 5, 16, 100, 267):
+        out = torch.empty(count * size, dtype=torch.uint8)
+        for begin in range(0, count, cut):
+            pointers = [s.data_ptr() + begin * size for s in sources]
+            _native.reduce(out.data_ptr() + begin * size, pointers, min(cut, count - begin), code, op, factor)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("n", [2, 4, 9, 40])
+def test_in_place_on_every_source(n: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64):
+        sources = [random_bits(dtype, 10_007, seed=k) for k in range(n)]
+        expected = reduce(SUM, sources)
+        for k in range(n):
+            mine = [s.clone() for s in sources]
+            assert_same_bits(reduce(SUM, mine, out=mine[k]), expected)
+            assert all(torch.equal(raw(mine[j]), raw(sources[j])) for j in range(n) if j != k)
+
+
+def test_same_source_several_times() -> None:
+    a = torch.arange(1001, dtype=torch.float32)
+    assert_same_bits(reduce(SUM, [a, a, a], out=a), torch.arange(1001, dtype=torch.float32) * 3)
+
+
+def test_nothing_to_do() -> None:
+    for dtype in REDUCIBLE:
+        for op in OPS[dtype]:
+            _native.reduce(0, [0, 0], 0, dtypes.native_code(dtype), op, 2.0)
+    _native.copy(0, 0, 0)
+    _native.copy_streaming(0, 0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 4095, 4096, 4097, 8192 + 255, 1 << 20, (1 << 20) + 77])
+@pytest.mark.parametrize("function", [_native.copy, _native.copy_streaming])
+def test_copies(function, nbytes: int) -> None:
+    source = random_bits(torch.uint8, nbytes + 128, seed=nbytes)
+    for to, start in ((0, 0), (1, 0), (0, 1), (63, 17)):
+        target = torch.full((nbytes + 128,), 0xA5, dtype=torch.uint8)
+        function(target.data_ptr() + to, source.data_ptr() + start, nbytes)
+        assert torch.equal(target[to : to + nbytes], source[start : start + nbytes])
+        assert (target[:to] == 0xA5).all()
+        assert (target[to + nbytes :] == 0xA5).all()
+
+
+# --- bad input ---
+
+
+def test_bad_calls_write_nothing() -> None:
+    out = torch.full((4,), 7.0)
+    f32, i32 = _native.DTYPES["float32"], _native.DTYPES["int32"]
+    pointer = out.data_ptr()
+    with pytest.raises(ValueError, match="at least one source, not 0"):
+        _native.reduce(pointer, [], 4, f32, SUM, 1.0)
+    for factor in (0.0, -2.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="AVG of float32 needs a positive finite number as divisor, not"):
+            _native.reduce(pointer, [pointer], 4, f32, AVG, factor)
+    for factor in (0.0, 2.5, 2.0**54):
+        with pytest.raises(ValueError, match="AVG of int32 needs a positive integer of at most 2"):
+            _native.reduce(pointer, [pointer], 4, i32, AVG, factor)
+    assert out.tolist() == [7.0] * 4
+
+
+# --- instruction sets ---
+
+
+def digest() -> str:
+    """A hash over results of every type and operation, at sizes around every vector width."""
+    total = hashlib.sha256()
+    for dtype in REDUCIBLE:
+        for op in OPS[dtype]:
+            for n, count in ((1, 37), (2, 1), (2, 7), (3, 263), (6, 64), (9, 1029)):
+                for make in (random_values, random_bits):
+                    sources = [make(dtype, count, seed=n * count + k) for k in range(n)]
+                    total.update(bytes(raw(reduce(op, sources, factor_for(op, n))).flatten().tolist()))
+    return total.hexdigest()
+
+
+def run_with_capability(capability: str, code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLLECTIVES_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_kernels as t; {code}"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_all_instruction_sets_give_the_same_bits() -> None:
+    best = _native.cpu_capability()
+    sets = ["default", "avx2", "avx512"]
+    lower = sets[: sets.index(best)]
+    if not lower:
+        pytest.skip("this CPU has the baseline alone")
+    expected = digest()
+    for capability in lower:
+        ran = run_with_capability(capability, "print(t._native.cpu_capability(), t.digest())")
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.split() == [capability, expected]
+
+
+def test_unknown_instruction_set_is_a_clear_error() -> None:
+    ran = run_with_capability("sse9", "t._native.cpu_capability()")
+    assert ran.returncode == 1
+    assert (
+        "ValueError: COLLECTIVES_CPU_CAPABILITY=sse9 names no instruction set of this CPU; usable here:"
+        in ran.stderr
+    )
+    assert "default" in ran.stderr
