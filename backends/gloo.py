@@ -1,0 +1,594 @@
+"""torch's own ProcessGroupGloo behind our contract: the peer to compare with, and a lane of other groups."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as torch_distributed
+
+from collectives import ProcessGroup
+from collectives.backends.gloo_reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo_work import CollectiveGlooWork, MessageGlooWork, Operation
+from collectives.backends.liveness import Liveness
+from collectives.backends.loopback import Loopback
+from collectives.capabilities import Capabilities
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+    UnsupportedOperationError,
+)
+from collectives.registry import GroupOptions
+from collectives.staging import dense, dense_outputs
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ScatterOptions,
+)
+from collectives.work import CoalescedWork, CompletedWork, FinishingWork, Work
+
+__all__ = ["ProcessGroupGloo", "create", "unavailable"]
+
+_CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
+
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_DISCONNECTED = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket|pair closure|(read|write) error", re.IGNORECASE
+)
+_ABORT_TAG = 2**31 - 2
+_KEPT_MESSAGES = 64
+"""Messages that nobody waited for are let go when so many are in flight or done."""
+
+
+def unavailable() -> str | None:
+    """Returns why Gloo cannot be used here, or ``None``."""
+    if not torch_distributed.is_available() or not torch_distributed.is_gloo_available():
+        return "this build of torch has no Gloo; install one that has, such as the wheels of PyPI"
+    return None
+
+
+def create(options: GroupOptions) -> ProcessGroupGloo:
+    """Makes a group; called by all its ranks, blocks until they are connected.
+
+    Connections go over the network interfaces named in ``COLLECTIVES_SOCKET_IFNAME`` or else
+    ``GLOO_SOCKET_IFNAME`` (several are separated by commas and used in turn), or without those over the one
+    that the host name resolves to.
+
+    Args:
+        options: ``pg_options`` may be a ``torch.distributed.ProcessGroupGloo._Options`` with the number of
+            threads and the devices.
+
+    Raises:
+        TypeError: ``pg_options`` are something else.
+        DistBackendError: the ranks could not be connected.
+    """
+    return ProcessGroupGloo(options)
+
+
+class ProcessGroupGloo(ProcessGroup):
+    """A group over torch's Gloo: TCP connections between all ranks, on one machine too.
+
+    What Gloo lacks is made from what it has: every data type can be moved (as bytes) and reduced (in a wider
+    type), parts may be uneven, a rank may send to itself, :meth:`abort` releases those who wait, and a rank
+    that finds another gone lets all others know.
+
+    **Numerics.** Gloo cannot promise the rules of this package. The result is the same on all ranks, but the
+    order of a sum depends on the rank layout, on the size and on an element's position; float16 and bfloat16
+    are rounded at every step; NaN may get lost in MIN and MAX. float8 and PREMUL_SUM are computed in float32
+    and rounded once.
+
+    **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give
+    wrong values without an error; a message longer than the tensor that receives it ends the process.
+
+    **Order.** Gloo runs up to two collectives of a group at the same time, so that a later one may be done
+    first.
+
+    **To itself.** A message to the own rank is matched by a receive that names this rank, or by one from any
+    rank issued after it.
+
+    Made by :func:`create`.
+    """
+
+    backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
+
+    def __init__(self, options: GroupOptions) -> None:
+        super().__init__(
+            options.rank,
+            options.size,
+            timeout=options.timeout,
+            store=options.store,
+            group_name=options.group_name,
+            group_desc=options.group_desc,
+        )
+        gloo_options = self._gloo_options(options)
+        self._contexts = max(1, len(gloo_options._devices))
+        self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
+        try:
+            self._inner: Any = torch_distributed.ProcessGroupGloo(
+                c10d.PrefixStore("gloo", options.store), self._rank, self._size, gloo_options
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise DistBackendError(
+                f"{self.where()} the ranks could not be connected by Gloo: {error}; look whether all "
+                f"{self._size} ranks run, whether the store is not one of an earlier run, and whether "
+                "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
+            ) from error
+        self._loopback = Loopback(self._rank)
+        self._numbers = itertools.count(1)
+        self._messages: dict[MessageGlooWork, None] = {}
+        self._awaiting_any: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._breaking = threading.RLock()
+        self._cause: Exception | None = None
+        self._ended = False
+
+    @staticmethod
+    def _gloo_options(options: GroupOptions) -> Any:
+        kind: Any = torch_distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+        given = options.pg_options
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"[rank {options.rank}] pg_options of the gloo backend must be a "
+                f"torch.distributed.ProcessGroupGloo._Options, but is {given!r} of type "
+                f"{type(given).__name__}"
+            )
+        made = kind() if given is None else given
+        made._timeout = options.timeout
+        if not made._devices:
+            made._devices = [_device(name) for name in _interfaces()]
+        return made
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this group can do."""
+        return _CAPABILITIES
+
+    def name(self) -> str:
+        """Returns ``"gloo"``."""
+        return "gloo"
+
+    # ---- collectives ---------------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        operation = self._operation("all_reduce", [tensor], opts.timeout, opts.reduceOp.name)
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        if not isinstance(made, Plan):
+            staged = dense_outputs([tensor])
+            return staged.finish(self._run_allreduce(staged.stand_ins[0], made, opts, operation))
+        wire = made.to_wire(dense(tensor))
+        work = self._run_allreduce(wire, made.op, opts, operation)
+        return FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
+
+    def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
+        record = c10d.AllreduceOptions()
+        record.reduceOp = op
+        return self._start(what, opts.asyncOp, record, lambda inner: inner.allreduce([tensor], record))
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        operation = self._operation(
+            "reduce", [tensor], opts.timeout, f"{opts.reduceOp.name}, root {opts.rootRank}"
+        )
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        record = c10d.ReduceOptions()
+        record.rootRank = opts.rootRank
+        is_root = self._rank == opts.rootRank
+        if isinstance(made, Plan):
+            record.reduceOp = c10d.ReduceOp(made.op)
+            wire = made.to_wire(dense(tensor))
+        else:
+            record.reduceOp = c10d.ReduceOp(made)
+            # Gloo leaves partial results in the tensors of the other ranks.
+            wire = dense(tensor) if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.reduce([wire], record))
+
+        def finish() -> None:
+            if is_root:
+                _write(tensor, made.from_wire(wire) if isinstance(made, Plan) else wire)
+
+        in_place = is_root and wire.data_ptr() == tensor.data_ptr()
+        return work if in_place else FinishingWork(work, finish, [tensor])
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
+        return self._run_broadcast(tensor, opts.rootRank, opts.asyncOp, operation)
+
+    def _run_broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, operation: Operation) -> Work:
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        record = c10d.BroadcastOptions()
+        record.rootRank = root
+        staged = dense_outputs([tensor])
+        flat = _as_bytes(staged.stand_ins[0])
+        return staged.finish(
+            self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
+        )
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather", outputs, opts.timeout)
+        if len({output.numel() for output in outputs}) > 1:
+            _write(outputs[self._rank], dense(tensor))
+            return CoalescedWork(
+                [
+                    self._run_broadcast(output, root, opts.asyncOp, operation)
+                    for root, output in enumerate(outputs)
+                ]
+            )
+        if not tensor.numel():
+            return CompletedWork(outputs)
+        record = c10d.AllgatherOptions()
+        staged = dense_outputs(outputs)
+        sent = _as_bytes(dense(tensor))
+        parts = [_as_bytes(part) for part in staged.stand_ins]
+        return staged.finish(
+            self._start(
+                operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
+            )
+        )
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
+        if not tensor.numel():
+            return CompletedWork([output])
+        record = c10d.AllgatherOptions()
+        staged = dense_outputs([output])
+        sent = _as_bytes(dense(tensor))
+        flat = _as_bytes(staged.stand_ins[0])
+        return staged.finish(
+            self._start(
+                operation, opts.asyncOp, record, lambda inner: _all_gather_single(inner)(flat, sent, record)
+            )
+        )
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
+        if not tensor.numel():
+            return CompletedWork(outputs or [])
+        record = c10d.GatherOptions()
+        record.rootRank = opts.rootRank
+        staged = dense_outputs(outputs or [])
+        parts = [[_as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
+        sent = _as_bytes(dense(tensor))
+        return staged.finish(
+            self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
+        )
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
+        if not output.numel():
+            return CompletedWork([output])
+        record = c10d.ScatterOptions()
+        record.rootRank = opts.rootRank
+        staged = dense_outputs([output])
+        parts = [[_as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
+        into = _as_bytes(staged.stand_ins[0])
+        return staged.finish(
+            self._start(operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record))
+        )
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        operation = self._operation("all_to_all", outputs, opts.timeout)
+        sent = torch.cat([_as_bytes(dense(part)) for part in inputs])
+        sizes = [_byte_count(output) for output in outputs]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent_sizes = [_byte_count(part) for part in inputs]
+        work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
+        staged = dense_outputs(outputs)
+
+        def unpack() -> None:
+            for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
+                _as_bytes(stand_in).copy_(part)
+
+        return staged.finish(FinishingWork(work, unpack, outputs))
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        operation = self._operation("all_to_all_single", [output], opts.timeout)
+        staged = dense_outputs([output])
+        received, sent = _as_bytes(staged.stand_ins[0]), _as_bytes(dense(tensor))
+        width = tensor.element_size()
+        work = self._run_alltoall(
+            received,
+            sent,
+            [split * width for split in output_splits],
+            [split * width for split in input_splits],
+            opts,
+            operation,
+        )
+        return staged.finish(work, [output])
+
+    def _run_alltoall(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: list[int],
+        sent_splits: list[int],
+        opts: AllToAllOptions,
+        operation: Operation,
+    ) -> Work:
+        record = c10d.AllToAllOptions()
+        return self._start(
+            operation,
+            opts.asyncOp,
+            record,
+            lambda inner: _all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
+        )
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        operation = self._operation("barrier", [], opts.timeout)
+        record = c10d.BarrierOptions()
+        return self._start(operation, opts.asyncOp, record, lambda inner: inner.barrier(record))
+
+    # ---- point-to-point ------------------------------------------------------------------------------------
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        operation = self._operation("send", [tensor], None, f"to rank {dst}, tag {tag}")
+        message = _as_bytes(dense(tensor))
+        if dst == self._rank:
+            self._check_usable(operation)
+            with self._lock:
+                if self._awaiting_any.get(tag):
+                    raise UnsupportedOperationError(
+                        f"{self.where()} {operation}: Gloo cannot give a message of this rank to itself to "
+                        "the recv_anysource with this tag that waits already; send first, or receive from "
+                        "this rank by number"
+                    )
+            return self._loopback.send(message, tag)
+        return self._start_message(operation, None, lambda inner: inner.send([message], dst, tag))
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        peer = "any rank" if src is None else f"rank {src}"
+        operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
+        staged = dense_outputs([tensor])
+        into = _as_bytes(staged.stand_ins[0])
+        if src == self._rank or (src is None and (self._size == 1 or self._loopback.holds(tag))):
+            self._check_usable(operation)
+
+            def expired() -> Exception:
+                return self.failed(operation, CollectiveTimeoutError("timed out"))
+
+            return staged.finish(
+                self._loopback.receive(into, tag, staged.stand_ins[0], self._timeout, expired)
+            )
+        if src is not None:
+            work = self._start_message(operation, src, lambda inner: inner.recv([into], src, tag))
+            return staged.finish(work)
+        with self._lock:
+            self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
+        try:
+            work = self._start_message(operation, -1, lambda inner: inner.recv_anysource([into], tag), tag)
+        except BaseException:
+            self._arrived_from_any(tag)
+            raise
+        return staged.finish(work)
+
+    def _arrived_from_any(self, tag: int) -> None:
+        with self._lock:
+            self._awaiting_any[tag] -= 1
+
+    def _start_message(
+        self,
+        operation: Operation,
+        source: int | None,
+        issue: Callable[[Any], Any],
+        any_source_tag: int | None = None,
+    ) -> Work:
+        inner = self._check_usable(operation)
+        try:
+            started = issue(inner)
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        work = MessageGlooWork(self, started, operation, source, any_source_tag)
+        with self._lock:
+            self._messages[work] = None
+            oldest = next(iter(self._messages)) if len(self._messages) > _KEPT_MESSAGES else None
+        if oldest is not None:
+            oldest.is_completed()  # a thread sees to it that it is forgotten when it is done
+        return work
+
+    def settled(self, work: MessageGlooWork) -> None:
+        """Forgets a message that is done or failed."""
+        with self._lock:
+            self._messages.pop(work, None)
+        if work.any_source_tag is not None:
+            self._arrived_from_any(work.any_source_tag)
+
+    # ---- start and failure ---------------------------------------------------------------------------------
+
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return f"[rank {self._rank}] {self.describe()}:"
+
+    def _operation(
+        self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
+    ) -> Operation:
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+
+    def _check_usable(self, operation: Operation) -> Any:
+        """Returns torch's group."""
+        inner = self._inner
+        if self._cause is not None:
+            raise GroupAbortedError(
+                f"{self.where()} {operation}: the group is broken; first cause: {self._cause}"
+            ) from self._cause
+        if inner is None:
+            raise GroupAbortedError(f"{self.where()} {operation}: the group was shut down")
+        return inner
+
+    def _start(
+        self, operation: Operation, async_op: bool, record: Any, issue: Callable[[Any], Any]
+    ) -> CollectiveGlooWork:
+        inner = self._check_usable(operation)
+        record.timeout = max(operation.timeout, timedelta(milliseconds=1))
+        try:
+            started = issue(inner)
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        work = CollectiveGlooWork(self, started, operation)
+        if async_op:
+            work.watch()
+        return work
+
+    def failed(self, operation: Operation, error: Exception) -> Exception:
+        """Returns what to raise for an error of Gloo; the first one breaks the group."""
+        text = str(error)
+        with self._breaking:
+            cause = self._cause
+            if isinstance(cause, PeerLostError):
+                return PeerLostError(
+                    f"{self.where()} {operation}: did not finish, because {cause}", cause.rank
+                )
+            if cause is not None:
+                return GroupAbortedError(f"{self.where()} {operation}: did not finish, because {cause}")
+            if _TIMED_OUT.search(text):
+                self._cause = CollectiveTimeoutError(
+                    f"{self.where()} {operation}: passed its time limit of "
+                    f"{operation.timeout.total_seconds():g} s. Gloo does not tell which rank is missing; "
+                    "monitored_barrier() in front of it names the rank"
+                )
+                self._break(f"its {operation.name} #{operation.number} passed the time limit")
+            elif _DISCONNECTED.search(text):
+                self._break_connections()
+                rank, how = self._liveness.find_lost()
+                who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost, which one is not known"
+                self._cause = PeerLostError(f"{self.where()} {operation}: {who} ({_first_line(text)})", rank)
+                if rank >= 0:
+                    self._liveness.verdict(rank, how)
+            else:
+                return DistBackendError(f"{self.where()} {operation}: Gloo failed: {text}")
+            self._loopback.abort(self._cause)
+            return self._cause
+
+    def _break(self, reason: str) -> None:
+        self._break_connections()
+        self._liveness.farewell(reason)
+
+    def _break_connections(self) -> None:
+        """Closes the connections to all ranks; whoever waits on them, here or there, gets an error at once.
+
+        Gloo has no call for it. But when a receive passes its time limit, Gloo closes every connection of its
+        context; a receive that nobody will answer, with a limit of 1 ms, is such a call.
+        """
+        inner = self._inner
+        if inner is None:
+            return
+        for context in range(self._contexts):
+            for peer in range(self._size):
+                if peer == self._rank:
+                    continue
+                nothing = torch.empty(1, dtype=torch.uint8)
+                try:
+                    inner.recv([nothing], peer, _ABORT_TAG - context).wait(timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    if _TIMED_OUT.search(str(error)):
+                        break
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
+        with self._breaking:
+            if self._ended:
+                return
+            self._ended = True
+            if self._cause is None:
+                self._cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
+                self._break("it aborted the group")
+            self._loopback.abort(self._cause)
+            self._inner = None
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then closes the connections."""
+        with self._lock:
+            messages = list(self._messages)
+        for message in messages:
+            message.settle()
+        with self._breaking:
+            if self._ended:
+                return
+            self._ended = True
+            self._liveness.farewell("it shut the group down")
+            self._loopback.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
+            # The last reference: torch's group runs what is queued to its end before it goes.
+            self._inner = None
+
+
+def _first_line(text: str) -> str:
+    """Returns Gloo's message without the source location in front and the advice after it."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", text).split(". ")[0].strip()
+
+
+def _interfaces() -> Iterator[str | None]:
+    names = os.environ.get("COLLECTIVES_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    yield from chosen or (None,)
+
+
+def _device(interface: str | None) -> Any:
+    kind = torch_distributed.ProcessGroupGloo
+    try:
+        return kind.create_default_device() if interface is None else kind.create_device(interface=interface)
+    except RuntimeError as error:
+        raise DistBackendError(
+            f"Gloo cannot use the network interface {interface or 'of the host name'!r}: {error}; set "
+            "COLLECTIVES_SOCKET_IFNAME to one that is up, such as lo on a single machine"
+        ) from error
+
+
+def _all_gather_single(inner: Any) -> Callable[..., Any]:
+    return _either(inner, "all_gather_single", "_allgather_base")
+
+
+def _all_to_all_single(inner: Any) -> Callable[..., Any]:
+    return _either(inner, "all_to_all_single", "alltoall_base")
+
+
+def _either(inner: Any, new: str, old: str) -> Callable[..., Any]:
+    """Returns a method under the name of newer releases of torch, or of older ones."""
+    found: Callable[..., Any] = getattr(inner, new, None) or getattr(inner, old)
+    return found
+
+
+def _byte_count(tensor: torch.Tensor) -> int:
+    packed = {torch.quint4x2: 2, torch.quint2x4: 4}.get(tensor.dtype, 1)
+    return -(-tensor.numel() * tensor.element_size() // packed)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a dense tensor as a flat tensor of bytes."""
+    if not tensor.is_quantized:
+        return tensor.detach().view(-1).view(torch.uint8)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(
+        tensor.untyped_storage(), offset, (_byte_count(tensor),), (1,)
+    )
+
+
+def _write(output: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        output.copy_(values.view(output.shape))
