@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pkgutil import extend_path
+
+# Python started inside a checkout finds this folder before the installed package; what lies beside it in
+# a checkout (store, backends, ddp, bench, the compiled core) are then found where they are installed.
+__path__ = extend_path(__path__, __name__)
+
 from collectives.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

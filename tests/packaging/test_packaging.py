@@ -1,0 +1,155 @@
+"""The package as users get it: sdist, wheel, normal and editable install, in the checkout and outside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+PARTS = ", ".join(f"collectives{part}" for part in ("", ".store", ".backends", ".ddp", ".bench", "._native"))
+
+SPAWNING_SCRIPT = """
+import tempfile
+import torch
+import torch.multiprocessing as mp
+import collectives as dist
+
+def rank_main(rank, path):
+    dist.init_process_group("host", init_method=f"file://{path}", rank=rank, world_size=2)
+    t = torch.full((3,), rank + 1.0)
+    dist.all_reduce(t)
+    assert t.tolist() == [3.0] * 3, t
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(f"{folder}/store",), nprocs=2)
+    print("spawned ranks agree")
+"""
+
+TORCHRUN_SCRIPT = """
+import torch
+import collectives as dist
+
+dist.init_process_group()
+t = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(t)
+assert t.tolist() == [3.0] * 3, t
+dist.destroy_process_group()
+print("launched rank agrees")
+"""
+
+
+def run(*command: str | Path, cwd: Path, **extra: str) -> str:
+    """Runs a command without this process's PYTHONPATH; returns its output, which a failure shows."""
+    env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONSAFEPATH"}}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **extra}
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, CHECKOUT, cwd=out)
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, sdist, cwd=out)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel; torch and the like are those of the tests."""
+    home = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", "--without-pip", home, cwd=home)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel, cwd=home)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip())
+    shared = {sysconfig.get_path(key) for key in ("purelib", "platlib")}
+    (site / "of_the_tests.pth").write_text("\n".join(sorted(shared)))
+    return python
+
+
+@pytest.fixture(params=["normal", "editable"])
+def python(request: pytest.FixtureRequest) -> Path:
+    """An interpreter that sees the package: installed from the wheel, or as the tests themselves see it."""
+    return request.getfixturevalue("installed") if request.param == "normal" else Path(sys.executable)
+
+
+@pytest.fixture(params=["inside", "outside"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A working folder inside or outside the checkout."""
+    return CHECKOUT if request.param == "inside" else tmp_path
+
+
+def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = [name.split("/", 1)[1] for name in archive.getnames() if "/" in name]
+    for wanted in ("pyproject.toml", "README.md", "LICENSE", "backends/native/CMakeLists.txt", "tests/"):
+        assert any(name.startswith(wanted) for name in names), wanted
+    assert not [name for name in names if name.startswith(("build/", "dist/", ".venv"))]
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_wheel_holds_one_package_without_sources_of_the_core(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    roots = {name.split("/")[0] for name in names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"collectives"}
+    assert "collectives/py.typed" in names
+    assert "collectives/_native.pyi" in names
+    for part in ("store", "backends", "ddp", "bench"):
+        assert f"collectives/{part}/__init__.py" in names
+    assert len([name for name in names if name.endswith(".so")]) == 1
+    assert not [name for name in names if name.endswith((".cpp", ".hpp", "CMakeLists.txt"))]
+
+
+def test_imports(python: Path, folder: Path) -> None:
+    run(python, "-c", f"import {PARTS}", cwd=folder)
+
+
+def test_command_line(python: Path, folder: Path) -> None:
+    text = run(python.parent / "collectives", "backends", cwd=folder)
+    assert "host" in text
+    assert "host" in run(python, "-m", "collectives", "backends", cwd=folder)
+
+
+def test_spawned_ranks(python: Path, folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING_SCRIPT)
+    assert "spawned ranks agree" in run(python, script, cwd=folder)
+
+
+def test_torchrun(python: Path, folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "launched.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, script, cwd=folder)
+    assert text.count("launched rank agrees") == 2
+
+
+def test_script_beside_folders_of_the_same_names(python: Path, tmp_path: Path) -> None:
+    """The names store, backends, ddp and bench stay the user's."""
+    for name in ("store", "backends", "ddp", "bench"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"MINE = '{name}'\n")
+    script = tmp_path / "main.py"
+    mine = ", ".join(f"{name}.MINE" for name in ("backends", "store", "ddp", "bench"))
+    script.write_text(f"import {PARTS}\nimport backends, store, ddp, bench\nprint({mine})\n")
+    assert "backends store ddp bench" in run(python, script, cwd=tmp_path)
