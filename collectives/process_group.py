@@ -591,7 +591,7 @@ class ProcessGroup(Primitives):
 
     def _admit(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> None:
         """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
-        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, op)
+        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
         if key in self._admitted:
             return
         if tensor.layout is not torch.strided:
