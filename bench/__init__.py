@@ -1,1 +1,16 @@
-"""x."""
+"""Measurements: one program per question, one result record, tables and plots.
+
+Every program runs its ranks as processes of this machine, times its peers in turn within one run, and takes
+the slowest rank's time of each call. Programs are reached from the command line: ``collectives bench NAME``.
+
+Words used here: a *peer* is what is measured, usually a backend; a *call* is one use of the measured function
+on all ranks at once; a *turn* is a few calls of one peer in a row; peers alternate by turns, so that noise of
+the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+__all__ = ["PROGRAMS"]
+
+PROGRAMS = {"allreduce": "collectives.bench.allreduce"}
+"""Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

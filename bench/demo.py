@@ -1,0 +1,265 @@
+"""Trains a network on real data over round-robin groups, then compares the all-reduce of all backends.
+
+The data are the 1,797 handwritten digits that ship with scikit-learn; a fifth is held out for the test. Every
+rank begins with other random parameters, so that the wrapper must bring them together. Two things are
+checked: the test accuracy, and how far the parameters after 50 steps are from those of training on the same
+batches in one process. Leaves collectives-demo.json and collectives-demo.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import collectives
+from collectives.bench.allreduce import Options, at_least, measure, parse_sizes_argument, show_progress
+from collectives.bench.digits import (
+    Recipe,
+    accuracy,
+    batches,
+    build_model,
+    flat_parameters,
+    load_digits,
+    train,
+)
+from collectives.bench.groups import initialize, parent_store, round_robin_group
+from collectives.bench.machine import usable_cores
+from collectives.bench.plot import plot
+from collectives.bench.ranks import RankFailedError, SpawnedTeam
+from collectives.bench.records import write_json
+from collectives.bench.table import header_lines, report_lines
+from collectives.cli import CommandError
+from collectives.ddp import DistributedDataParallel
+
+__all__ = ["Outcome", "add_arguments", "run", "train_in_parallel"]
+
+COMPARED_STEPS = 50
+"""Steps after which parameters are compared with those of one process."""
+
+MAX_DIFFERENCE = 1e-5
+MIN_ACCURACY = 0.95
+
+GLOBAL_BATCH = 64
+"""Images in a step of all ranks together, where that is 8 or more on each."""
+
+BUCKET_MB = 0.05
+"""Small buckets, so that this small model has several in flight over the lanes."""
+
+SWEEP_BUDGET_S = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the training.
+
+    Attributes:
+        ranks: number of ranks.
+        lanes: number of groups that the round-robin composition goes through.
+        steps: optimizer steps.
+        train_images: images trained on.
+        test_images: images held out.
+        test_accuracy: part of the held-out images that are read right.
+        compared_steps: steps before the parameters were compared.
+        max_abs_difference: largest difference of any parameter from training in one process.
+        ranks_identical: whether all ranks ended with bitwise the same parameters.
+        train_s: seconds that the steps took.
+    """
+
+    ranks: int
+    lanes: int
+    steps: int
+    train_images: int
+    test_images: int
+    test_accuracy: float
+    compared_steps: int
+    max_abs_difference: float
+    ranks_identical: bool
+    train_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's options to a parser."""
+    parser.add_argument(
+        "--nproc", type=at_least(1), default=2, metavar="N", help="number of ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--steps", type=at_least(1), default=300, metavar="N", help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=parse_sizes_argument,
+        default="8:64M",
+        metavar="SIZES",
+        help="sizes of the all-reduce (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where to leave the JSON file and the plot (default: here)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the demo; returns 0, or 1 where a check failed.
+
+    Raises:
+        CommandError: a package is missing or a rank failed.
+    """
+    _check_packages()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    try:
+        outcome = train_in_parallel(arguments.nproc, arguments.steps)
+        complaints = _tell(outcome)
+        options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
+        report = measure(options, show_progress)
+    except RankFailedError as error:
+        raise CommandError(str(error)) from error
+    show_progress("")
+    print("\n".join([*header_lines(report), *report_lines(report)]))
+    wrong = sum(record.wrong_elements for record in report.records)
+    if wrong:
+        complaints.append(f"{wrong} elements of all-reduce results were wrong")
+    left = [arguments.out / "collectives-demo.json", arguments.out / "collectives-demo.png"]
+    write_json(left[0], {**report.as_json(), "program": "demo", "training": asdict(outcome)})
+    if report.records:
+        plot(report, left[1])
+    else:
+        complaints.append("no backend could be measured")
+    print(f"\nLeft {left[0]} and {left[1]}; took {time.monotonic() - begin:.0f} s.")
+    for complaint in complaints:
+        print(f"collectives demo: FAILED: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def train_in_parallel(ranks: int, steps: int) -> Outcome:
+    """Trains on so many ranks, trains the first steps again in this process, and returns the comparison.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    recipe = Recipe(steps, batch=max(8, GLOBAL_BATCH // ranks))
+    compared = min(steps, COMPARED_STEPS)
+    store = parent_store()
+    print(f"Training on {ranks} ranks ...", flush=True)
+    with SpawnedTeam(ranks, _train_rank, (ranks, recipe, compared, store.port)) as team:
+        results = team.gather()
+    first = results[0]
+    torch.set_num_threads(usable_cores())
+    difference = (first["compared"] - _train_alone(ranks, recipe, compared)).abs().max().item()
+    digits = load_digits()
+    return Outcome(
+        ranks=ranks,
+        lanes=first["lanes"],
+        steps=steps,
+        train_images=len(digits.train),
+        test_images=len(digits.test),
+        test_accuracy=first["accuracy"],
+        compared_steps=compared,
+        max_abs_difference=difference,
+        ranks_identical=all(torch.equal(result["final"], first["final"]) for result in results),
+        train_s=max(result["train_s"] for result in results),
+    )
+
+
+def _train_rank(
+    rank: int, connection: Connection, size: int, recipe: Recipe, compared: int, port: int
+) -> None:
+    """Trains on one rank and sends what the parent compares."""
+    from tqdm import tqdm
+
+    torch.set_num_threads(max(1, usable_cores() // size))
+    digits = load_digits()
+    initialize(rank, size, port, "host")
+    group = round_robin_group("host")
+    model = build_model(seed=rank)
+    parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
+    result: dict[str, Any] = {"lanes": group.lanes}
+    with tqdm(total=recipe.steps, desc="training", unit="step", disable=rank != 0) as bar:
+
+        def after_step(step: int, loss: float) -> None:
+            if step == compared:
+                result["compared"] = flat_parameters(model)
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+
+        begin = time.monotonic()
+        train(parallel, digits.train, recipe, batches(digits.train, recipe, rank, size), after_step)
+        result["train_s"] = time.monotonic() - begin
+    result["final"] = flat_parameters(model)
+    result["accuracy"] = accuracy(model, digits.test)
+    collectives.barrier()
+    collectives.destroy_process_group()
+    connection.send(result)
+
+
+def _train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
+    """Returns the parameters after training the ranks' shares of each step together in this process."""
+    data = load_digits().train
+    model = build_model(seed=0)  # as on rank 0, whose parameters all ranks begin with
+    shares = [batches(data, recipe, rank, ranks) for rank in range(ranks)]
+    together: Iterator[list[int]] = (
+        [place for share in step for place in share]
+        for step, _ in zip(zip(*shares, strict=True), range(steps), strict=False)
+    )
+    train(model, data, recipe, together)
+    return flat_parameters(model)
+
+
+def _tell(outcome: Outcome) -> list[str]:
+    """Prints what came of the training and returns what is wrong with it."""
+    same = "bitwise the same" if outcome.ranks_identical else "DIFFERENT"
+    print(
+        f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
+        f"{outcome.lanes} host groups in turn, {outcome.train_s:.1f} s.\n"
+        f"  test accuracy                        {outcome.test_accuracy:.2%} of {outcome.test_images} images "
+        f"(at least {MIN_ACCURACY:.0%})\n"
+        f"  largest difference from one process  {outcome.max_abs_difference:.2e} after "
+        f"{outcome.compared_steps} steps (at most {MAX_DIFFERENCE:.0e})\n"
+        f"  parameters on all ranks              {same}\n",
+        flush=True,
+    )
+    complaints = []
+    if not outcome.test_accuracy >= MIN_ACCURACY:
+        complaints.append(
+            f"test accuracy is {outcome.test_accuracy:.2%} after {outcome.steps} steps, but must be "
+            f"{MIN_ACCURACY:.0%} or more"
+        )
+    if not outcome.max_abs_difference <= MAX_DIFFERENCE:
+        complaints.append(
+            f"parameters differ by {outcome.max_abs_difference:.2e} from training in one process, but at "
+            f"most {MAX_DIFFERENCE:.0e} is rounding"
+        )
+    if not outcome.ranks_identical:
+        complaints.append("parameters differ between ranks")
+    return complaints
+
+
+def _check_packages() -> None:
+    """Raises unless the packages of the extra ``demo`` are installed."""
+    modules = {"scikit-learn": "sklearn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+    missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        wanted = [
+            f"'{requirement}'"
+            for line in importlib.metadata.requires("collectives") or []
+            if (requirement := line.partition(";")[0].strip())
+            and re.split(r"[<>=!~ ]", requirement)[0] in missing
+        ]
+        raise CommandError(
+            f"the demo needs {', '.join(missing)}, which is not installed; install with: "
+            f"python -m pip install {' '.join(wanted or missing)}"
+        )

@@ -1,0 +1,31 @@
+"""Groups for measurements and the demo, made through the public functions."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import collectives
+from collectives.store import TCPStore
+
+__all__ = ["TIMEOUT", "initialize", "parent_store"]
+
+TIMEOUT = timedelta(seconds=60)
+"""Time limit of operations, so that a broken peer ends a run with an error."""
+
+
+def parent_store() -> TCPStore:
+    """Returns a store that this process serves on a free port; ranks :func:`initialize` with the port."""
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+
+
+def initialize(rank: int, size: int, port: int, backend: str) -> None:
+    """Makes the default group of a rank; called by all ranks, blocks until they are connected.
+
+    Args:
+        rank: the rank that this process is.
+        size: number of ranks.
+        port: of the store that the parent serves.
+        backend: name of the default group's backend.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    collectives.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

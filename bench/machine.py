@@ -1,0 +1,73 @@
+"""The machine and the versions that a measurement was made with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["describe_machine", "usable_cores", "version_of"]
+
+
+def usable_cores() -> int:
+    """Returns the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, ``None`` where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns machine, processor, memory, load and versions as plain values."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores_usable": usable_cores(),
+        "cores_online": os.cpu_count(),
+        "cache_last_level_bytes": _last_level_cache_bytes(),
+        "memory_bytes": memory_bytes,
+        "load_average_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "collectives": version_of("collectives"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() in {"model name", "Model", "cpu model"}:
+            return value.strip()
+    return platform.processor() or "unknown"
+
+
+def _last_level_cache_bytes() -> int | None:
+    """Returns the size of processor 0's largest cache as the kernel reports it."""
+    sizes = [
+        int(text[:-1]) * 1024
+        for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        for text in _lines(file)
+        if text.endswith("K")
+    ]
+    return max(sizes, default=None)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,236 @@
+"""Ranks as processes of this machine that a parent gives commands and that answer them.
+
+Commands and answers travel through a unix socket in a private directory and never through a group that is
+being measured or tested. A rank that raises or dies ends the whole team at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import socket
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.multiprocessing
+
+__all__ = ["RankFailedError", "SpawnedTeam", "Team", "commands", "connect"]
+
+GRACE_S = 2.0
+"""How long a rank that was told to end may take before it is killed."""
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised an exception or died; the message holds the traceback of the first that failed.
+
+    Attributes:
+        rank: that rank.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def connect(address: str, rank: int) -> Connection:
+    """Returns a rank's connection to its team's parent.
+
+    Args:
+        address: path of the parent's socket.
+        rank: the rank that this process is.
+    """
+    with socket.socket(socket.AF_UNIX) as plug:
+        plug.connect(address)
+        connection = Connection(plug.detach())
+    connection.send(rank)
+    return connection
+
+
+def commands(connection: Connection) -> Iterator[Any]:
+    """Yields the parent's commands until it closes the connection; each is answered by one ``send``."""
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            yield connection.recv()
+
+
+class Team(ABC):
+    """Ranks ``0`` to ``size - 1`` under one parent; a context manager that leaves no process behind.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._directory = tempfile.TemporaryDirectory(prefix="collectives-")
+        self.address = str(Path(self._directory.name) / "parent")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen(size)
+        self._connections: dict[int, Connection] = {}
+
+    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(at_once=kind is not None)
+
+    @abstractmethod
+    def _sentinels(self) -> Sequence[int]:
+        """Returns handles, each of which becomes readable when a process ends."""
+
+    @abstractmethod
+    def _failure(self) -> RankFailedError | None:
+        """Returns what went wrong where a process has ended badly, else ``None``."""
+
+    @abstractmethod
+    def _stop(self, grace_s: float) -> None:
+        """Waits ``grace_s`` seconds for the processes to end, then ends those that remain."""
+
+    def gather_connections(self) -> None:
+        """Waits until every rank has connected.
+
+        Raises:
+            RankFailedError: a rank failed before.
+        """
+        while len(self._connections) < self.size:
+            self._check(wait([self._listener, *self._sentinels()]))
+            self._listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                plug, _ = self._listener.accept()
+                connection = Connection(plug.detach())
+                self._connections[connection.recv()] = connection
+
+    def ask(self, command: Any) -> list[Any]:
+        """Sends a command to all ranks and returns their answers in rank order; blocks until it has all.
+
+        Raises:
+            RankFailedError: a rank failed; the others are ended before this is raised.
+        """
+        for connection in self._connections.values():
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended; its sentinel tells
+                connection.send(command)
+        return self.gather()
+
+    def gather(self) -> list[Any]:
+        """Returns one answer of each rank, in rank order; blocks until all have answered.
+
+        Raises:
+            RankFailedError: a rank failed; the others are ended before this is raised.
+        """
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size:
+            waiting = {c: rank for rank, c in self._connections.items() if rank not in answers}
+            ready = wait([*waiting, *self._sentinels()])
+            for connection, rank in waiting.items():
+                if connection in ready:
+                    with contextlib.suppress(EOFError, ConnectionResetError):
+                        answers[rank] = connection.recv()
+            if len(answers) < self.size:
+                self._check(ready)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _check(self, ready: Sequence[object]) -> None:
+        """Raises when a process has ended among the handles in ``ready``, after it has ended all others."""
+        if not set(ready) & set(self._sentinels()):
+            return
+        self._stop(0.0)
+        raise self._failure() or RankFailedError("a rank ended before its work was done", -1)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the team; ranks see that and have a moment to leave by themselves; idempotent.
+
+        Args:
+            at_once: gives them no time.
+        """
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._listener.close()
+        self._stop(0.0 if at_once else GRACE_S)
+        self._directory.cleanup()
+
+
+class SpawnedTeam(Team):
+    """Ranks started by ``torch.multiprocessing``.
+
+    Each runs ``body(rank, connection, *args)``, then waits for the parent to close. A rank whose parent is
+    gone gets SIGINT.
+
+    Args:
+        size: number of ranks.
+        body: function at the top level of a module.
+        args: its further arguments; pickled.
+    """
+
+    def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
+        super().__init__(size)
+        self._stopped: set[int] = set()
+        self._context = torch.multiprocessing.start_processes(
+            _body, (self.address, body, args), nprocs=size, join=False, daemon=True
+        )
+        try:
+            self.gather_connections()
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def _sentinels(self) -> Sequence[int]:
+        return [process.sentinel for process in self._context.processes]
+
+    def _failure(self) -> RankFailedError | None:
+        failed = [
+            (Path(file).stat().st_mtime_ns, rank)
+            for rank, file in enumerate(self._context.error_files)
+            if Path(file).exists()
+        ]
+        if failed:
+            rank = min(failed)[1]
+            with Path(self._context.error_files[rank]).open("rb") as file:
+                return RankFailedError(f"rank {rank} failed:\n\n{pickle.load(file)}", rank)
+        for rank, process in enumerate(self._context.processes):
+            code = process.exitcode
+            if code is not None and rank not in self._stopped:
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"exited with status {code}"
+                )
+                return RankFailedError(f"rank {rank} {how} before its work was done", rank)
+        return None
+
+    def _stop(self, grace_s: float) -> None:
+        processes = self._context.processes
+        end = time.monotonic() + grace_s
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        self._stopped = {rank for rank, process in enumerate(processes) if process.is_alive()}
+        for end_it in ("terminate", "kill"):
+            end = time.monotonic() + GRACE_S
+            for rank in self._stopped:
+                if processes[rank].is_alive():
+                    getattr(processes[rank], end_it)()
+            for rank in self._stopped:
+                processes[rank].join(max(0.0, end - time.monotonic()))
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the team and removes the files that carried tracebacks."""
+        super().close(at_once=at_once)
+        for file in self._context.error_files:
+            Path(file).unlink(missing_ok=True)
+
+
+def _body(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    with connect(address, rank) as connection:
+        body(rank, connection, *args)
+        for command in commands(connection):  # stays until the parent closes: an earlier end is a failure
+            raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")

@@ -1,0 +1,204 @@
+"""The result record of every program; names of fields carry their units."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["SCHEMA", "Record", "Report", "Skipped", "Timing", "bus_factor", "read_report", "write_json"]
+
+SCHEMA = 1
+"""Version of the JSON form; grows when a field changes its meaning or goes."""
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Returns bus bandwidth over algorithm bandwidth, as nccl-tests defines them.
+
+    The least traffic of any link in a ring, relative to the size of the tensor: 2(n-1)/n for an all-reduce of
+    n ranks.
+    """
+    if operation != "all_reduce":
+        raise ValueError(f"no bus factor is known for {operation!r}")
+    return 2 * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Durations of calls, each the slowest rank's, in microseconds.
+
+    Attributes:
+        calls: how many were timed.
+        median_us: median.
+        p10_us: tenth percentile.
+        p90_us: ninetieth percentile.
+        min_us: shortest.
+    """
+
+    calls: int
+    median_us: float
+    p10_us: float
+    p90_us: float
+    min_us: float
+
+    @classmethod
+    def of(cls, ranks_ns: Sequence[Sequence[int]]) -> Timing:
+        """Returns the statistics of calls.
+
+        Args:
+            ranks_ns: nanoseconds by rank, then by call; all ranks' lists have the same length.
+        """
+        slowest_us = np.asarray(ranks_ns, dtype=np.float64).max(axis=0) / 1e3
+        p10, median, p90 = np.percentile(slowest_us, (10, 50, 90))
+        return cls(slowest_us.size, float(median), float(p10), float(p90), float(slowest_us.min()))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One peer at one size.
+
+    Attributes:
+        operation: name of the user function.
+        peer: name of the backend, or of what else was measured.
+        ranks: number of ranks.
+        size_bytes: size of each rank's tensor.
+        count_elements: number of its elements.
+        dtype: its data type.
+        redop: reduction.
+        in_place: whether the user's tensor was reduced itself, else a copy of it, with the copy in the time.
+        cold: calls on rewritten buffers in rotation.
+        cold_wrong_elements: elements that were not as the formula says, over all cold calls and ranks.
+        hot: calls on one buffer, again and again.
+        hot_wrong_elements: the same for the hot calls' buffer.
+        loop: calls without a barrier between, of which many went into one measurement; ``None`` for larger
+            sizes.
+    """
+
+    operation: str
+    peer: str
+    ranks: int
+    size_bytes: int
+    count_elements: int
+    dtype: str
+    redop: str
+    in_place: bool
+    cold: Timing
+    cold_wrong_elements: int
+    hot: Timing
+    hot_wrong_elements: int
+    loop: Timing | None = None
+
+    def algbw_gb_per_s(self, timing: Timing) -> float:
+        """Returns size over the median time, in 1e9 bytes a second."""
+        return self.size_bytes / timing.median_us / 1e3
+
+    def busbw_gb_per_s(self, timing: Timing) -> float | None:
+        """Returns algorithm bandwidth times :func:`bus_factor`; ``None`` where nothing is communicated."""
+        if self.operation != "all_reduce":
+            return None
+        return self.algbw_gb_per_s(timing) * bus_factor(self.operation, self.ranks)
+
+    @property
+    def wrong_elements(self) -> int:
+        """Wrong elements of all calls."""
+        return self.cold_wrong_elements + self.hot_wrong_elements
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields and the bandwidths as plain values."""
+        plain = asdict(self)
+        for name, timing in (("cold", self.cold), ("hot", self.hot)):
+            plain[name]["algbw_gb_per_s"] = self.algbw_gb_per_s(timing)
+            plain[name]["busbw_gb_per_s"] = self.busbw_gb_per_s(timing)
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A peer that was not measured.
+
+    Attributes:
+        peer: its name.
+        reason: why.
+        install: the command that would add it; empty where none would.
+        ranks: number of ranks of the run; ``None`` for all runs.
+    """
+
+    peer: str
+    reason: str
+    install: str = ""
+    ranks: int | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """All that a program found out.
+
+    Attributes:
+        program: its name.
+        environment: machine and versions.
+        options: what the program was asked to do.
+        records: measurements, in order.
+        skipped: peers that were not measured.
+    """
+
+    program: str
+    environment: Mapping[str, Any]
+    options: Mapping[str, Any]
+    records: list[Record] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the report as plain values."""
+        return {
+            "schema": SCHEMA,
+            "program": self.program,
+            "environment": dict(self.environment),
+            "options": dict(self.options),
+            "records": [record.as_json() for record in self.records],
+            "skipped": [asdict(skipped) for skipped in self.skipped],
+        }
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """Writes plain values to a file and makes its directory; NaN and infinities become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(plain), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_report(path: Path) -> Report:
+    """Returns the report in a JSON file.
+
+    Raises:
+        ValueError: the file has another schema.
+    """
+    plain = json.loads(path.read_text(encoding="utf-8"))
+    if plain.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {plain.get('schema')!r}, but this version reads {SCHEMA}")
+    return Report(
+        plain["program"],
+        plain["environment"],
+        plain["options"],
+        [_record(entry) for entry in plain["records"]],
+        [Skipped(**entry) for entry in plain["skipped"]],
+    )
+
+
+def _record(plain: dict[str, Any]) -> Record:
+    timings = {
+        name: None if plain[name] is None else Timing(**{key: plain[name][key] for key in Timing.__slots__})
+        for name in ("cold", "hot", "loop")
+    }
+    return Record(**{**plain, **timings})
