@@ -1,0 +1,130 @@
+"""Parameters that all tests share, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+
+import harness
+import pytest
+
+BACKENDS = ("host", "gloo", "round_robin")
+WORLD_SIZES = (1, 2, 3, 4)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_left: list[str] = []
+_segments_before: set[str] = set()
+_sockets_before: set[str] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backends", default=",".join(BACKENDS), help="backends that the shared tests run on, by commas"
+    )
+
+
+def _why_skipped(backend: str) -> str | None:
+    from collectives.registry import backend_spec, why_unavailable
+
+    spec = backend_spec(backend)
+    if isinstance(spec.factory, str) and importlib.util.find_spec(spec.factory) is None:
+        return f"there is no {spec.factory}"
+    return why_unavailable(backend)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests with an argument ``backend`` run once for each, those with ``world_size`` once for each size."""
+    if "backend" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--backends").split(",")
+        values = []
+        for backend in chosen:
+            reason = _why_skipped(backend)
+            marks = [] if reason is None else [pytest.mark.skip(reason=f"{backend}: {reason}")]
+            values.append(pytest.param(backend, id=backend, marks=marks))
+        metafunc.parametrize("backend", values, scope="module")
+    if "world_size" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "world_size", WORLD_SIZES, ids=[f"{size}ranks" for size in WORLD_SIZES], scope="module"
+        )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
+    _segments_before.update(_segments())
+    _sockets_before.update(_own_sockets())
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Ends what the harness started, then looks for what the tests left: that fails the session."""
+    harness.close()
+    gc.collect()
+    for pid, command in _strays():
+        _left.append(f"process {pid}: {command}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
+    _left.extend(f"socket of the pytest process: {name}" for name in sorted(_own_sockets() - _sockets_before))
+    if _left and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left:
+        terminalreporter.section("left behind by the tests", red=True)
+        for line in _left:
+            terminalreporter.write_line(line)
+
+
+def _strays() -> list[tuple[int, str]]:
+    """Returns the processes that descend from this one and still run, whoever their parent is now."""
+    marker = f"{harness.SESSION_VARIABLE}={os.environ[harness.SESSION_VARIABLE]}".encode()
+    deadline = time.monotonic() + 2.0  # those that are just ending may do so
+    while True:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            if int(folder.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                if marker in (folder / "environ").read_bytes().split(b"\0"):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append((int(folder.name), command.strip()))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _segments() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {entry.name for entry in _SHARED_MEMORY.iterdir() if entry.owner() == _user()}
+    return set()
+
+
+def _user() -> str:
+    return Path("/proc/self").owner()
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Returns those entries of /dev/shm that no process has mapped or open: other programs' are in use."""
+    used = set()
+    for folder in Path("/proc").glob("[0-9]*") if names else ():
+        with contextlib.suppress(OSError):
+            maps = (folder / "maps").read_text(errors="replace")
+            used |= {name for name in names if f"/dev/shm/{name}" in maps}
+            links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+            used |= {name for name in names if f"/dev/shm/{name}" in links}
+    return names - used
+
+
+def _own_sockets() -> set[str]:
+    sockets = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(link.readlink())
+            if target.startswith("socket:"):
+                sockets.add(target)
+    return sockets

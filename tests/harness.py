@@ -1,0 +1,433 @@
+"""Runs test functions on ranks that are real processes.
+
+::
+
+    def check(rank, size, value):  # at module level; runs on every rank
+        ...
+        return rank * value
+
+    def test_it():
+        assert run_ranks(check, 4, 10) == [0, 10, 20, 30]
+
+The processes are kept and used again, so that a call costs milliseconds. A rank's exception is raised here
+with the rank's traceback; when one rank fails or time runs out, all ranks are stopped, and the error shows
+where each of them was. Nothing outlives the pytest process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection as mp_connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_server
+from rank_server import Outcome, Task, current_store
+
+__all__ = ["Died", "RankFailedError", "RankTimeoutError", "close", "current_store", "run_ranks", "run_world"]
+
+SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
+"""Environment variable that marks all descendants of this pytest process."""
+
+_GRACE_SECONDS = 5.0
+"""How long the other ranks may still report their own errors after the first one failed."""
+
+_LOG_TAIL = 6000
+
+
+class RankFailedError(AssertionError):
+    """A rank raised or died; the message has its traceback and what the other ranks did.
+
+    Attributes:
+        rank: the first rank that failed.
+        errors: texts by rank.
+    """
+
+    def __init__(self, message: str, rank: int, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.errors = errors
+
+
+class RankTimeoutError(RankFailedError):
+    """The ranks did not finish in time; the message has the stacks of those that had not."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """Stands in the results for a rank of ``lost`` that did not answer.
+
+    Attributes:
+        exitcode: its exit status, or the negative number of the signal that ended it.
+    """
+
+    exitcode: int
+
+
+class _Rank:
+    """A process that plays ranks, seen from here."""
+
+    def __init__(self, server: _ForkServer, folder: Path, number: int) -> None:
+        self._server = server
+        self._log = folder / f"{number}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, self._log.open("wb") as log:
+            self.pid = server.fork(theirs.fileno(), log.fileno())
+        self.connection = mp_connection.Connection(ours.detach())
+        self.pidfd = os.pidfd_open(self.pid)
+        self._seen = 0
+
+    def start(self, task: Task) -> None:
+        self._seen = self._log.stat().st_size
+        self.connection.send_bytes(pickle.dumps(task))
+
+    def output(self) -> str:
+        """Returns what the rank wrote to stdout and stderr since its task began."""
+        with self._log.open("rb") as log:
+            log.seek(self._seen)
+            return log.read().decode(errors="replace")[-_LOG_TAIL:]
+
+    def send_signal(self, number: int) -> None:
+        signal.pidfd_send_signal(self.pidfd, number)
+
+    def close(self, kill: bool, patience: float = 0.0) -> int:
+        """Ends the process; returns its exit status.
+
+        Args:
+            kill: whether to kill it; it ends by itself otherwise.
+            patience: seconds that one to be killed gets to end by itself, if it is about to.
+        """
+        if kill and not select.select([self.pidfd], [], [], patience)[0]:
+            self.send_signal(signal.SIGKILL)
+        self.connection.close()
+        if not kill and not select.select([self.pidfd], [], [], 5.0)[0]:
+            self.send_signal(signal.SIGKILL)
+        os.close(self.pidfd)
+        status = self._server.wait(self.pid)
+        self._log.unlink()
+        return status
+
+
+class _ForkServer:
+    """The process that forks ranks."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(rank_server.__file__)), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
+        self._ask_reply()
+
+    def _ask_reply(self) -> bytes:
+        reply = self._control.recv(64)
+        if not reply:
+            raise RuntimeError(
+                f"the fork server ended with status {self._process.wait()}; see its output above"
+            )
+        return reply
+
+    def fork(self, *fds: int) -> int:
+        socket.send_fds(self._control, [b"fork"], fds)
+        return int(self._ask_reply())
+
+    def wait(self, pid: int) -> int:
+        self._control.send(f"wait {pid}".encode())
+        return int(self._ask_reply())
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+class _Harness:
+    """Fork server, store and idle ranks of this pytest process; all made on first use."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        os.environ.setdefault(SESSION_VARIABLE, uuid.uuid4().hex)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._folder = tempfile.TemporaryDirectory(prefix="collectives-tests-")
+        self._server = _ForkServer()
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self.address = ("127.0.0.1", self._store.port)
+        self._idle: list[_Rank] = []
+        self._numbers = itertools.count()
+        self.calls = itertools.count()
+
+    def take(self, count: int, fresh: bool) -> list[_Rank]:
+        reused = [] if fresh else self._idle[:count]
+        if not fresh:
+            del self._idle[:count]
+        path = Path(self._folder.name)
+        return reused + [_Rank(self._server, path, next(self._numbers)) for _ in range(count - len(reused))]
+
+    def give_back(self, ranks: list[_Rank]) -> None:
+        self._idle = ranks + self._idle
+
+    def close(self) -> None:
+        for rank in self._idle:
+            rank.connection.close()
+        for rank in self._idle:
+            rank.close(kill=False)
+        self._server.close()
+        del self._store
+        self._folder.cleanup()
+
+
+_harness: _Harness | None = None
+
+
+def close() -> None:
+    """Ends all processes that this module started."""
+    global _harness
+    if _harness is not None:
+        _harness.close()
+        _harness = None
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = None,
+    timeout: float = 60.0,
+    isolated: bool = False,
+    lost: Collection[int] = (),
+    env: dict[str, str | None] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Runs a function on every rank and returns the results by rank.
+
+    Args:
+        function: a module-level function, called as ``function(rank, size, *args)``; with a ``backend`` as
+            ``function(group, *args)`` with a new :class:`collectives.ProcessGroup` of it.
+            :func:`current_store` gives it a store shared by the ranks.
+        world_size: number of ranks.
+        *args: further arguments, pickled.
+        backend: backend of the group.
+        timeout: seconds until the ranks are stopped.
+        isolated: runs in new processes that end afterwards; for tests that kill or spoil them.
+        lost: ranks that need not answer, with ``isolated``: they die, or are stopped when all others
+            answered. Results: :class:`Died`.
+        env: environment variables during the call; ``None`` unsets one.
+        **options: further fields of :class:`collectives.registry.GroupOptions`, such as ``pg_options`` and
+        ``timeout`` (here
+            ``group_timeout``).
+
+    Raises:
+        RankFailedError: a rank raised, or died.
+        RankTimeoutError: the ranks were stopped.
+    """
+    if "group_timeout" in options:
+        options["timeout"] = options.pop("group_timeout")
+    about = {"backend": backend, "options": options, "env": env or {}}
+    return _run(function, world_size, args, timeout, isolated, lost, about)
+
+
+def run_world(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "host",
+    timeout: float = 60.0,
+    isolated: bool = False,
+    lost: Collection[int] = (),
+    env: dict[str, str | None] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Runs ``function(rank, size, *args)`` with the default group initialised, and destroys that afterwards.
+
+    Arguments as :func:`run_ranks`, except that ``options`` are arguments of
+    :func:`collectives.init_process_group`.
+    """
+    if "group_timeout" in options:
+        options["timeout"] = options.pop("group_timeout")
+    about = {"backend": backend, "world": True, "options": options, "env": env or {}}
+    return _run(function, world_size, args, timeout, isolated, lost, about)
+
+
+def _run(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    isolated: bool,
+    lost: Collection[int],
+    about: dict[str, Any],
+) -> list[Any]:
+    global _harness
+    if "<" in function.__qualname__:
+        raise TypeError(f"ranks run functions of module level, but {function.__qualname__} is none")
+    if lost and not isolated:
+        raise ValueError("lost ranks need isolated=True")
+    if _harness is None:
+        _harness = _Harness()
+    call = f"call{next(_harness.calls)}"
+    payload = pickle.dumps(args)
+    modules = _modules_of(function, args)
+    tasks = [
+        Task(
+            rank,
+            world_size,
+            modules,
+            function.__module__,
+            function.__qualname__,
+            payload,
+            _harness.address,
+            call,
+            **about,
+        )
+        for rank in range(world_size)
+    ]
+    ranks = _harness.take(world_size, isolated)
+    healthy = False
+    try:
+        for rank, task in zip(ranks, tasks, strict=True):
+            rank.start(task)
+        results = _Watch(f"{function.__qualname__} on {world_size} ranks", ranks, set(lost)).until(
+            time.monotonic() + timeout, timeout
+        )
+        healthy = True
+    finally:
+        if healthy and not isolated:
+            _harness.give_back(ranks)
+        else:
+            codes = [rank.close(True, 0.3 if number in lost else 0.0) for number, rank in enumerate(ranks)]
+    if isolated:
+        results = [Died(codes[r]) if isinstance(value, Died) else value for r, value in enumerate(results)]
+    return results
+
+
+def _modules_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Returns name and file of the modules that ranks need to find the function and its arguments."""
+    names = [function.__module__, *(type(arg).__module__ for arg in args)]
+    names += [arg.__module__ for arg in args if callable(arg) and hasattr(arg, "__module__")]
+    found = {}
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and name != "__main__":
+            found[name] = file
+    return list(found.items())
+
+
+class _Watch:
+    """Waits for the outcomes of one call."""
+
+    def __init__(self, what: str, ranks: list[_Rank], lost: set[int]) -> None:
+        self._what = what
+        self._ranks = ranks
+        self._lost = lost
+        self._waiting = set(range(len(ranks)))
+        self._results: list[Any] = [None] * len(ranks)
+        self._errors: dict[int, str] = {}
+        self._raised: BaseException | None = None
+        self._skipped: str | None = None
+
+    def until(self, deadline: float, timeout: float) -> list[Any]:
+        """Returns the results."""
+        while self._waiting - self._lost:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._receive(left):
+                if not self._errors:
+                    self._fail_late(timeout)
+                break
+            if self._errors:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        for rank in self._waiting & self._lost:
+            self._results[rank] = Died(0)
+        self._show_output()
+        if self._errors:
+            self._fail()
+        if self._skipped is not None:
+            pytest.skip(self._skipped)
+        return self._results
+
+    def _receive(self, left: float) -> bool:
+        sources: dict[Any, int] = {}
+        for rank in self._waiting:
+            sources[self._ranks[rank].connection] = rank
+            sources[self._ranks[rank].pidfd] = rank
+        ready = mp_connection.wait(list(sources), timeout=left)
+        for rank in {sources[source] for source in ready}:
+            self._note(rank)
+        return bool(ready)
+
+    def _note(self, rank: int) -> None:
+        self._waiting.discard(rank)
+        try:
+            outcome: Outcome = pickle.loads(self._ranks[rank].connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            if rank in self._lost:
+                self._results[rank] = Died(0)
+            else:
+                self._errors[rank] = f"the process of rank {rank} (pid {self._ranks[rank].pid}) died"
+            return
+        self._results[rank] = outcome.value
+        self._skipped = outcome.skipped or self._skipped
+        if outcome.error is not None:
+            if not self._errors and outcome.raised is not None:
+                self._raised = _unpickled(outcome.raised)
+            self._errors[rank] = outcome.error
+
+    def _show_output(self) -> None:
+        for number, rank in enumerate(self._ranks):
+            text = rank.output()
+            if text:
+                sys.stdout.write(f"--- output of rank {number}\n{text}\n")
+
+    def _fail(self) -> None:
+        first = next(iter(self._errors))
+        stuck = f"; still running: {sorted(self._waiting)}" if self._waiting else ""
+        parts = [f"{self._what}: rank {first} failed{stuck}"]
+        for rank, text in self._errors.items():
+            same = next((r for r, t in self._errors.items() if t == text and r < rank), None)
+            parts.append(f"--- rank {rank}\n{text if same is None else f'the same as rank {same}'}")
+        if self._waiting:
+            parts += self._stacks()
+        raise RankFailedError("\n".join(parts), first, self._errors) from self._raised
+
+    def _fail_late(self, timeout: float) -> None:
+        parts = [
+            f"{self._what}: ranks {sorted(self._waiting)} did not finish within {timeout:g} s",
+            *self._stacks(),
+        ]
+        raise RankTimeoutError("\n".join(parts), min(self._waiting), {})
+
+    def _stacks(self) -> list[str]:
+        """Returns where the ranks that have not answered are."""
+        for rank in self._waiting:
+            self._ranks[rank].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return [
+            f"--- rank {rank} is here, after its output\n{self._ranks[rank].output()}"
+            for rank in sorted(self._waiting)
+        ]
+
+
+def _unpickled(raised: bytes) -> BaseException | None:
+    try:
+        value = pickle.loads(raised)
+    except Exception:  # noqa: BLE001 - its text is shown anyway
+        return None
+    return value if isinstance(value, BaseException) else None

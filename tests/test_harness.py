@@ -1,0 +1,151 @@
+"""The harness itself: errors reach the parent, hangs end, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import harness
+import pytest
+import torch
+from harness import Died, RankFailedError, RankTimeoutError, current_store, run_ranks
+
+
+@dataclass
+class Case:
+    value: int
+
+
+def multiply(rank: int, size: int, case: Case) -> Case:
+    return Case(case.value * rank)
+
+
+def pid_of(rank: int, size: int) -> int:
+    return os.getpid()
+
+
+def environment(rank: int, size: int) -> tuple[str | None, int]:
+    return os.environ.get("HARNESS_TEST"), torch.get_num_threads()
+
+
+def exchange(rank: int, size: int) -> str:
+    store = current_store()
+    store.set(f"from{rank}", str(rank))
+    return store.get(f"from{(rank + 1) % size}").decode()
+
+
+def fail_on_one(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one is unhappy")
+    time.sleep(60)
+
+
+def die_on_one(rank: int, size: int) -> None:
+    print("last words of", rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_on_one(rank: int, size: int) -> None:
+    def a_telling_name() -> None:
+        time.sleep(60)
+
+    if rank == 1:
+        a_telling_name()
+
+
+def leave_early(rank: int, size: int) -> int:
+    if rank == 1:
+        os._exit(3)
+    return rank
+
+
+def sum_over(group: object, value: float) -> list[float]:
+    tensor = torch.full((3,), value + group.rank())
+    group.allreduce(tensor).wait()
+    return tensor.tolist()
+
+
+def skip_here(rank: int, size: int) -> None:
+    if rank == 0:
+        pytest.skip("not on this machine")
+
+
+def unpicklable(rank: int, size: int) -> object:
+    return lambda: None
+
+
+def test_results_come_by_rank_and_classes_travel() -> None:
+    assert run_ranks(multiply, 3, Case(5)) == [Case(0), Case(5), Case(10)]
+
+
+def test_processes_are_used_again() -> None:
+    first = run_ranks(pid_of, 2)
+    assert len(set(first)) == 2
+    assert run_ranks(pid_of, 2) == first
+    assert run_ranks(pid_of, 3)[:2] == first
+    assert not set(run_ranks(pid_of, 2, isolated=True)) & set(first)
+
+
+def test_environment_is_set_for_the_call_only() -> None:
+    assert run_ranks(environment, 2, env={"HARNESS_TEST": "x"}) == [("x", 1)] * 2
+    assert run_ranks(environment, 2) == [(None, 1)] * 2
+
+
+def test_every_call_has_an_empty_store() -> None:
+    assert run_ranks(exchange, 3) == ["1", "2", "0"]
+    assert run_ranks(exchange, 3) == ["1", "2", "0"]
+
+
+def test_a_failure_shows_its_traceback_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_GRACE_SECONDS", 0.2)
+    before = run_ranks(pid_of, 2)
+    with pytest.raises(
+        RankFailedError, match=r"(?s)rank 1 failed; still running: \[0\].*rank one is unhappy"
+    ) as info:
+        run_ranks(fail_on_one, 2)
+    assert isinstance(info.value.__cause__, ValueError)
+    assert "fail_on_one" in info.value.errors[1]
+    assert not set(run_ranks(pid_of, 2)) & set(before)
+
+
+def test_a_death_is_an_error() -> None:
+    with pytest.raises(RankFailedError, match=r"the process of rank 1 \(pid \d+\) died"):
+        run_ranks(die_on_one, 2)
+
+
+def test_a_hang_ends_and_shows_where() -> None:
+    with pytest.raises(
+        RankTimeoutError, match=r"(?s)ranks \[1\] did not finish within 0.5 s.*a_telling_name"
+    ):
+        run_ranks(hang_on_one, 2, timeout=0.5)
+
+
+def test_lost_ranks_need_not_answer() -> None:
+    assert run_ranks(leave_early, 3, isolated=True, lost={1}) == [0, Died(3), 2]
+    assert run_ranks(hang_on_one, 2, isolated=True, lost={1}) == [None, Died(-signal.SIGKILL)]
+    with pytest.raises(ValueError, match="isolated"):
+        run_ranks(leave_early, 3, lost={1})
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_group_is_made_and_ended(size: int) -> None:
+    expected = [size * 1.0 + sum(range(size))] * 3
+    assert run_ranks(sum_over, size, 1.0, backend="gloo") == [expected] * size
+
+
+def test_a_skip_reaches_the_parent() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not on this machine"):
+        run_ranks(skip_here, 2)
+
+
+def test_a_result_that_cannot_travel_is_an_error() -> None:
+    with pytest.raises(RankFailedError, match="cannot be pickled"):
+        run_ranks(unpicklable, 1)
+
+
+def test_local_functions_are_refused() -> None:
+    with pytest.raises(TypeError, match="module level"):
+        run_ranks(lambda rank, size: None, 1)
