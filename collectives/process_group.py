@@ -86,6 +86,11 @@ class ProcessGroup(Primitives):
 
     backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether ranks that call different collectives get an error instead of waiting for ever."""
+        return False
+
     def __init__(
         self,
         rank: int,

@@ -1,0 +1,213 @@
+"""A group with a backend for each device type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from collectives.capabilities import OPERATIONS, Capabilities
+from collectives.process_group import ProcessGroup
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.work import Work
+
+__all__ = ["ProcessGroupByDevice"]
+
+
+@dataclass(frozen=True)
+class _CapabilitiesByDevice(Capabilities):
+    """Capabilities that depend on the device type.
+
+    Attributes:
+        by_device: the capabilities of the group of each device type.
+    """
+
+    by_device: Mapping[str, Capabilities] = field(default_factory=dict)
+
+    def why_not(
+        self,
+        operation: str,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        op: ReduceOp | None = None,
+    ) -> str | None:
+        """Asks the group of the device type; without one, every group."""
+        if device is not None and device not in self.by_device:
+            return super().why_not(operation, device=device)
+        asked = [device] if device is not None else list(self.by_device)
+        reasons = [
+            self.by_device[kind].why_not(operation, device=device, dtype=dtype, op=op) for kind in asked
+        ]
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+class ProcessGroupByDevice(ProcessGroup):
+    """Runs each operation on the group of its tensors' device type.
+
+    All groups have the same ranks in the same order. Operations of different device types are not ordered
+    among each other.
+
+    Args:
+        groups: a group for each device type; one group may serve several.
+        store: key/value store of the whole.
+
+    Raises:
+        ValueError: the groups differ in rank or size.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup], store: Any = None) -> None:
+        self._groups = dict(groups)
+        first = next(iter(self._groups.values()))
+        for group in self._groups.values():
+            if (group.rank(), group.size()) != (first.rank(), first.size()):
+                raise ValueError(
+                    f"groups by device have the same ranks, but one is rank {first.rank()} of {first.size()} "
+                    "and another rank "
+                    f"{group.rank()} of {group.size()}"
+                )
+        super().__init__(
+            first.rank(),
+            first.size(),
+            timeout=first.timeout,
+            store=store,
+            group_name=first.group_name,
+            group_desc=first.group_desc,
+        )
+        self._capabilities = _merged({device: group.capabilities for device, group in self._groups.items()})
+
+    @property
+    def groups(self) -> dict[str, ProcessGroup]:
+        """The group of each device type."""
+        return dict(self._groups)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the groups can do, each for its device type."""
+        return self._capabilities
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether all groups do."""
+        return all(group.detects_mismatch for group in self._groups.values())
+
+    def name(self) -> str:
+        """Returns the backend of each device type."""
+        return ",".join(f"{device}:{group.name()}" for device, group in self._groups.items())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        for group in self._distinct():
+            group.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Breaks every group."""
+        self._each(lambda group: group.abort())
+
+    def shutdown(self) -> None:
+        """Ends every group."""
+        self._each(lambda group: group.shutdown())
+
+    def _distinct(self) -> list[ProcessGroup]:
+        return list(dict.fromkeys(self._groups.values()))
+
+    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
+        first: Exception | None = None
+        for group in self._distinct():
+            try:
+                end(group)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the other groups ended
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _for(self, tensor: torch.Tensor) -> ProcessGroup:
+        return self._groups[tensor.device.type]
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        return self._for(tensor)._allreduce(tensor, opts)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        return self._for(tensor)._broadcast(tensor, opts)
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        return self._for(tensor)._reduce(tensor, opts)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        return self._for(tensor)._allgather(outputs, tensor, opts)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        return self._for(tensor)._allgather_single(output, tensor, opts)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        return self._for(tensor)._gather(outputs, tensor, opts)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        return self._for(output)._scatter(output, inputs, opts)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        return self._for(output)._reduce_scatter(output, inputs, opts)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        return self._for(tensor)._reduce_scatter_single(output, tensor, opts)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        return self._for(inputs[0])._alltoall(outputs, inputs, opts)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        return self._for(tensor)._alltoall_single(output, tensor, output_splits, input_splits, opts)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        """Runs on the group of ``opts.device``, else on that of the first device type."""
+        kind = None if opts.device is None else opts.device.type
+        return self._groups.get(kind or "", next(iter(self._groups.values())))._barrier(opts)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self._for(tensor)._send(tensor, dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        return self._for(tensor)._recv(tensor, src, tag)
+
+
+def _merged(by_device: Mapping[str, Capabilities]) -> Capabilities:
+    """Returns what holds for every device type, and asks the single groups for the rest."""
+    parts = list(by_device.values())
+    dtypes = set.intersection(*(set(part.reductions) for part in parts))
+    moves = [part.moves for part in parts if part.moves is not None]
+    return _CapabilitiesByDevice(
+        devices=frozenset(by_device),
+        reductions={d: frozenset.intersection(*(p.reductions[d] for p in parts)) for d in dtypes},
+        operations=frozenset(OPERATIONS).intersection(*(part.operations for part in parts)),
+        moves=frozenset.intersection(*moves) if moves else None,
+        uneven=all(part.uneven for part in parts),
+        tags=all(part.tags for part in parts),
+        by_device=by_device,
+    )

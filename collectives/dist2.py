@@ -1,0 +1,130 @@
+"""Groups as objects, without a world: the experimental ``torch.distributed`` interface of that kind.
+
+A group made here is independent: it is not registered in the world, and ranks in its methods count within it.
+The current group is a property of the thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import PrefixStore, rendezvous
+
+from collectives import registry
+from collectives.joining import join_world
+from collectives.process_group import ProcessGroup
+from collectives.types import ReduceOp
+from collectives.validation import seconds
+
+__all__ = [
+    "ProcessGroup",
+    "ProcessGroupFactory",
+    "ReduceOp",
+    "current_process_group",
+    "new_group",
+    "process_group",
+    "register_backend",
+]
+
+
+class ProcessGroupFactory(Protocol):
+    """Makes a group; called on all its ranks."""
+
+    def __call__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        device: torch.device,
+        **kwargs: object,
+    ) -> ProcessGroup:
+        """Makes a group.
+
+        Args:
+            store: a store of the group's own.
+            rank: this process's rank.
+            world_size: number of ranks.
+            timeout: time limit of operations.
+            device: device of the tensors.
+            kwargs: options of the backend.
+        """
+        ...
+
+
+_factories: dict[str, ProcessGroupFactory] = {}
+_current = threading.local()
+
+
+def register_backend(name: str, func: ProcessGroupFactory) -> None:
+    """Adds a backend for :func:`new_group`, beside those of the registry.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _factories or name in registry.backend_names():
+        raise ValueError(f"backend {name!r} is already registered")
+    _factories[name] = func
+
+
+def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kwargs: object) -> ProcessGroup:
+    """Makes a group of all processes that the environment names (``env://``); blocks until all have come.
+
+    Called by all ranks, in the same order. The group is independent of the world and of
+    ``init_process_group``.
+
+    Args:
+        backend: name.
+        timeout: time limit for ranks to come and of operations.
+        device: device of the tensors.
+        kwargs: options of the backend itself.
+
+    Raises:
+        ValueError: the backend is not known, or does not serve the device.
+    """
+    place = torch.device(device)
+    seconds(timeout)
+    if backend not in _factories and place.type not in registry.backend_spec(backend).devices:
+        served = ", ".join(registry.backend_spec(backend).devices)
+        raise ValueError(f"backend {backend!r} does not serve {place}, only {served}")
+    base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    base.set_timeout(timeout)
+    number = join_world(PrefixStore("collectives", base), rank, size, backend, timeout)
+    store = PrefixStore(f"collectives/{number}", base)
+    if backend in _factories:
+        return _factories[backend](store, rank, size, timeout, place, **kwargs)
+    return registry.create_group(
+        backend,
+        registry.GroupOptions(
+            store=store,
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            group_name=f"dist2.{number}",
+            global_ranks=tuple(range(size)),
+            device_id=place,
+            pg_options=kwargs or None,
+        ),
+    )
+
+
+def current_process_group() -> ProcessGroup | None:
+    """Returns the current group of this thread; ``None`` outside of :func:`process_group`."""
+    group: ProcessGroup | None = getattr(_current, "group", None)
+    return group
+
+
+@contextmanager
+def process_group(pg: ProcessGroup) -> Generator[None]:
+    """Makes ``pg`` the current group of this thread inside the ``with`` block."""
+    before = current_process_group()
+    _current.group = pg
+    try:
+        yield
+    finally:
+        _current.group = before

@@ -1,0 +1,409 @@
+"""Life of process groups: the world's beginning and end, and groups of some of its ranks."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import importlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as _torch_distributed
+from torch.distributed import PrefixStore, rendezvous
+
+from collectives import registry
+from collectives.backend import Backend, BackendConfig, default_timeout
+from collectives.coalescing import forget_coalescing
+from collectives.debug import checked
+from collectives.joining import join_group, join_world, leave_world, wait_for_leavers
+from collectives.process_group import ProcessGroup
+from collectives.validation import seconds
+from collectives.world import (
+    NON_GROUP_MEMBER,
+    default_group,
+    is_member,
+    record_of,
+    register,
+    world,
+)
+
+__all__ = [
+    "destroy_process_group",
+    "init_process_group",
+    "new_group",
+]
+
+logger = logging.getLogger("collectives")
+
+_LEAVERS_LIMIT = timedelta(seconds=10)
+"""How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
+
+_LOCK_KEY = "collectives"
+"""Prefix of all our keys in the user's store."""
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",  # noqa: ARG001 - ignored, as torch.distributed documents
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+    _ranks: list[int] | None = None,
+) -> None:
+    """Makes the default group of all ranks; called by all ranks, blocks until all have come.
+
+    Either a store with rank and world size, or an address from which all three are found. May be called again
+    after :func:`destroy_process_group`, also on the same store. A call that fails leaves nothing behind and
+    may be repeated.
+
+    Args:
+        backend: name, or ``"<device>:<backend>,..."``; ``None`` for the default backend of ``device_id``'s
+            type, and without one for that of the CPU (``"host"``; torch.distributed takes ``"gloo"``) and of
+            the accelerator, where there is one.
+        init_method: ``"env://"`` (default), ``"tcp://host:port"`` or ``"file:///path"``.
+        timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, 10 with
+            NCCL.
+        world_size: number of ranks.
+        rank: this process's rank.
+        store: any ``torch.distributed.Store``, the same on all ranks.
+        group_name: ignored; kept because ``torch.distributed`` has it.
+        pg_options: options of the backend itself.
+        device_id: device that this process is bound to; an int counts devices of the accelerator.
+        _ranks: other numbers of the ranks, which make the group's name; for ``torch.distributed``'s own use.
+
+    Raises:
+        ValueError: there is a default group already, or arguments contradict each other or those of other
+            ranks.
+        DistStoreError: ranks did not come in time; names them.
+        DistBackendError: the backend cannot be used here; names the command that would mend it.
+    """
+    with world.lock:
+        if world.default is not None:
+            raise ValueError(
+                f"[rank {world.default.rank()}] there is a default process group already "
+                f"({world.default.describe()}); call "
+                "destroy_process_group before a second init_process_group"
+            )
+        _check_meeting(init_method, store, rank, world_size)
+        device = _bound_device(device_id)
+        if backend is None and device is not None:
+            backend = Backend.default_device_backend_map.get(device.type)
+        config = BackendConfig(Backend.UNDEFINED if backend is None else backend)
+        limit = limit_of(timeout, config)
+        try:
+            base, rank, world_size, number = _meet(
+                store, "env://" if init_method is None else init_method, rank, world_size, limit, repr(config)
+            )
+            world.store = PrefixStore(f"{_LOCK_KEY}/{number}", base)
+            world.owns_store = store is None
+            world.device = device
+            world.created = 1
+            name = _hashed_name(_ranks, "") if _ranks else "0"
+            ranks = range(world_size)
+            world.default = make_group(
+                config, name, rank, ranks, limit, desc="default_pg", options=pg_options, device=device
+            )
+        except BaseException:
+            world.clear()
+            raise
+    _at_exit_once()
+
+
+def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> None:
+    """Checks how the ranks are to meet, before anything is sent."""
+    if store is None:
+        if size != -1 and not (isinstance(size, int) and size > 0):
+            raise ValueError(f"world_size must be positive, but is {size!r}")
+        if rank != -1 and not (isinstance(rank, int) and rank >= 0):
+            raise ValueError(f"rank must not be negative, but is {rank!r}")
+    else:
+        if init_method is not None:
+            raise ValueError(
+                f"give init_method or store, not both (init_method={init_method!r}, store={store!r})"
+            )
+        if not isinstance(store, _torch_distributed.Store):
+            raise TypeError(f"store must be a torch.distributed.Store, but is of type {type(store).__name__}")
+        if not (isinstance(size, int) and size > 0):
+            raise ValueError(f"with a store, world_size must be given and positive, but is {size!r}")
+        if not (isinstance(rank, int) and rank >= 0):
+            raise ValueError(f"with a store, rank must be given and not negative, but is {rank!r}")
+    if size > 0 and rank >= size:
+        raise ValueError(f"rank is {rank}, but world_size {size} has the ranks 0 to {size - 1}")
+
+
+def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if isinstance(device_id, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_id is {device_id}, but this machine has no accelerator; leave it out, or give a "
+                "torch.device"
+            )
+        device_id = torch.device(accelerator.type, device_id)
+    if device_id.type == "cpu":
+        return device_id
+    if accelerator is None or device_id.type != accelerator.type:
+        raise ValueError(f"device_id is {device_id}, but the accelerator of this machine is {accelerator}")
+    if device_id.index is None:
+        raise ValueError(f"device_id is {device_id}, but must have an index, such as '{device_id.type}:0'")
+    if device_id.index >= torch.accelerator.device_count():
+        raise ValueError(
+            f"device_id is {device_id}, but there are {torch.accelerator.device_count()} devices"
+        )
+    return device_id
+
+
+def _meet(
+    store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
+) -> tuple[Any, int, int, int]:
+    """Meets the other ranks; returns the store, this rank, the number of ranks and the world's number."""
+    if store is not None:
+        number = join_world(PrefixStore(_LOCK_KEY, store), rank, size, backend, limit)
+        return store, rank, size, number
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=limit)))
+        base.set_timeout(limit)
+        try:
+            return base, own, count, join_world(PrefixStore(_LOCK_KEY, base), own, count, backend, limit)
+        except _torch_distributed.DistNetworkError:
+            # A rank that begins its next world may still reach the server of rank 0's former one, just before
+            # that ends.
+            limit = timedelta(seconds=deadline - time.monotonic())
+            if limit <= timedelta(0) or own == 0:
+                raise
+            del base
+
+
+def make_group(
+    config: BackendConfig,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    *,
+    desc: str,
+    options: Any,
+    device: torch.device | None,
+) -> ProcessGroup:
+    """Makes and registers a group; ``rank`` counts within it, ``ranks`` are global."""
+    store = PrefixStore(f"group/{name}", world.store)
+
+    def create(backend: str, part: str = "") -> ProcessGroup:
+        return registry.create_group(
+            backend,
+            registry.GroupOptions(
+                store=PrefixStore(part, store) if part else store,
+                rank=rank,
+                size=len(ranks),
+                timeout=timeout,
+                group_name=name,
+                group_desc=desc,
+                global_ranks=tuple(ranks),
+                device_id=device,
+                pg_options=options,
+            ),
+        )
+
+    names = config.names()
+    if len(names) == 1:
+        group = create(names[0])
+    else:
+        made = {backend: create(backend, backend) for backend in names}
+        by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
+        group = importlib.import_module("collectives.backends.by_device").ProcessGroupByDevice(
+            by_device, store
+        )
+    group = checked(group)
+    register(group, name, config, ranks)
+    logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
+    return group
+
+
+def _hashed_name(ranks: Sequence[int], more: str) -> str:
+    return hashlib.sha1(f"{'_'.join(map(str, ranks))}{more}".encode(), usedforsecurity=False).hexdigest()
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Ends a group, or the world with all groups; called by all members. Without a world, does nothing.
+
+    Operations that were issued are finished first. With ``group=None``, groups end in the reverse order of
+    their creation, the same on all ranks; then rank 0 waits a few seconds for ranks that still use the store
+    that it serves.
+
+    Args:
+        group: the group; ``None`` or the default group for all.
+
+    Raises:
+        ValueError: the group was not made by this world, or has been destroyed.
+    """
+    with world.lock:
+        if not is_member(group) or (group is None and world.default is None):
+            return
+        if group is not None and group is not world.default:
+            record_of(group)
+            forget_coalescing(group)
+            del world.records[group]
+            group.shutdown()
+            return
+        _end_world(gracefully=True)
+
+
+def _end_world(*, gracefully: bool) -> None:
+    """Ends all groups and forgets them; raises the first error after all have ended."""
+    default, groups, store, owns = default_group(), list(world.records), world.store, world.owns_store
+    first: BaseException | None = None
+    world.clear()
+    for group in reversed(groups):
+        forget_coalescing(group)
+        try:
+            if gracefully:
+                group.shutdown()
+            else:
+                group.abort()
+        except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
+            group.abort()
+            first = first or error
+    leave_world(store, default.rank())
+    if owns and default.rank() == 0 and default.size() > 1:
+        wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
+    if first is not None:
+        raise first
+
+
+_exit_hooked = False
+
+
+def _at_exit_once() -> None:
+    global _exit_hooked
+    if not _exit_hooked:
+        atexit.register(_at_exit)
+        _exit_hooked = True
+
+
+def _at_exit() -> None:
+    """Breaks what the user forgot to destroy, so that no peer waits for a process that is gone."""
+    if world.default is None or world.pid != os.getpid():
+        return
+    logger.warning(
+        "[rank %d] the process ends with %d process group(s) open; call collectives.destroy_process_group() "
+        "on all ranks",
+        world.default.rank(),
+        len(world.records),
+    )
+    try:
+        _end_world(gracefully=False)
+    except Exception as error:  # noqa: BLE001 - nobody is left to handle it
+        logger.warning("closing them failed: %s", error)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup:
+    """Makes a group of some ranks; called by ALL ranks, in the same order; members wait for each other.
+
+    Args:
+        ranks: ranks of the members in the default group; ``None`` for all.
+        timeout: time limit of the group's operations, and for its members to come; ``None`` for 30 minutes,
+            10 with NCCL.
+        backend: as for :func:`init_process_group`; ``None`` for the default group's.
+        pg_options: options of the backend itself.
+        use_local_synchronization: only members call; ranks that make several overlapping groups so must keep
+            one order.
+        group_desc: free text, which messages show.
+        device_id: device that this process is bound to; ``None`` for the default group's.
+        sort_ranks: number the members in the order of their global ranks, else in the order of ``ranks``.
+
+    Returns:
+        The group, to be given as ``group``; ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not in it.
+
+    Raises:
+        ValueError: ``ranks`` are not different ranks of the default group, or there is no default group.
+        CollectiveMismatchError: ranks make different groups at this place of the order.
+        DistStoreError: members did not come in time; names them.
+    """
+    with world.lock:
+        default = default_group()
+        config = record_of(default).config if backend is None else BackendConfig(backend)
+        members = _check_ranks(ranks, default, sort_ranks)
+        limit = limit_of(timeout, config)
+        device = _same_device(device_id)
+        if use_local_synchronization:
+            if Backend.MPI in config.names():
+                raise ValueError(
+                    f"[rank {default.rank()}] new_group: MPI makes groups with all ranks; "
+                    "use_local_synchronization must be False"
+                )
+            if default.rank() not in members:
+                return NON_GROUP_MEMBER  # type: ignore[no-any-return]
+            name = _hashed_name(members, f"#{local_turn(repr(members))}")
+        else:
+            name = str(world.created)
+            world.created += 1
+        request = f"group {name} of ranks {list(members)} on {config!r}"
+        join_group(world.store, f"make/{name}", default.rank(), members, request, limit)
+        if default.rank() not in members:
+            return NON_GROUP_MEMBER  # type: ignore[no-any-return]
+        rank = members.index(default.rank())
+        return make_group(
+            config, name, rank, members, limit, desc=group_desc or "", options=pg_options, device=device
+        )
+
+
+def limit_of(timeout: timedelta | None, config: BackendConfig) -> timedelta:
+    limit = default_timeout(config) if timeout is None else timeout
+    seconds(limit)
+    return limit
+
+
+def local_turn(key: str) -> int:
+    """Counts the groups made without all ranks, under a key that their members share."""
+    turn = world.local_turns.get(key, 0)
+    world.local_turns[key] = turn + 1
+    return turn
+
+
+def _same_device(device_id: torch.device | None) -> torch.device | None:
+    """Returns the device that a new group is bound to."""
+    device = _bound_device(device_id)
+    if device is None or world.device is None or device == world.device:
+        return device or world.device
+    raise ValueError(
+        f"[rank {default_group().rank()}] new_group: device_id is {device}, but the default group is bound "
+        f"to {world.device}"
+    )
+
+
+def _check_ranks(ranks: Sequence[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:
+    if ranks is None:
+        return tuple(range(default.size()))
+    members = tuple(sorted(ranks) if sort else ranks)
+    where = f"[rank {default.rank()}] new_group"
+    if not members:
+        raise ValueError(f"{where}: ranks is empty, but a group has at least one rank")
+    if len(set(members)) != len(members):
+        raise ValueError(f"{where}: ranks must be different, but are {list(members)}")
+    outside = [r for r in members if not 0 <= r < default.size()]
+    if outside:
+        raise ValueError(
+            f"{where}: ranks has {outside}, but the ranks of the default group are 0 to {default.size() - 1}"
+        )
+    return members
