@@ -1,7 +1,216 @@
+// The host group: addresses are plain numbers, and the callers keep the memory alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bindings/bindings.hpp"
+#include "bindings/errors.hpp"
+#include "bindings/interrupt.hpp"
+#include "engine/group.hpp"
+
+namespace nb = nanobind;
 
 namespace collectives {
+namespace {
 
-void bind_host(nanobind::module_& module) { (void)module; }
+using Address = std::uintptr_t;
+// Address and number of elements of each rank's part.
+using Parts = std::vector<std::pair<Address, std::size_t>>;
+
+std::byte* pointer_from(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+Nanoseconds deadline_in(double seconds) {
+  constexpr double kLongest = 1e9;  // a lifetime
+  return deadline_after(static_cast<Nanoseconds>(std::fmin(std::fmax(seconds, 0.0), kLongest) * 1e9));
+}
+
+std::vector<Part> parts_from(const Parts& parts, DType dtype) {
+  std::vector<Part> result;
+  result.reserve(parts.size());
+  for (const auto& [address, count] : parts)
+    result.push_back({pointer_from(address), count * size_of(dtype)});
+  return result;
+}
+
+DType dtype_from(std::uint8_t code) {
+  if (!is_dtype(code)) throw std::invalid_argument("no dtype has the code " + std::to_string(code));
+  return static_cast<DType>(code);
+}
+
+ReduceOp op_from(std::uint8_t code) {
+  if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
+  return static_cast<ReduceOp>(code);
+}
+
+// Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
+// returns its task.
+std::shared_ptr<Task> issue(Group& group, Request request, Nanoseconds timeout, bool wait) {
+  PythonInterrupt interrupt;
+  const nb::gil_scoped_release release;
+  if (wait && group.run(request, timeout, &interrupt)) return nullptr;
+  return group.enqueue(std::move(request), timeout);
+}
+
+std::shared_ptr<Task> all_reduce_tensor(Group& group, Address data, std::size_t count, std::uint8_t dtype,
+                                        std::uint8_t op, double factor, Nanoseconds timeout, bool wait) {
+  Request request;
+  request.kind = Kind::all_reduce;
+  request.reduction = {dtype_from(dtype), op_from(op), factor};
+  request.data = pointer_from(data);
+  request.count = count;
+  return issue(group, std::move(request), timeout, wait);
+}
+
+std::shared_ptr<Task> collective(Group& group, std::uint8_t kind, Address data, Address input,
+                                 std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
+                                 int root, const Parts& outputs, const Parts& inputs, Nanoseconds timeout,
+                                 bool wait) {
+  Request request;
+  request.kind = static_cast<Kind>(kind);
+  request.reduction = {dtype_from(dtype), op_from(op), factor};
+  request.root = root;
+  request.data = pointer_from(data);
+  request.input = pointer_from(input);
+  request.count = count;
+  request.outputs = parts_from(outputs, request.reduction.dtype);
+  request.inputs = parts_from(inputs, request.reduction.dtype);
+  return issue(group, std::move(request), timeout, wait);
+}
+
+bool wait_for(Task& task, std::optional<double> seconds) {
+  PythonInterrupt interrupt;
+  const nb::gil_scoped_release release;
+  return task.wait(seconds ? deadline_in(*seconds) : kNever, &interrupt);
+}
+
+template <class Function>
+auto without_gil(Function&& function) {
+  const nb::gil_scoped_release release;
+  return function();
+}
+
+void bind_bootstrap(nb::module_& module) {
+  nb::class_<Membership>(module, "Membership");
+  module.def("alone", [] { return new Membership(alone()); }, nb::rv_policy::take_ownership);
+  nb::class_<BootstrapHost>(module, "BootstrapHost")
+      .def(nb::init<int>(), nb::arg("size"))
+      .def_prop_ro("address", [](const BootstrapHost& host) { return host.address(); })
+      .def(
+          "accept",
+          [](BootstrapHost& host, double seconds) {
+            return without_gil([&] { return host.accept(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
+      .def(
+          "share",
+          [](BootstrapHost& host, double seconds) { without_gil([&] { host.share(deadline_in(seconds)); }); },
+          nb::arg("seconds"))
+      .def(
+          "await_attached",
+          [](BootstrapHost& host, double seconds) {
+            return without_gil([&] { return host.await_attached(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
+      .def(
+          "release",
+          [](BootstrapHost& host, double seconds) {
+            return without_gil([&] { return new Membership(host.release(deadline_in(seconds))); });
+          },
+          nb::arg("seconds"), nb::rv_policy::take_ownership);
+  nb::class_<BootstrapGuest>(module, "BootstrapGuest")
+      .def(
+          "__init__",
+          [](BootstrapGuest* guest, const std::string& address, int rank, int size, double seconds) {
+            const nb::gil_scoped_release release;
+            new (guest) BootstrapGuest(address, rank, size, deadline_in(seconds));
+          },
+          nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))
+      .def(
+          "answered",
+          [](BootstrapGuest& guest, double seconds) {
+            return without_gil([&] { return guest.answered(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
+      .def(
+          "attach",
+          [](BootstrapGuest& guest, double seconds) {
+            without_gil([&] { guest.attach(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
+      .def(
+          "await_release",
+          [](BootstrapGuest& guest, double seconds) {
+            return without_gil([&] { return new Membership(guest.await_release(deadline_in(seconds))); });
+          },
+          nb::arg("seconds"), nb::rv_policy::take_ownership);
+}
+
+void bind_task(nb::module_& module) {
+  nb::class_<Task>(module, "HostTask")
+      .def_prop_ro("id", &Task::id)
+      .def_prop_ro("source", &Task::source)
+      .def("finished", [](Task& task) { return task.finished(); })
+      .def("poll",
+           [](Task& task) {
+             if (!task.finished()) without_gil([&] { task.poll(); });
+             return task.finished();
+           })
+      .def("error",
+           [](const Task& task) -> nb::object {
+             return task.finished() && task.error() != nullptr ? exception_from(*task.error()) : nb::none();
+           })
+      .def("wait", wait_for, nb::arg("seconds").none())
+      .def("notify", &Task::notify);
+  module.def("pop_finished_tasks",
+             [] { return without_gil([] { return CompletionQueue::instance().pop(); }); });
+  module.def("close_finished_tasks", [] { CompletionQueue::instance().close(); });
+}
+
+void bind_group(nb::module_& module) {
+  nb::class_<Group>(module, "HostGroup")
+      .def(
+          "__init__",
+          [](Group* group, Membership& membership, std::string label) {
+            new (group) Group(std::move(membership), std::move(label));
+          },
+          nb::arg("membership"), nb::arg("label"))
+      .def("all_reduce", all_reduce_tensor, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"),
+           nb::arg("op_code"), nb::arg("factor"), nb::arg("timeout_ns"), nb::arg("wait"))
+      .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
+           nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
+           nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))
+      .def(
+          "abort", [](Group& group, const std::string& reason) { without_gil([&] { group.abort(reason); }); },
+          nb::arg("reason"))
+      .def(
+          "shutdown", [](Group& group, bool finish) { without_gil([&] { group.shutdown(finish); }); },
+          nb::arg("finish"))
+      .def("report", [](const Group& group) { return without_gil([&] { return group.report(); }); });
+  nb::dict kinds;
+  for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Kind::all_to_all); ++code) {
+    kinds[name_of(static_cast<Kind>(code))] = code;
+  }
+  module.attr("COLLECTIVES") = kinds;
+}
+
+}  // namespace
+
+void bind_host(nb::module_& module) {
+  bind_errors(module);
+  bind_bootstrap(module);
+  bind_task(module);
+  bind_group(module);
+}
 
 }  // namespace collectives

@@ -1,0 +1,457 @@
+"""The host backend: CPU tensors over shared memory between the ranks of one machine."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from collectives import _native
+from collectives.backends.host_bootstrap import join
+from collectives.backends.host_work import HostWork
+from collectives.capabilities import OPERATIONS, Capabilities
+from collectives.errors import UnsupportedOperationError
+from collectives.process_group import ProcessGroup
+from collectives.registry import GroupOptions
+from collectives.staging import dense, dense_outputs, is_dense
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    default_pg_timeout,
+)
+from collectives.work import CompletedWork, Work
+
+__all__ = ["ProcessGroupHost", "create"]
+
+_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
+}
+_SUM, _AVG, _PREMUL_SUM = ReduceOp.SUM.code, ReduceOp.AVG.code, ReduceOp.PREMUL_SUM.code
+_OPS = [
+    ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
+    ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM,
+]  # fmt: skip
+_PACKED = {
+    dtype: per_byte
+    for name, per_byte in (("quint4x2", 2), ("quint2x4", 4))
+    if (dtype := getattr(torch, name, None)) is not None
+}
+"""Data types whose elements share bytes, and how many do."""
+_KIND = _native.COLLECTIVES
+_UINT8 = _native.DTYPES["uint8"]
+
+
+def _reductions() -> Mapping[torch.dtype, frozenset[str]]:
+    table = {
+        dtype: frozenset(op.name for op in _OPS if _native.reducible(code, op.code))
+        for dtype, code in _CODES.items()
+    }
+    return MappingProxyType({dtype: names for dtype, names in table.items() if names})
+
+
+_CAPABILITIES = Capabilities(
+    devices=frozenset({"cpu"}),
+    reductions=_reductions(),
+    operations=frozenset(OPERATIONS) - {"send", "recv", "recv_anysource"},
+    moves=frozenset(_CODES),
+)
+
+_live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
+
+
+class ProcessGroupHost(ProcessGroup):
+    """Ranks of one machine that share memory; collective communication on the CPU.
+
+    Every data type that torch has for dense CPU tensors moves; the kernels' table says which reductions each
+    has. Results are bitwise the same on all ranks, and depend on neither size, chunking, alignment nor
+    timing: a reduction combines the ranks' elements in rank order in a wider accumulator and rounds once.
+
+    A synchronous operation on an idle group runs on the caller's thread, every other one on a thread of the
+    group that never holds the GIL. Ranks that issue different operations all raise
+    :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
+    :class:`~collectives.PeerLostError` on all others within a second.
+
+    Memory beyond the tensors: 1.4 MiB a rank, and 256 KiB for each rank that it sends messages to.
+
+    Args:
+        store: the group's own store; used only here.
+        rank: this process's rank within the group.
+        size: number of ranks.
+        timeout: time limit of forming the group, and of operations that name none.
+        group_name: name, unique in the job.
+        group_desc: free text.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not come in time.
+        DistNetworkError: the ranks are not on one machine.
+        DistBackendError: there is not enough shared memory.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = default_pg_timeout,
+        *,
+        group_name: str = "",
+        group_desc: str = "",
+    ) -> None:
+        super().__init__(
+            rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
+        )
+        self._timeout_ns = _nanoseconds(timeout)
+        label = self.describe()
+        self._native = _native.HostGroup(join(store, rank, size, timeout, label), label)
+        self._in_flight: deque[HostWork] = deque()
+        self._in_flight_lock = threading.Lock()
+        _live.add(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """CPU tensors; every dense data type."""
+        return _CAPABILITIES
+
+    def name(self) -> str:
+        """Returns ``"host"``."""
+        return "host"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        self._timeout_ns = _nanoseconds(timeout)
+
+    # ---- collectives ---------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        if not is_dense(tensor):
+            staged = dense_outputs([tensor])
+            return self._finish(staged, self._allreduce(staged.stand_ins[0], opts), opts.asyncOp)
+        op = opts.reduceOp
+        code = op.code
+        task = self._native.all_reduce(
+            tensor.data_ptr(),
+            tensor.numel(),
+            _CODES[tensor.dtype],
+            code,
+            1.0 if code == _SUM else self._factor(op),
+            self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
+            not opts.asyncOp,
+        )
+        if task is None:
+            return CompletedWork((tensor,))
+        return self._launch(task, (tensor,), (tensor,), opts.asyncOp)
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        if self._rank != opts.rootRank:
+            source = dense(tensor)
+            return self._issue(
+                "reduce", opts, (source,), (tensor,), data=source, op=opts.reduceOp, root=opts.rootRank
+            )
+        staged = dense_outputs([tensor])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "reduce", opts, (target,), (tensor,), data=target, op=opts.reduceOp, root=opts.rootRank
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        if self._rank == opts.rootRank:
+            source = dense(tensor)
+            return self._issue("broadcast", opts, (source,), (tensor,), data=source, root=opts.rootRank)
+        staged = dense_outputs([tensor])
+        target = staged.stand_ins[0]
+        work = self._issue("broadcast", opts, (target,), (tensor,), data=target, root=opts.rootRank)
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "all_gather",
+            opts,
+            (source, *staged.stand_ins),
+            outputs,
+            source=source,
+            outputs=_parts(staged.stand_ins),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        parts = _equal_parts(target, self._size)
+        work = self._issue("all_gather", opts, (source, target), (output,), source=source, outputs=parts)
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        sources = [dense(part) for part in inputs]
+        return self._reduce_parts(output, sources, _parts(sources), opts)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        source = dense(tensor)
+        return self._reduce_parts(output, [source], _equal_parts(source, self._size), opts)
+
+    def _reduce_parts(
+        self,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        parts: list[tuple[int, int]],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "reduce_scatter", opts, (*sources, target), (output,), data=target, op=opts.reduceOp, inputs=parts
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        source = dense(tensor)
+        if outputs is None:
+            return self._issue("gather", opts, (source,), (), source=source, root=opts.rootRank)
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "gather",
+            opts,
+            (source, *staged.stand_ins),
+            outputs,
+            source=source,
+            root=opts.rootRank,
+            outputs=_parts(staged.stand_ins),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        sources = [dense(part) for part in inputs or ()]
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "scatter",
+            opts,
+            (*sources, target),
+            (output,),
+            data=target,
+            root=opts.rootRank,
+            inputs=_parts(sources),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        sources = [dense(part) for part in inputs]
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "all_to_all",
+            opts,
+            (*sources, *staged.stand_ins),
+            outputs,
+            dtype=outputs[0].dtype,
+            outputs=_parts(staged.stand_ins),
+            inputs=_parts(sources),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "all_to_all",
+            opts,
+            (source, target),
+            (output,),
+            dtype=output.dtype,
+            outputs=_split_parts(target, output_splits),
+            inputs=_split_parts(source, input_splits),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        return self._issue("barrier", opts, (), ())
+
+    # ---- point-to-point ------------------------------------------------------------------------------
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002
+        raise UnsupportedOperationError("send")  # its capabilities say so, so nobody comes here
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002
+        raise UnsupportedOperationError("recv")
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group at once, for this rank and its peers; operations in flight raise."""
+        self._native.abort(f"rank {self._rank} aborted it")
+
+    def shutdown(self) -> None:
+        """Ends the group: operations already issued come to their end, then threads and memory are freed."""
+        self._native.shutdown(True)
+
+    def report(self) -> str:
+        """Returns a line for each rank: what it waits in or did last, and since when; asks no peer."""
+        return self._native.report()
+
+    # ---- issue ---------------------------------------------------------------------------------------
+
+    def _issue(
+        self,
+        kind: str,
+        opts: Any,
+        keep: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        data: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        outputs: Sequence[tuple[int, int]] = (),
+        inputs: Sequence[tuple[int, int]] = (),
+    ) -> Work:
+        """Runs or queues a collective.
+
+        Args:
+            kind: its name.
+            opts: its options.
+            keep: every tensor whose memory it uses.
+            results: tensors of the Work.
+            data: the tensor that is written.
+            source: the tensor that is only read.
+            dtype: data type, where there is neither ``data`` nor ``source``.
+            op: the reduction.
+            root: the root.
+            outputs: address and number of elements of the parts that are written, by rank.
+            inputs: the same for those that are only read.
+        """
+        main = source if data is None else data
+        if main is not None:
+            dtype = main.dtype
+        task = self._native.collective(
+            _KIND[kind],
+            0 if data is None else data.data_ptr(),
+            0 if source is None else source.data_ptr(),
+            0 if main is None else _count(main),
+            _UINT8 if dtype is None else _CODES[dtype],
+            _SUM if op is None else op.code,
+            1.0 if op is None else self._factor(op),
+            root,
+            outputs,
+            inputs,
+            self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
+            not opts.asyncOp,
+        )
+        return CompletedWork(results) if task is None else self._launch(task, keep, results, opts.asyncOp)
+
+    def _factor(self, op: ReduceOp) -> float:
+        if op.code == _AVG:
+            return float(self._size)
+        return 1.0 if op.factor is None else op.factor
+
+    def _launch(
+        self,
+        task: _native.HostTask,
+        keep: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        asynchronous: bool,
+    ) -> HostWork:
+        """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
+        work = HostWork(task, keep, results, self._forget_finished)
+        with self._in_flight_lock:
+            self._in_flight.append(work)
+        self._forget_finished()
+        if not asynchronous:
+            work.wait()
+        return work
+
+    def _forget_finished(self) -> None:
+        with self._in_flight_lock:
+            while self._in_flight and self._in_flight[0].task.finished():
+                self._in_flight.popleft()
+
+    @staticmethod
+    def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
+        """Returns ``work`` with the copying back of strided outputs, which happens even if nobody waits."""
+        finishing = staged.finish(work)
+        if finishing is not work:
+            if asynchronous:
+                finishing.get_future()
+            else:
+                finishing.wait()
+        return finishing
+
+
+def _count(tensor: torch.Tensor) -> int:
+    """Returns the number of elements that the core counts."""
+    per_byte = _PACKED.get(tensor.dtype)
+    return tensor.numel() if per_byte is None else -(-tensor.numel() // per_byte)
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), _count(tensor)) for tensor in tensors]
+
+
+def _equal_parts(tensor: torch.Tensor, ranks: int) -> list[tuple[int, int]]:
+    return _split_parts(tensor, [_count(tensor) // ranks] * ranks)
+
+
+def _split_parts(tensor: torch.Tensor, splits: Sequence[int]) -> list[tuple[int, int]]:
+    address, element = tensor.data_ptr(), tensor.element_size()
+    parts = []
+    for count in splits:
+        parts.append((address, count))
+        address += count * element
+    return parts
+
+
+def _nanoseconds(timeout: timedelta) -> int:
+    return timeout // timedelta(microseconds=1) * 1000
+
+
+def create(options: GroupOptions) -> ProcessGroupHost:
+    """Makes a group; called by all its ranks."""
+    return ProcessGroupHost(
+        options.store,
+        options.rank,
+        options.size,
+        options.timeout,
+        group_name=options.group_name,
+        group_desc=options.group_desc,
+    )
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the groups that nobody destroyed, so that no thread of theirs outlives the interpreter."""
+    for group in list(_live):
+        with contextlib.suppress(Exception):
+            group._native.shutdown(False)

@@ -1,0 +1,263 @@
+// all_reduce, reduce, reduce_scatter.
+//
+// Short: every rank stages its contribution, and whoever needs the result reduces all staged contributions in
+// rank order.
+//
+// Long, in a pipeline of three stages over the chunks of the message; a *slice* is one rank's share of a
+// chunk:
+//   fill c      copy what the others reduce, everything but the own slice, into the own ring
+//   reduce c-1  reduce the own slice over all ranks, the own contribution straight from the tensor, into the
+//   tensor and the ring drain c-2   copy the other slices from the rings of their owners into the tensor
+// So each contribution is copied at most once, each result at most twice, and a tensor's memory is read once
+// and written once while its chunk is still in the cache. The stages of neighbouring chunks overlap between
+// ranks, so that nobody waits for one chunk at a time.
+//
+// Which path a message takes, and where its chunks and slices end, changes no bit of the result: elements are
+// reduced one by one in rank order (kernels/kernels.hpp).
+#include <algorithm>
+
+#include "algorithms/collectives.hpp"
+#include "kernels/kernels.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr std::size_t kShortestChunk = 32 << 10;
+constexpr std::size_t kChunksWanted = 4;
+
+// Up to here every rank reduces everything. With more ranks that is more work for each, and slices pay off
+// earlier.
+std::size_t one_shot_limit(const Round& round) {
+  const auto ranks = static_cast<std::size_t>(round.size());
+  return std::max<std::size_t>(2 * round.slot_bytes() / ranks, 8 << 10);
+}
+
+// Elements of a chunk of a message of `bytes`: enough chunks to overlap, none too short to be worth its
+// flags.
+std::size_t chunk_elements(const Round& round, std::size_t bytes, std::size_t element) {
+  const std::size_t wanted = round_up(bytes / kChunksWanted, 4096);
+  return std::clamp(wanted, kShortestChunk, round.chunk_bytes()) / element;
+}
+
+void reduce_staged(Round& round, void* data, std::size_t count, std::size_t bytes,
+                   const Reduction& reduction) {
+  const void** sources = round.sources();
+  for (int r = 0; r < round.size(); ++r) sources[r] = r == round.rank() ? data : round.staged(r, bytes);
+  reduce(data, sources, round.size(), count, reduction.dtype, reduction.op, reduction.factor);
+}
+
+void reduce_alone(void* data, std::size_t count, const Reduction& reduction) {
+  if (reduction.op != ReduceOp::premul_sum)
+    return;  // of one contribution any other reduction is that contribution
+  const void* source = data;
+  reduce(data, &source, 1, count, reduction.dtype, reduction.op, reduction.factor);
+}
+
+// The chunks of a message and their slices.
+class Slices {
+ public:
+  Slices(const Round& round, std::size_t count, std::size_t element)
+      : chunks_{.total = count, .step = chunk_elements(round, count * element, element)},
+        ranks_(static_cast<std::size_t>(round.size())),
+        element_(element) {}
+
+  std::uint64_t count() const { return chunks_.count(); }
+  std::size_t chunk_begin(std::uint64_t chunk) const { return chunks_.begin(chunk); }
+  std::size_t chunk_length(std::uint64_t chunk) const { return chunks_.length(chunk); }
+
+  // The slice of a rank, in elements from the beginning of the chunk.
+  Pieces of(std::uint64_t chunk) const {
+    const std::size_t length = chunks_.length(chunk);
+    return {.total = length, .step = round_up((length + ranks_ - 1) / ranks_, kSliceAlignment / element_)};
+  }
+
+ private:
+  Pieces chunks_;
+  std::size_t ranks_;
+  std::size_t element_;
+};
+
+class SlicedReduction {
+ public:
+  SlicedReduction(Round& round, std::byte* data, std::size_t count, const Reduction& reduction)
+      : round_(round),
+        data_(data),
+        reduction_(reduction),
+        element_(size_of(reduction.dtype)),
+        slices_(round, count, element_),
+        me_(static_cast<std::uint64_t>(round.rank())) {}
+
+  void run_all() {
+    run([this](std::uint64_t c) { reduce_own(c, true); }, [this](std::uint64_t c) { drain(c); });
+  }
+
+  void run_to(int root) {
+    const bool receive = round_.rank() == root;
+    run([this, receive](std::uint64_t c) { reduce_own(c, receive); },
+        [this, receive](std::uint64_t c) {
+          if (receive) {
+            drain(c);
+          } else {
+            round_.drained(
+                c);  // it read the others' rings when it reduced; only the root reads slices of results
+          }
+        });
+  }
+
+ private:
+  template <class Reduce, class Drain>
+  void run(Reduce&& reduce_stage, Drain&& drain_stage) {
+    const std::uint64_t chunks = slices_.count();
+    for (std::uint64_t i = 0; i < chunks + 2; ++i) {
+      if (i < chunks) fill(i);
+      if (i >= 1 && i - 1 < chunks) reduce_stage(i - 1);
+      if (i >= 2) drain_stage(i - 2);
+    }
+  }
+
+  std::byte* tensor(std::uint64_t c, std::size_t element) const {
+    return data_ + (slices_.chunk_begin(c) + element) * element_;
+  }
+  std::byte* ring(int rank, std::uint64_t c, std::size_t element) const {
+    return round_.chunk(rank, c) + element * element_;
+  }
+
+  void fill(std::uint64_t c) {
+    round_.await_room(c);
+    const Pieces slices = slices_.of(c);
+    const std::size_t begin = slices.begin(me_);
+    const std::size_t end = slices.begin(me_ + 1);
+    collectives::copy(ring(round_.rank(), c, 0), tensor(c, 0), begin * element_);
+    collectives::copy(ring(round_.rank(), c, end), tensor(c, end), (slices.total - end) * element_);
+    round_.filled(c);
+  }
+
+  void reduce_own(std::uint64_t c, bool keep) {
+    const Pieces slices = slices_.of(c);
+    const std::size_t begin = slices.begin(me_);
+    const std::size_t length = slices.length(me_);
+    const void** sources = round_.sources();
+    for (int r = 0; r < round_.size(); ++r) {
+      if (r != round_.rank()) round_.await_filled(r, c);
+      sources[r] = r == round_.rank() ? tensor(c, begin) : ring(r, c, begin);
+    }
+    std::byte* result = keep ? tensor(c, begin) : ring(round_.rank(), c, begin);
+    reduce(result, sources, round_.size(), length, reduction_.dtype, reduction_.op, reduction_.factor);
+    if (keep) collectives::copy(ring(round_.rank(), c, begin), result, length * element_);
+    round_.reduced(c);
+  }
+
+  void drain(std::uint64_t c) {
+    const Pieces slices = slices_.of(c);
+    for (int i = 1; i < round_.size(); ++i) {
+      const int r = (round_.rank() + i) % round_.size();
+      round_.await_reduced(r, c);
+      const auto owner = static_cast<std::uint64_t>(r);
+      collectives::copy(tensor(c, slices.begin(owner)), ring(r, c, slices.begin(owner)),
+                        slices.length(owner) * element_);
+    }
+    round_.drained(c);
+  }
+
+  Round& round_;
+  std::byte* data_;
+  const Reduction& reduction_;
+  std::size_t element_;
+  Slices slices_;
+  std::uint64_t me_;
+};
+
+}  // namespace
+
+void all_reduce(Round& round, void* data, std::size_t count, const Reduction& reduction) {
+  if (round.size() == 1) return reduce_alone(data, count, reduction);
+  const std::size_t bytes = count * size_of(reduction.dtype);
+  if (bytes <= one_shot_limit(round)) {
+    collectives::copy(round.stage(bytes), data, bytes);
+    round.meet();
+    reduce_staged(round, data, count, bytes, reduction);
+    return;
+  }
+  round.meet();
+  SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_all();
+}
+
+void reduce_to_root(Round& round, void* data, std::size_t count, const Reduction& reduction, int root) {
+  if (round.size() == 1) return reduce_alone(data, count, reduction);
+  const std::size_t bytes = count * size_of(reduction.dtype);
+  if (bytes <= one_shot_limit(round)) {
+    if (round.rank() != root) collectives::copy(round.stage(bytes), data, bytes);
+    round.meet();
+    if (round.rank() == root) reduce_staged(round, data, count, bytes, reduction);
+    return;
+  }
+  round.meet();
+  SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_to(root);
+}
+
+void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& parts,
+                    const Reduction& reduction) {
+  const int me = round.rank();
+  const int ranks = round.size();
+  const std::size_t element = size_of(reduction.dtype);
+  const Part& mine = parts[static_cast<std::size_t>(me)];
+  if (ranks == 1) {
+    if (output != mine.data) collectives::copy(output, mine.data, mine.bytes);
+    return reduce_alone(output, mine.bytes / element, reduction);
+  }
+  std::size_t total = 0;
+  std::size_t longest = 0;
+  for (const Part& part : parts) {
+    total += part.bytes;
+    longest = std::max(longest, part.bytes);
+  }
+  const void** sources = round.sources();
+
+  if (total <= round.slot_bytes()) {
+    std::byte* stage = round.stage(total);
+    std::size_t offset = 0;
+    std::size_t my_offset = 0;
+    for (int r = 0; r < ranks; ++r) {
+      const Part& part = parts[static_cast<std::size_t>(r)];
+      if (r == me) {
+        my_offset = offset;
+      } else {
+        collectives::copy(stage + offset, part.data, part.bytes);
+      }
+      offset += part.bytes;
+    }
+    round.meet();
+    for (int r = 0; r < ranks; ++r) sources[r] = r == me ? mine.data : round.staged(r, total) + my_offset;
+    reduce(output, sources, ranks, mine.bytes / element, reduction.dtype, reduction.op, reduction.factor);
+    return;
+  }
+
+  // Long: a chunk holds a piece for each rank, at equal distances.
+  round.meet();
+  const std::size_t step = round_down(round.chunk_bytes() / static_cast<std::size_t>(ranks), kSliceAlignment);
+  const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  for (std::uint64_t i = 0; i <= chunks; ++i) {
+    if (i < chunks) {
+      round.await_room(i);
+      for (int k = 1; k < ranks; ++k) {
+        const auto r = static_cast<std::size_t>((me + k) % ranks);
+        const Pieces pieces{.total = parts[r].bytes, .step = step};
+        collectives::copy(round.chunk(me, i) + r * step, parts[r].data + pieces.begin(i), pieces.length(i));
+      }
+      round.filled(i);
+    }
+    if (i == 0) continue;
+    const std::uint64_t c = i - 1;
+    const Pieces pieces{.total = mine.bytes, .step = step};
+    for (int r = 0; r < ranks; ++r) {
+      if (r != me) round.await_filled(r, c);
+      sources[r] =
+          r == me ? mine.data + pieces.begin(c) : round.chunk(r, c) + static_cast<std::size_t>(me) * step;
+    }
+    reduce(output + pieces.begin(c), sources, ranks, pieces.length(c) / element, reduction.dtype,
+           reduction.op, reduction.factor);
+    round.drained(c);
+  }
+}
+
+}  // namespace collectives

@@ -1,0 +1,46 @@
+#include "algorithms/round.hpp"
+
+#include <string>
+
+#include "common/error.hpp"
+#include "common/operation.hpp"
+
+namespace collectives {
+
+void Round::meet() {
+  Arrival& mine = station_.arrival(rank(), call_.sequence);
+  mine.what = call_.what;
+  mine.own_count = call_.own_count;
+  station_.publish(mine.sequence, call_.sequence);
+  bool alike = true;
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank()) continue;
+    const Arrival& theirs = station_.arrival(r, call_.sequence);
+    station_.await(call_, r, theirs.sequence, call_.sequence);
+    alike = alike && theirs.what == call_.what;
+  }
+  // Where all equal this rank's they all are equal, so every rank decides alike.
+  if (!alike) [[unlikely]]
+    mismatch("ranks issued different operations");
+}
+
+void Round::mismatch(const std::string& difference) const {
+  std::string text = "[rank " + std::to_string(rank()) + "] " + station_.label() + ", collective number " +
+                     std::to_string(call_.sequence) + ": " + difference;
+  const Arrival& first = station_.arrival(0, call_.sequence);
+  for (int r = 0; r < size(); ++r) {
+    const Arrival& theirs = station_.arrival(r, call_.sequence);
+    text += "\n  rank " + std::to_string(r) + ": " + describe(theirs.what, theirs.own_count);
+    if (theirs.what.check != first.what.check && theirs.what.kind == first.what.kind) {
+      text += reduces(static_cast<Kind>(theirs.what.kind)) && theirs.what.count == first.what.count
+                  ? " with another factor or other part sizes than rank 0"
+                  : " with other part sizes than rank 0";
+    }
+  }
+  text +=
+      "\nNothing was written and the group stays usable. Every rank must issue the same collectives in the "
+      "same order";
+  throw Error(ErrorKind::mismatch, text);
+}
+
+}  // namespace collectives

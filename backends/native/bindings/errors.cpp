@@ -1,0 +1,52 @@
+#include "bindings/errors.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <exception>
+
+namespace nb = nanobind;
+
+namespace collectives {
+namespace {
+
+const char* class_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::timeout:
+      return "CollectiveTimeoutError";
+    case ErrorKind::mismatch:
+      return "CollectiveMismatchError";
+    case ErrorKind::peer_lost:
+      return "PeerLostError";
+    case ErrorKind::aborted:
+      return "GroupAbortedError";
+    case ErrorKind::network:
+      return "DistNetworkError";
+    case ErrorKind::backend:
+    case ErrorKind::interrupted:
+      break;
+  }
+  return "DistBackendError";
+}
+
+void translate(const std::exception_ptr& pointer, void* /*payload*/) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    // The hook that asked for the interruption has left the signal handler's exception in place.
+    if (error.kind() == ErrorKind::interrupted && PyErr_Occurred() != nullptr) return;
+    const nb::object exception = exception_from(error);
+    PyErr_SetObject(exception.type().ptr(), exception.ptr());
+  }
+}
+
+}  // namespace
+
+nb::object exception_from(const Error& error) {
+  const nb::object type = nb::module_::import_("collectives.errors").attr(class_of(error.kind()));
+  if (error.kind() == ErrorKind::peer_lost) return type(error.message(), error.rank());
+  return type(error.message());
+}
+
+void bind_errors(nb::module_& /*module*/) { nb::register_exception_translator(translate); }
+
+}  // namespace collectives

@@ -1,0 +1,196 @@
+#include "engine/group.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
+
+namespace collectives {
+namespace {
+
+// How long local threads get to leave operations that were just broken.
+constexpr Nanoseconds kLeaveLimit = 5 * kSecond;
+
+}  // namespace
+
+Group::Group(Membership membership, std::string label)
+    : rank_(membership.rank),
+      size_(membership.size),
+      label_(std::move(label)),
+      generation_(fork_generation()),
+      station_(std::make_unique<Station>(std::move(membership), label_)),
+      sources_(static_cast<std::size_t>(size_)) {}
+
+Group::~Group() { shutdown(false); }
+
+void Group::check_process() const {
+  if (generation_ != fork_generation()) [[unlikely]] {
+    throw Error(ErrorKind::aborted,
+                label_ + " belongs to the parent of this forked process; make a new group in the child");
+  }
+}
+
+void Group::refuse() const {
+  throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down");
+}
+
+bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
+  check_process();
+  std::uint64_t idle = 0;
+  // Acquire: takes over `sequence_` and the scratch space from the last holder of the turn.
+  // Sequentially consistent together with `closed_`: either this call sees the closing, or the closer sees
+  // this call.
+  if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) return false;
+  try {
+    if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
+      refuse();
+    execute_now(request, timeout, kNever, interrupt);
+  } catch (...) {
+    return_turn();
+    throw;
+  }
+  return_turn();
+  return true;
+}
+
+void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline,
+                        Interrupt* interrupt) {
+  station_->check_usable();
+  Call call;
+  call.sequence = ++sequence_;
+  call.what = fingerprint_of(request);
+  call.own_count = own_count_of(request);
+  call.timeout = timeout;
+  call.deadline = deadline == kNever ? deadline_after(timeout) : deadline;
+  call.interrupt = interrupt;
+  Status& status = station_->status();
+  status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
+  Round round(*station_, call, sources_);
+  try {
+    execute(request, round);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::mismatch) status.finished.store(call.sequence, std::memory_order_release);
+    throw;
+  } catch (const std::exception& error) {
+    // Peers may be waiting for what will not come.
+    station_->abort("rank " + std::to_string(rank()) + " failed in " + describe(call.what, call.own_count) +
+                    ": " + error.what());
+    throw Error(ErrorKind::backend, std::string(error.what()));
+  }
+  status.finished.store(call.sequence, std::memory_order_release);
+}
+
+void Group::return_turn() {
+  // Release: the next holder of the turn sees `sequence_` and the scratch space.
+  if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) return;
+  {
+    const std::lock_guard lock(mutex_);
+    queue_has_turn_ = true;
+  }
+  queue_changed_.notify_all();
+}
+
+std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
+  check_process();
+  auto task = std::make_shared<Task>();
+  bool turn_free = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_.load(std::memory_order_seq_cst)) refuse();
+    if (!thread_.started()) thread_.start("collectives", [this] { serve_queue(); });
+    queue_.push_back({task, std::move(request), timeout, deadline_after(timeout)});
+    turn_free = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;
+    if (turn_free) queue_has_turn_ = true;
+  }
+  if (turn_free) queue_changed_.notify_all();
+  return task;
+}
+
+void Group::serve_queue() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    queue_changed_.wait(lock, [this] { return stopping_ || (queue_has_turn_ && !queue_.empty()); });
+    if (!queue_has_turn_ || queue_.empty()) return;
+    Queued next = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    std::optional<Error> failure;
+    try {
+      execute_now(next.request, next.timeout, next.deadline, nullptr);
+    } catch (const Error& error) {
+      failure = error;
+    }
+    lock.lock();
+    // Under the lock, so that every operation counted is in the queue. Before the task is finished, so that
+    // whoever waits for it finds the group idle.
+    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_has_turn_ = false;
+    lock.unlock();
+    next.task->finish(std::move(failure));
+    next.task.reset();
+    lock.lock();
+  }
+}
+
+void Group::abort(const std::string& reason) {
+  if (generation_ != fork_generation()) return;
+  const std::lock_guard lock(station_mutex_);
+  if (station_) station_->abort(reason);
+}
+
+std::string Group::report() const {
+  check_process();
+  const std::lock_guard lock(station_mutex_);
+  if (!station_) refuse();
+  return station_->report();
+}
+
+bool Group::await_idle(Nanoseconds deadline) const {
+  while (pending_.load(std::memory_order_seq_cst) != 0) {
+    if (now_ns() >= deadline) return false;
+    const timespec pause{0, kMillisecond / 2};
+    ::nanosleep(&pause, nullptr);
+  }
+  return true;
+}
+
+void Group::shutdown(bool finish) {
+  if (generation_ != fork_generation()) {
+    // The parent's group: its marks in shared memory are not ours to set, and its threads do not exist here.
+    static_cast<void>(station_.release());
+    return;
+  }
+  if (!finish) {
+    // Also ends the patience of a shutdown that waits for operations.
+    const std::lock_guard lock(station_mutex_);
+    if (station_) station_->leave();
+  }
+  const std::lock_guard once(shutdown_mutex_);
+  {
+    // Under the lock, so that no later operation finds the queue open.
+    const std::lock_guard lock(mutex_);
+    closed_.store(true, std::memory_order_seq_cst);
+  }
+  if (finish) await_idle(kNever);
+  {
+    const std::lock_guard lock(station_mutex_);
+    if (!station_) return;
+    station_->leave();
+  }
+  const bool idle = await_idle(now_ns() + kLeaveLimit);
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  queue_changed_.notify_all();
+  const std::lock_guard lock(station_mutex_);
+  if (idle) {
+    thread_.join();
+    station_.reset();
+  } else {
+    // A thread is stuck in an operation, in a signal handler for instance. It keeps what it uses.
+    thread_.abandon();
+    static_cast<void>(station_.release());
+  }
+}
+
+}  // namespace collectives

@@ -1,0 +1,97 @@
+// A group of ranks in one segment: collectives in order of issue, point-to-point messages beside them.
+//
+// Words. The *turn* is the right to execute collectives; one thread has it at a time. A synchronous call on
+// an idle group takes the turn and executes on its own thread. Every other operation joins the *queue*, whose
+// head the progress thread executes when it has the turn. The turn passes to the queue before any later
+// synchronous call, so operations run in order of issue.
+//
+// Thread safety: every method may be called from any thread. No thread of the group touches Python.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/request.hpp"
+#include "engine/task.hpp"
+#include "engine/thread.hpp"
+#include "transport/station.hpp"
+
+namespace collectives {
+
+class Group {
+ public:
+  // `label` names the group in messages.
+  Group(Membership membership, std::string label);
+  // Ends the group at once: outstanding operations fail.
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+
+  // Executes on the calling thread where the group is idle: returns when done, or throws. The request's
+  // memory is not touched afterwards. Returns false, with nothing done, where operations are queued or
+  // running.
+  bool run(const Request& request, Nanoseconds timeout, Interrupt* interrupt);
+
+  // Queues the operation. Its memory must stay valid until the task is finished.
+  std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout);
+
+  // Breaks the group here and for its peers. Blocks on nothing.
+  void abort(const std::string& reason);
+
+  // Ends the group. With `finish`, operations already issued come to their own end first, each within its
+  // time limit; without, they fail at once. Idempotent.
+  void shutdown(bool finish);
+
+  // What every rank waits in or did last.
+  std::string report() const;
+
+ private:
+  struct Queued {
+    std::shared_ptr<Task> task;
+    Request request;
+    Nanoseconds timeout;
+    Nanoseconds deadline;
+  };
+
+  void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt);
+  void return_turn();
+  void serve_queue();
+  bool await_idle(Nanoseconds deadline) const;
+  void check_process() const;
+  [[noreturn]] void refuse() const;
+
+  const int rank_;
+  const int size_;
+  const std::string label_;
+  const unsigned generation_;
+  // Whoever executes an operation is counted in `pending_` and uses it freely; everyone else under
+  // `station_mutex_`.
+  std::unique_ptr<Station> station_;
+  mutable std::mutex station_mutex_;
+  std::uint64_t sequence_ = 0;        // of the last collective begun; only the holder of the turn touches it
+  std::vector<const void*> sources_;  // scratch of the holder of the turn
+
+  // Operations issued and not finished. 0 -> 1 by a synchronous call takes the turn; whoever finishes one of
+  // several passes it on.
+  std::atomic<std::uint64_t> pending_{0};
+  std::atomic<bool> closed_{false};  // no operation is accepted any more
+
+  std::mutex mutex_;  // guards everything below
+  std::condition_variable queue_changed_;
+  std::deque<Queued> queue_;
+  bool queue_has_turn_ = false;
+  bool stopping_ = false;
+  BackgroundThread thread_;
+
+  std::mutex shutdown_mutex_;  // held by the one shutdown
+};
+
+}  // namespace collectives

@@ -1,0 +1,33 @@
+// A collective as its issuer describes it, ready to be executed now or later.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "algorithms/collectives.hpp"
+#include "common/operation.hpp"
+
+namespace collectives {
+
+struct Request {
+  Kind kind = Kind::barrier;
+  Reduction reduction{.dtype = DType::uint8, .op = ReduceOp::sum, .factor = 1.0};
+  int root = 0;
+  std::byte* data = nullptr;         // the one tensor that is written, or read and written
+  const std::byte* input = nullptr;  // the one tensor that is only read
+  std::size_t count = 0;             // elements of that tensor
+  std::vector<Part> outputs;         // by rank
+  std::vector<Part> inputs;          // by rank
+};
+
+// What the ranks compare.
+Fingerprint fingerprint_of(const Request& request);
+
+// Elements that this rank contributes, for messages.
+std::uint64_t own_count_of(const Request& request);
+
+// Runs it on the calling thread.
+void execute(const Request& request, Round& round);
+
+}  // namespace collectives

@@ -1,0 +1,82 @@
+#include "engine/task.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "memory/futex.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr Nanoseconds kSlice = 100 * kMillisecond;
+constexpr int kSpins = 100;
+
+std::uint64_t next_id() noexcept {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
+}
+
+}  // namespace
+
+CompletionQueue& CompletionQueue::instance() {
+  static auto* queue = new CompletionQueue();
+  return *queue;
+}
+
+void CompletionQueue::push(std::uint64_t id) {
+  {
+    const std::lock_guard lock(mutex_);
+    ids_.push_back(id);
+  }
+  changed_.notify_one();
+}
+
+std::vector<std::uint64_t> CompletionQueue::pop() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return closed_ || !ids_.empty(); });
+  return std::exchange(ids_, {});
+}
+
+void CompletionQueue::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
+}
+
+Task::Task() : id_(next_id()) {}
+
+bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (finished()) return true;
+    relax_processor();
+  }
+  // Acquire-release: a finisher that does not see the flag has not finished yet when the loop below looks.
+  std::uint32_t state = state_.fetch_or(kWaited, std::memory_order_acq_rel) | kWaited;
+  while ((state & kFinished) == 0) {
+    const Nanoseconds now = now_ns();
+    if (now >= deadline) return false;
+    const bool undisturbed = futex_wait(state_, state, std::min(kSlice, deadline - now), FutexScope::process);
+    state = state_.load(std::memory_order_acquire);
+    const bool look = interrupt != nullptr && (state & kFinished) == 0;
+    if (look && (!undisturbed || now_ns() - now >= kSlice / 2) && interrupt->requested()) {
+      throw Error(ErrorKind::interrupted, "interrupted while waiting for an operation, which goes on");
+    }
+  }
+  return true;
+}
+
+bool Task::notify() { return (state_.fetch_or(kNotify, std::memory_order_acq_rel) & kFinished) == 0; }
+
+void Task::finish(std::optional<Error> error) {
+  error_ = std::move(error);
+  // Release for the outputs and the error; acquire for the flags. The task may be gone when others see this.
+  const std::uint64_t id = id_;
+  const std::uint32_t before = state_.fetch_or(kFinished, std::memory_order_acq_rel);
+  if ((before & kWaited) != 0) futex_wake_all(state_, FutexScope::process);
+  if ((before & kNotify) != 0) CompletionQueue::instance().push(id);
+}
+
+}  // namespace collectives

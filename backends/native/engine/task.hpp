@@ -1,0 +1,81 @@
+// An operation that outlives the call that issued it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "transport/station.hpp"
+
+namespace collectives {
+
+// Hands the numbers of finished tasks to one consumer, for those tasks whose completion somebody wants to be
+// told of.
+class CompletionQueue {
+ public:
+  // The one of the process. Lives as long as the process, so that no thread can outlive it.
+  static CompletionQueue& instance();
+
+  void push(std::uint64_t id);
+  // Blocks until there is something, or the queue is closed: then empty.
+  std::vector<std::uint64_t> pop();
+  // Wakes the consumer for good.
+  void close();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::uint64_t> ids_;
+  bool closed_ = false;
+};
+
+// Pending, then done or failed. Thread safe.
+class Task {
+ public:
+  Task();
+  virtual ~Task() = default;
+  Task(const Task&) = delete;
+  Task& operator=(const Task&) = delete;
+
+  // Unique in the process.
+  std::uint64_t id() const noexcept { return id_; }
+
+  // Acquire: where it is true, the outputs are readable.
+  bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
+  // The error of a failed task, or null. Only for a finished task.
+  const Error* error() const noexcept { return error_ ? &*error_ : nullptr; }
+  // Sender of a finished receive, else -1.
+  virtual int source() const noexcept { return -1; }
+
+  // Helps it on where that is possible from the calling thread; does not block.
+  virtual void poll() {}
+
+  // Blocks until it is finished or the deadline passed; returns whether it is finished. Throws
+  // ErrorKind::interrupted, after which the task still goes on, where the hook asks for it.
+  virtual bool wait(Nanoseconds deadline, Interrupt* interrupt);
+
+  // Asks for its number in the completion queue. Returns false where it is finished already, and nothing will
+  // come.
+  bool notify();
+
+  // Once, by whoever executes it.
+  void finish(std::optional<Error> error);
+
+ private:
+  static constexpr std::uint32_t kFinished = 1;
+  static constexpr std::uint32_t kNotify = 2;
+  static constexpr std::uint32_t kWaited = 4;
+
+  const std::uint64_t id_;
+  std::atomic<std::uint32_t> state_{0};
+  std::optional<Error> error_;
+};
+
+}  // namespace collectives

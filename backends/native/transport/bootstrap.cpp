@@ -1,0 +1,273 @@
+#include "transport/bootstrap.hpp"
+
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "common/error.hpp"
+#include "transport/socket.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr std::size_t kSecretBytes = 16;
+constexpr std::size_t kNameCharacters = 2 * kSecretBytes;
+
+// A connection that says nothing for so long is not one of ours.
+constexpr Nanoseconds kHelloLimit = 2 * kSecond;
+
+enum class Step : std::uint32_t { hello = 1, welcome = 2, processes = 3, attached = 4, go = 5 };
+
+struct Message {
+  std::uint64_t magic = kMagic;
+  std::uint64_t version = kLayoutVersion;
+  Step step = Step::hello;
+  std::int32_t rank = 0;
+  std::int32_t size = 0;
+  std::uint32_t count = 0;  // processes: how many follow; welcome: how many will follow in all
+  char secret[kNameCharacters] = {};
+  std::int32_t ranks[kMostDescriptors] = {};  // processes: whose descriptors these are
+};
+
+std::string random_name() {
+  std::array<unsigned char, kSecretBytes> bytes{};
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t got = ::getrandom(bytes.data() + done, bytes.size() - done, 0);
+    if (got < 0 && errno != EINTR) throw Error(ErrorKind::backend, with_errno("getrandom failed", errno));
+    if (got > 0) done += static_cast<std::size_t>(got);
+  }
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string name;
+  for (const unsigned char byte : bytes) {
+    name.push_back(kDigits[byte >> 4]);
+    name.push_back(kDigits[byte & 15]);
+  }
+  return name;
+}
+
+Descriptor own_process() {
+#ifdef SYS_pidfd_open
+  // An empty descriptor, on kernels before 5.3, leaves liveness to process ids.
+  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+#else
+  return {};
+#endif
+}
+
+void check_user(const Descriptor& socket) {
+  const uid_t peer = peer_user(socket);
+  if (peer != ::geteuid()) {
+    throw Error(ErrorKind::network, "the process at the other end runs as user " + std::to_string(peer) +
+                                        ", this one as " + std::to_string(::geteuid()) +
+                                        "; all ranks of a group must run as one user");
+  }
+}
+
+Received expect(const Descriptor& socket, Step step, Message& message, Nanoseconds deadline) {
+  Received received = receive_message(socket, &message, sizeof(message), deadline);
+  if (received.bytes == 0)
+    throw Error(ErrorKind::network, "the peer closed the connection while the group was formed");
+  if (received.bytes != sizeof(message) || message.magic != kMagic || message.step != step) {
+    throw Error(ErrorKind::network, "unexpected message while the group was formed");
+  }
+  return received;
+}
+
+void say(const Descriptor& socket, Message message, Step step, const std::vector<int>& descriptors,
+         Nanoseconds deadline) {
+  message.step = step;
+  send_message(socket, &message, sizeof(message), descriptors, deadline);
+}
+
+// A rank allocates what it writes, so that the pages lie on its own memory node.
+void commit_own(const Segment& segment, const Layout& layout, int rank) {
+  segment.commit(layout.rank_offset(rank), layout.rank_bytes());
+}
+
+}  // namespace
+
+Membership alone() {
+  Membership membership;
+  membership.layout = Layout(shape_for(1));
+  membership.segment = std::make_shared<Segment>(Segment::create_private(membership.layout.total_bytes()));
+  membership.processes.resize(1);
+  return membership;
+}
+
+BootstrapHost::BootstrapHost(int size)
+    : size_(size), secret_(random_name()), guests_(static_cast<std::size_t>(size)) {
+  const std::string name = "collectives-" + random_name();
+  address_ = name + " " + secret_;
+  listener_ = listen_abstract(name, std::max(size, 16));
+  guests_[0].attached = true;
+  guests_[0].process = own_process();
+}
+
+std::vector<int> BootstrapHost::accept(Nanoseconds deadline) {
+  for (;;) {
+    std::vector<int> missing;
+    for (int rank = 1; rank < size_; ++rank) {
+      if (!guests_[static_cast<std::size_t>(rank)].socket) missing.push_back(rank);
+    }
+    if (missing.empty()) return missing;
+    Descriptor socket = accept_until(listener_, deadline);
+    if (!socket) return missing;
+    try {
+      admit(std::move(socket), std::min(deadline, now_ns() + kHelloLimit));
+    } catch (const Error&) {
+      // Whoever this was, it is turned away; a rank that is still missing will be named.
+    }
+  }
+}
+
+void BootstrapHost::admit(Descriptor socket, Nanoseconds deadline) {
+  check_user(socket);
+  Message hello;
+  Received received = expect(socket, Step::hello, hello, deadline);
+  const bool known = std::memcmp(hello.secret, secret_.data(), kNameCharacters) == 0;
+  const bool fits =
+      hello.version == kLayoutVersion && hello.size == size_ && hello.rank > 0 && hello.rank < size_;
+  if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");
+  Guest& guest = guests_[static_cast<std::size_t>(hello.rank)];
+  if (guest.socket) throw Error(ErrorKind::network, "two processes claim one rank");
+  if (!received.descriptors.empty()) guest.process = std::move(received.descriptors.front());
+  guest.socket = std::move(socket);
+}
+
+void BootstrapHost::share(Nanoseconds deadline) {
+  const Layout layout(shape_for(size_));
+  segment_ = std::make_shared<Segment>(Segment::create(layout.total_bytes()));
+  segment_->commit(0, kPage);
+  auto* header = reinterpret_cast<Header*>(segment_->data());
+  header->shape = layout.shape();
+  header->version = kLayoutVersion;
+  header->magic = kMagic;
+  commit_own(*segment_, layout, 0);
+
+  for (int rank = 1; rank < size_; ++rank) {
+    const Descriptor& socket = guests_[static_cast<std::size_t>(rank)].socket;
+    std::vector<int> others;
+    for (int other = 0; other < size_; ++other) {
+      if (other != rank && guests_[static_cast<std::size_t>(other)].process) others.push_back(other);
+    }
+    Message message;
+    message.count = static_cast<std::uint32_t>(others.size());
+    say(socket, message, Step::welcome, {segment_->file().get()}, deadline);
+    for (std::size_t first = 0; first < others.size(); first += kMostDescriptors) {
+      const std::size_t count = std::min(kMostDescriptors, others.size() - first);
+      Message batch;
+      batch.count = static_cast<std::uint32_t>(count);
+      std::vector<int> descriptors;
+      for (std::size_t i = 0; i < count; ++i) {
+        batch.ranks[i] = others[first + i];
+        descriptors.push_back(guests_[static_cast<std::size_t>(others[first + i])].process.get());
+      }
+      say(socket, batch, Step::processes, descriptors, deadline);
+    }
+  }
+}
+
+std::vector<int> BootstrapHost::await_attached(Nanoseconds deadline) {
+  std::vector<int> missing;
+  for (int rank = 1; rank < size_; ++rank) {
+    Guest& guest = guests_[static_cast<std::size_t>(rank)];
+    if (guest.attached) continue;
+    if (!readable_until(guest.socket, deadline)) {
+      missing.push_back(rank);
+      continue;
+    }
+    try {
+      Message message;
+      expect(guest.socket, Step::attached, message, deadline);
+      guest.attached = true;
+    } catch (const Error& error) {
+      throw Error(ErrorKind::peer_lost,
+                  "rank " + std::to_string(rank) + " left while the group was formed: " + error.message(),
+                  rank);
+    }
+  }
+  return missing;
+}
+
+Membership BootstrapHost::release(Nanoseconds deadline) {
+  Membership membership;
+  membership.rank = 0;
+  membership.size = size_;
+  membership.layout = Layout(shape_for(size_));
+  membership.segment = std::move(segment_);
+  for (Guest& guest : guests_) {
+    if (guest.socket) say(guest.socket, Message{}, Step::go, {}, deadline);
+    membership.processes.push_back(std::move(guest.process));
+  }
+  membership.processes[0].reset();
+  guests_.clear();
+  listener_.reset();
+  return membership;
+}
+
+BootstrapGuest::BootstrapGuest(const std::string& address, int rank, int size, Nanoseconds deadline)
+    : rank_(rank), size_(size) {
+  const std::size_t space = address.find(' ');
+  if (space == std::string::npos || address.size() != space + 1 + kNameCharacters) {
+    throw Error(ErrorKind::network, "malformed address of the group's host");
+  }
+  socket_ = connect_abstract(address.substr(0, space), deadline);
+  check_user(socket_);
+  Message hello;
+  hello.rank = rank;
+  hello.size = size;
+  std::memcpy(hello.secret, address.data() + space + 1, kNameCharacters);
+  const Descriptor process = own_process();
+  say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+}
+
+bool BootstrapGuest::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }
+
+void BootstrapGuest::attach(Nanoseconds deadline) {
+  Message welcome;
+  Received received = expect(socket_, Step::welcome, welcome, deadline);
+  if (received.descriptors.size() != 1) throw Error(ErrorKind::network, "the group's host sent no segment");
+  membership_.rank = rank_;
+  membership_.size = size_;
+  membership_.segment = std::make_shared<Segment>(Segment::attach(std::move(received.descriptors.front())));
+  membership_.layout = Layout(shape_for(size_));
+  const auto* header = reinterpret_cast<const Header*>(membership_.segment->data());
+  if (membership_.segment->bytes() != membership_.layout.total_bytes() || header->magic != kMagic ||
+      header->version != kLayoutVersion || header->shape != membership_.layout.shape()) {
+    throw Error(ErrorKind::network,
+                "rank 0 lays its segment out differently; install one version for all ranks");
+  }
+  membership_.processes.resize(static_cast<std::size_t>(size_));
+  for (std::uint32_t seen = 0; seen < welcome.count;) {
+    Message batch;
+    Received processes = expect(socket_, Step::processes, batch, deadline);
+    if (batch.count == 0 || processes.descriptors.size() != batch.count || batch.count > kMostDescriptors) {
+      throw Error(ErrorKind::network, "the group's host sent no process descriptors");
+    }
+    for (std::uint32_t i = 0; i < batch.count; ++i) {
+      const auto owner = static_cast<std::size_t>(batch.ranks[i]);
+      if (owner < membership_.processes.size())
+        membership_.processes[owner] = std::move(processes.descriptors[i]);
+    }
+    seen += batch.count;
+  }
+  commit_own(*membership_.segment, membership_.layout, rank_);
+  say(socket_, Message{}, Step::attached, {}, deadline);
+}
+
+Membership BootstrapGuest::await_release(Nanoseconds deadline) {
+  Message go;
+  expect(socket_, Step::go, go, deadline);
+  socket_.reset();
+  return std::move(membership_);
+}
+
+}  // namespace collectives

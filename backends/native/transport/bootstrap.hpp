@@ -1,0 +1,103 @@
+// How the ranks of one machine come to map one segment.
+//
+// Rank 0, the *host*, makes the segment and listens on a unix socket with a random name. The other ranks, the
+// *guests*, learn the name and a random secret by another way (the group's store), connect, show the secret,
+// and receive the segment's descriptor. The kernel vouches for the user id at both ends. Each rank hands over
+// a descriptor of its own process, so that all can see it die, whatever namespaces they live in. The steps,
+// each bounded by a deadline:
+//
+//   guest -> host   hello      version, secret, rank, size; its process descriptor
+//   host -> guest   welcome    the segment, once all ranks have come
+//   host -> guest   processes  the others' process descriptors, in batches
+//   guest -> host   attached   mapped and allocated
+//   host -> guest   go         all are attached
+//
+// A host that gives up closes the connections, which the guests notice at once.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/clock.hpp"
+#include "memory/descriptor.hpp"
+#include "memory/segment.hpp"
+#include "transport/control_page.hpp"
+
+namespace collectives {
+
+// What a rank holds once it is attached.
+struct Membership {
+  Membership() = default;
+  Membership(Membership&&) = default;
+  Membership& operator=(Membership&&) = default;
+
+  int rank = 0;
+  int size = 1;
+  std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
+  Layout layout{Shape{.size = 1, .slot_bytes = 0, .chunk_bytes = 0, .ring_chunks = 0, .mail_bytes = 0}};
+  std::vector<Descriptor>
+      processes;  // by rank; empty for this rank, and where the kernel has no such descriptors
+};
+
+// The membership of a group of one: memory of its own, nothing shared.
+Membership alone();
+
+class BootstrapHost {
+ public:
+  explicit BootstrapHost(int size);
+
+  // Socket name and secret, for the guests alone.
+  const std::string& address() const noexcept { return address_; }
+
+  // Takes connections until all ranks have come or the deadline passed; returns the ranks that are missing.
+  std::vector<int> accept(Nanoseconds deadline);
+
+  // Makes the segment and hands it to all guests.
+  void share(Nanoseconds deadline);
+
+  // Waits until all guests are attached or the deadline passed; returns the ranks that are not.
+  std::vector<int> await_attached(Nanoseconds deadline);
+
+  // Lets the guests go and returns this rank's membership. The host is spent then.
+  Membership release(Nanoseconds deadline);
+
+ private:
+  struct Guest {
+    Descriptor socket;
+    Descriptor process;
+    bool attached = false;
+  };
+  void admit(Descriptor socket, Nanoseconds deadline);
+
+  int size_;
+  std::string secret_;
+  std::string address_;
+  Descriptor listener_;
+  std::vector<Guest> guests_;  // by rank; entry 0 holds this rank's process
+  std::shared_ptr<Segment> segment_;
+};
+
+class BootstrapGuest {
+ public:
+  // Connects to the host and says hello. Throws ErrorKind::network where nothing listens under that name
+  // here.
+  BootstrapGuest(const std::string& address, int rank, int size, Nanoseconds deadline);
+
+  // Whether the host has answered before the deadline; throws when it has gone.
+  bool answered(Nanoseconds deadline);
+
+  // Maps the segment, allocates this rank's part, and says so.
+  void attach(Nanoseconds deadline);
+
+  // Waits for the host's go and returns this rank's membership. The guest is spent then.
+  Membership await_release(Nanoseconds deadline);
+
+ private:
+  int rank_;
+  int size_;
+  Descriptor socket_;
+  Membership membership_;
+};
+
+}  // namespace collectives

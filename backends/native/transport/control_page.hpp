@@ -1,0 +1,191 @@
+// What ranks tell each other in shared memory, and where it lies.
+//
+// Words. The *segment* is the one shared mapping of a group. A *line* is what one writer writes and others
+// read without disturbing other lines. A collective has a *sequence number*, counted from 1 on every rank
+// alike. *Parity* is its lowest bit; whatever is kept per parity may be rewritten by operation s + 2 without
+// a further look at the peers, because a rank that has seen every arrival at s + 1 knows that every rank is
+// done with s.
+//
+// The segment holds, in this order:
+//   header             magic, shape, the poison
+//   per rank           control page: arrivals, progress, status, bells
+//                      split table: 2 parities x 2n numbers
+//                      mail counters: n bytes-written, n bytes-read
+//                      slots: 2 parities x slot_bytes, one-shot contributions
+//                      ring: ring_chunks x chunk_bytes, staging of long messages
+//   per ordered pair   mailbox: mail_bytes of framed point-to-point bytes
+// Everything is zero at the start. Mailboxes have no memory before their first use: a sender allocates its
+// own.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/clock.hpp"
+
+namespace collectives {
+
+// Two 64-byte lines: processors fetch them in pairs, and some have lines of 128 bytes.
+inline constexpr std::size_t kLine = 128;
+inline constexpr std::size_t kPage = 4096;
+
+// What an operation is, as far as its ranks must agree.
+struct Fingerprint {
+  std::uint8_t kind = 0;       // algorithms/operation.hpp
+  std::uint8_t reduction = 0;  // ReduceOp, 0 where there is none
+  std::uint8_t dtype = 0;      // DType
+  std::uint8_t reserved = 0;
+  std::uint32_t root = 0;   // 0 where there is none
+  std::uint64_t count = 0;  // elements, where all ranks have equally many
+  std::uint64_t check = 0;  // digest of part sizes or of a factor
+
+  bool operator==(const Fingerprint&) const = default;
+};
+static_assert(sizeof(Fingerprint) == 24);
+
+inline constexpr std::size_t kInlineBytes = 88;
+
+struct alignas(kLine) Arrival {
+  // Release: fingerprint, payload, split table, slot and everything else that the rank wrote before are
+  // readable.
+  std::atomic<std::uint64_t> sequence;
+  Fingerprint what;
+  std::uint64_t own_count;  // elements that this rank contributes; shown, not compared
+  std::byte payload[kInlineBytes];
+};
+static_assert(sizeof(Arrival) == kLine);
+
+// Marks of a long operation: (sequence << 24) + chunks done, so that they grow over all operations and need
+// no reset.
+struct alignas(kLine) Progress {
+  std::atomic<std::uint64_t> filled;   // release: my ring holds these chunks
+  std::atomic<std::uint64_t> reduced;  // release: my slices of these chunks hold results
+  std::atomic<std::uint64_t> drained;  // release: I do not read these chunks any more, in any ring
+};
+
+enum class Presence : std::uint32_t { attaching = 0, present = 1, departed = 2 };
+
+inline constexpr std::uint32_t kNobody = 0xffffffff;
+inline constexpr std::size_t kSiteBytes = 96;
+
+// For reports. Relaxed unless said: a reader takes it as a hint of the moment.
+struct alignas(kLine) Status {
+  std::atomic<std::uint32_t> presence;   // Presence; release at departure
+  std::atomic<std::uint32_t> waits_for;  // rank + 1, 0 while not asleep in a collective
+  std::atomic<std::uint64_t>
+      finished;                       // last collective done; release: the rank needs nothing of it any more
+  std::atomic<Nanoseconds> entered;   // when the last collective began, or fell asleep
+  std::atomic<std::int32_t> process;  // process id as the rank itself sees it
+  std::atomic<std::uint64_t> process_space;  // the name space in which it counts
+  std::atomic<std::uint32_t> mail_peer;  // rank + 1 that a blocked send or receive waits for, kNobody for any
+  std::atomic<std::uint32_t> mail_kind;  // 1 send, 2 receive
+  std::atomic<std::uint32_t> mail_tag;
+  std::atomic<Nanoseconds> mail_since;
+  std::atomic<std::uint32_t> site_version;  // odd while `site` changes
+  std::atomic<char> site[kSiteBytes];       // source line of the blocked call, zero-terminated
+};
+
+// Rings whoever sleeps for news. A waiter raises `sleepers`, then looks at its condition once more, then
+// sleeps on `rings`; a publisher stores its news, then looks at `sleepers`. All four accesses are
+// sequentially consistent, so that at least one of the two sees the other.
+struct alignas(kLine) Bell {
+  std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::uint32_t> rings;
+};
+
+struct ControlPage {
+  Arrival arrivals[2];
+  Progress progress;
+  Status status;
+  Bell collective_bell;
+  Bell mail_bell;
+};
+static_assert(sizeof(ControlPage) <= kPage);
+
+inline constexpr std::size_t kPoisonText = 2048;
+
+// The first failure that broke the group. Written once: 0 -> 1 by the writer that wins, 1 -> 2 when the text
+// is complete.
+struct alignas(kLine) Poison {
+  std::atomic<std::uint32_t> state;  // release at 2
+  std::uint32_t kind;                // ErrorKind
+  std::int32_t rank;                 // at fault, or -1
+  std::int32_t writer;
+  char text[kPoisonText];
+};
+
+// A position in a mailbox, in bytes from its beginning, never wrapped. The sender keeps one for each receiver
+// (release: the bytes before it are readable), the receiver one for each sender (release: they may be
+// overwritten).
+struct alignas(kLine) MailCounter {
+  std::atomic<std::uint64_t> bytes;
+};
+
+// Numbers that all ranks of a group derive from its size alone.
+struct Shape {
+  std::uint64_t size;
+  std::uint64_t slot_bytes;
+  std::uint64_t chunk_bytes;
+  std::uint64_t ring_chunks;
+  std::uint64_t mail_bytes;  // a power of two
+
+  bool operator==(const Shape&) const = default;
+};
+
+Shape shape_for(int size);
+
+struct Header {
+  std::uint64_t magic;
+  std::uint64_t version;
+  Shape shape;
+  Poison poison;
+};
+static_assert(sizeof(Header) <= kPage);
+
+inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
+inline constexpr std::uint64_t kLayoutVersion = 1;
+
+// Offsets in the segment.
+class Layout {
+ public:
+  explicit Layout(const Shape& shape);
+
+  const Shape& shape() const noexcept { return shape_; }
+  std::size_t total_bytes() const noexcept { return total_; }
+
+  // What rank r writes for collectives, committed by rank r itself, on its own memory node.
+  std::size_t rank_bytes() const noexcept { return rank_bytes_; }
+  std::size_t rank_offset(int rank) const noexcept {
+    return kPage + static_cast<std::size_t>(rank) * rank_bytes_;
+  }
+  std::size_t splits_offset(int rank) const noexcept { return rank_offset(rank) + kPage; }
+  std::size_t written_offset(int sender, int receiver) const noexcept {
+    return rank_offset(sender) + counters_ + static_cast<std::size_t>(receiver) * sizeof(MailCounter);
+  }
+  std::size_t read_offset(int receiver, int sender) const noexcept {
+    return rank_offset(receiver) + counters_ +
+           (shape_.size + static_cast<std::size_t>(sender)) * sizeof(MailCounter);
+  }
+  std::size_t slots_offset(int rank) const noexcept { return rank_offset(rank) + slots_; }
+  std::size_t ring_offset(int rank) const noexcept { return rank_offset(rank) + ring_; }
+
+  std::size_t mailbox_bytes() const noexcept { return mailbox_bytes_; }
+  std::size_t mailbox_offset(int sender, int receiver) const noexcept {
+    return mailboxes_ +
+           (static_cast<std::size_t>(sender) * shape_.size + static_cast<std::size_t>(receiver)) *
+               mailbox_bytes_;
+  }
+
+ private:
+  Shape shape_;
+  std::size_t counters_ = 0;
+  std::size_t slots_ = 0;
+  std::size_t ring_ = 0;
+  std::size_t rank_bytes_ = 0;
+  std::size_t mailboxes_ = 0;
+  std::size_t mailbox_bytes_ = 0;
+  std::size_t total_ = 0;
+};
+
+}  // namespace collectives

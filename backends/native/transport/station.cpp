@@ -1,0 +1,243 @@
+#include "transport/station.hpp"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "common/dtype.hpp"
+#include "common/operation.hpp"
+#include "memory/futex.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr Nanoseconds kSlice = 100 * kMillisecond;
+// A sleeper that is woken again and again looks around this often all the same.
+constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
+
+// Identity of the space in which process ids count; 0 where unknown.
+std::uint64_t process_space() noexcept {
+  struct stat status {};
+  return ::stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
+}
+
+std::string seconds(Nanoseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(time) / static_cast<double>(kSecond));
+  return text;
+}
+
+class Sleeper {
+ public:
+  explicit Sleeper(Bell& bell) : bell_(bell) {
+    bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the waiter's half of the handshake
+  }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+  ~Sleeper() { bell_.sleepers.fetch_sub(1, std::memory_order_release); }
+
+ private:
+  Bell& bell_;
+};
+
+}  // namespace
+
+std::string describe(const Fingerprint& what, std::uint64_t own_count) {
+  const Kind kind = static_cast<Kind>(what.kind);
+  std::string text = name_of(kind);
+  if (kind == Kind::barrier || kind == Kind::none) return text;
+  text += "(";
+  if (reduces(kind) && is_reduce_op(what.reduction)) {
+    text += std::string(name_of(static_cast<ReduceOp>(what.reduction))) + ", ";
+  }
+  text += std::string(is_dtype(what.dtype) ? name_of(static_cast<DType>(what.dtype)) : "?") + ", " +
+          std::to_string(own_count) + " elements";
+  if (rooted(kind)) text += ", root " + std::to_string(what.root);
+  return text + ")";
+}
+
+Station::Station(Membership membership, std::string label)
+    : membership_(std::move(membership)),
+      label_(std::move(label)),
+      base_(membership_.segment->data()),
+      own_(&page(membership_.rank)),
+      process_space_(process_space()) {
+  Status& mine = own_->status;
+  mine.process.store(::getpid(), std::memory_order_relaxed);
+  mine.process_space.store(process_space_, std::memory_order_relaxed);
+  mine.entered.store(now_ns(), std::memory_order_relaxed);
+  mine.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+}
+
+void Station::commit_mailbox(int receiver) const {
+  membership_.segment->commit(membership_.layout.mailbox_offset(rank(), receiver), shape().mail_bytes);
+}
+
+void Station::ring(Bell& bell) noexcept {
+  bell.rings.fetch_add(1, std::memory_order_release);
+  futex_wake_all(bell.rings, FutexScope::machine);
+}
+
+void Station::ring_everyone() const noexcept {
+  for (int r = 0; r < size(); ++r) {
+    ring(page(r).collective_bell);
+    ring(page(r).mail_bell);
+  }
+}
+
+void Station::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {
+  Bell& bell = own_->collective_bell;
+  Status& mine = own_->status;
+  Nanoseconds now = now_ns();
+  Nanoseconds next_look = now + kLookEvery;
+  mine.entered.store(now, std::memory_order_relaxed);
+  mine.waits_for.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+  if (mine.site[0].load(std::memory_order_relaxed) != '\0') note_site("");
+  Sleeper sleeper(bell);
+  for (;;) {
+    const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+    // Sequentially consistent: the waiter's second half of the handshake; acquire for what the peer wrote
+    // before.
+    if (word.load(std::memory_order_seq_cst) >= value) break;
+    const bool undisturbed =
+        futex_wait(bell.rings, rings, std::min(kSlice, call.deadline - now), FutexScope::machine);
+    if (word.load(std::memory_order_seq_cst) >= value) break;
+    now = now_ns();
+    if (!undisturbed || now >= next_look || now >= call.deadline) {
+      look_around(call, peer);
+      next_look = now + kLookEvery;
+    } else {
+      check_unbroken();
+    }
+  }
+  mine.waits_for.store(0, std::memory_order_relaxed);
+}
+
+void Station::look_around(const Call& call, int peer) const {
+  check_unbroken();
+  const auto needed = [&](int r) {
+    return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
+  };
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank() || !needed(r) || !(departed(r) || dead(r))) continue;
+    // The last words of a rank that has gone may have come between the two looks.
+    if (needed(r)) lose(r, describe(call.what, call.own_count) + " number " + std::to_string(call.sequence));
+  }
+  if (now_ns() >= call.deadline) time_out(call, peer);
+  if (call.interrupt != nullptr) {
+    if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') note_site(call.interrupt->site());
+    if (call.interrupt->requested()) {
+      const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " +
+                               describe(call.what, call.own_count) + " number " +
+                               std::to_string(call.sequence);
+      poison(ErrorKind::aborted, rank(), text);
+      ring_everyone();
+      throw Error(ErrorKind::interrupted, text);
+    }
+  }
+}
+
+bool Station::dead(int rank) const noexcept {
+  const Descriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
+  if (process) {
+    pollfd ended{.fd = process.get(), .events = POLLIN, .revents = 0};
+    return ::poll(&ended, 1, 0) > 0;
+  }
+  // A process id says something only among those that count alike.
+  const Status& theirs = page(rank).status;
+  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
+  return id > 0 && process_space_ != 0 &&
+         theirs.process_space.load(std::memory_order_relaxed) == process_space_ && ::kill(id, 0) != 0 &&
+         errno == ESRCH;
+}
+
+bool Station::departed(int rank) const noexcept {
+  return page(rank).status.presence.load(std::memory_order_acquire) ==
+         static_cast<std::uint32_t>(Presence::departed);
+}
+
+void Station::poison(ErrorKind kind, int rank, const std::string& text) const noexcept {
+  Poison& record = poison();
+  std::uint32_t clean = 0;
+  // Acquire-release: one writer wins; what it writes below is released with state 2.
+  if (!record.state.compare_exchange_strong(clean, 1, std::memory_order_acq_rel)) return;
+  record.kind = static_cast<std::uint32_t>(kind);
+  record.rank = rank;
+  record.writer = this->rank();
+  const std::size_t length = std::min(text.size(), kPoisonText - 1);
+  std::memcpy(record.text, text.data(), length);
+  record.text[length] = '\0';
+  record.state.store(2, std::memory_order_release);
+}
+
+void Station::lose(int rank, const std::string& text) const {
+  const bool left = departed(rank);
+  const std::string cause = "rank " + std::to_string(rank) + " (process " +
+                            std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ") " +
+                            (left ? "has left the group" : "has died") + " while others needed it in " +
+                            text + "; last seen: " + report_of(rank);
+  poison(ErrorKind::peer_lost, rank, cause);
+  ring_everyone();
+  throw_broken(true);
+}
+
+void Station::time_out(const Call& call, int peer) const {
+  const std::string text = describe(call.what, call.own_count) + " number " + std::to_string(call.sequence) +
+                           " was not done after " + seconds(call.timeout) + ": rank " +
+                           std::to_string(rank()) + " waited for rank " + std::to_string(peer) +
+                           ". Every rank:\n" + report();
+  poison(ErrorKind::timeout, peer, text);
+  ring_everyone();
+  throw Error(ErrorKind::timeout, "[rank " + std::to_string(rank()) + "] " + label_ + ": " + text, peer);
+}
+
+void Station::throw_broken(bool begun) const {
+  const std::string prefix = "[rank " + std::to_string(rank()) + "] " + label_;
+  const Poison& record = poison();
+  while (record.state.load(std::memory_order_acquire) == 1) sched_yield();  // its writer is about to finish
+  const bool poisoned = record.state.load(std::memory_order_acquire) == 2;
+  const int stop = stop_.load(std::memory_order_acquire);
+  if (stop == kLeft || !poisoned) {
+    throw Error(ErrorKind::aborted, prefix + (stop == kAborted ? " was aborted" : " was shut down"));
+  }
+  const auto kind = static_cast<ErrorKind>(record.kind);
+  const std::string cause = std::string(record.text);
+  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix + ": " + cause, record.rank);
+  if (kind == ErrorKind::timeout && begun) {
+    throw Error(kind, prefix + ": rank " + std::to_string(record.writer) + " gave up: " + cause, record.rank);
+  }
+  throw Error(ErrorKind::aborted,
+              prefix + " is broken since an earlier error; make a new group. The first cause: " + cause,
+              record.rank);
+}
+
+void Station::abort(const std::string& reason) noexcept {
+  poison(ErrorKind::aborted, rank(), reason);
+  int running = kRunning;
+  stop_.compare_exchange_strong(running, kAborted, std::memory_order_acq_rel);
+  ring_everyone();
+}
+
+void Station::leave() noexcept {
+  if (stop_.exchange(kLeft, std::memory_order_acq_rel) == kLeft) return;
+  own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
+  ring_everyone();
+}
+
+void Station::note_site(const std::string& site) const noexcept {
+  Status& mine = own_->status;
+  mine.site_version.fetch_add(1, std::memory_order_acq_rel);
+  const std::size_t length = std::min(site.size(), kSiteBytes - 1);
+  for (std::size_t i = 0; i < length; ++i) mine.site[i].store(site[i], std::memory_order_relaxed);
+  mine.site[length].store('\0', std::memory_order_relaxed);
+  mine.site_version.fetch_add(1, std::memory_order_release);
+}
+
+}  // namespace collectives

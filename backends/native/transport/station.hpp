@@ -1,0 +1,192 @@
+// A rank's place in the segment: what it publishes, how it waits for the others, and how it learns that they
+// are gone.
+//
+// Waiting goes in three steps, because ranks may outnumber cores: a short spin, two yields, then sleep on
+// this rank's bell. A sleeper wakes at least every 100 ms and looks whether to go on: an abort here, the
+// group's poison, dead or departed peers, the deadline, the interrupt hook.
+//
+// Thread safety: one thread at a time executes collectives; `abort`, `leave` and the queries may be called
+// from any.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "transport/bootstrap.hpp"
+#include "transport/control_page.hpp"
+
+namespace collectives {
+
+// Asked by a thread that sleeps in an operation. The bindings use it for signals of Python's main thread.
+class Interrupt {
+ public:
+  virtual ~Interrupt() = default;
+  // Whether to give the operation up.
+  virtual bool requested() = 0;
+  // The source line of the call, or an empty text.
+  virtual std::string site() = 0;
+};
+
+// A collective on its way: what a waiting thread needs to know of it.
+struct Call {
+  std::uint64_t sequence = 0;
+  Fingerprint what;
+  std::uint64_t own_count = 0;
+  Nanoseconds timeout = 0;  // as given, for the message
+  Nanoseconds deadline = kNever;
+  Interrupt* interrupt = nullptr;
+};
+
+inline void relax_processor() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+class Station {
+ public:
+  // `label` names the group in messages.
+  Station(Membership membership, std::string label);
+  Station(const Station&) = delete;
+  Station& operator=(const Station&) = delete;
+
+  int rank() const noexcept { return membership_.rank; }
+  int size() const noexcept { return membership_.size; }
+  const Shape& shape() const noexcept { return membership_.layout.shape(); }
+  const std::string& label() const noexcept { return label_; }
+
+  ControlPage& page(int rank) const noexcept {
+    return *reinterpret_cast<ControlPage*>(base_ + membership_.layout.rank_offset(rank));
+  }
+  ControlPage& own() const noexcept { return *own_; }
+  Arrival& arrival(int rank, std::uint64_t sequence) const noexcept {
+    return page(rank).arrivals[sequence & 1];
+  }
+  // 2n numbers: elements that the rank sends to, then expects from, each rank.
+  std::uint64_t* splits(int rank, std::uint64_t sequence) const noexcept {
+    return reinterpret_cast<std::uint64_t*>(base_ + membership_.layout.splits_offset(rank)) +
+           (sequence & 1) * 2 * shape().size;
+  }
+  std::byte* slot(int rank, std::uint64_t sequence) const noexcept {
+    return base_ + membership_.layout.slots_offset(rank) + (sequence & 1) * shape().slot_bytes;
+  }
+  std::byte* chunk(int rank, std::uint64_t index) const noexcept {
+    return base_ + membership_.layout.ring_offset(rank) + (index % shape().ring_chunks) * shape().chunk_bytes;
+  }
+  std::atomic<std::uint64_t>& written(int sender, int receiver) const noexcept {
+    return counter(membership_.layout.written_offset(sender, receiver));
+  }
+  std::atomic<std::uint64_t>& read(int receiver, int sender) const noexcept {
+    return counter(membership_.layout.read_offset(receiver, sender));
+  }
+  std::byte* mailbox(int sender, int receiver) const noexcept {
+    return base_ + membership_.layout.mailbox_offset(sender, receiver);
+  }
+  // Allocates the mailbox that this rank fills for `receiver`.
+  void commit_mailbox(int receiver) const;
+
+  // Stores news that others may sleep for, and wakes those who do.
+  void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const noexcept {
+    word.store(value,
+               std::memory_order_seq_cst);  // release for the readers, and one half of the bell's handshake
+    ring_collective();
+  }
+  void ring_collective() const noexcept {
+    for (int r = 0; r < size(); ++r) {
+      Bell& bell = page(r).collective_bell;
+      if (r != rank() && bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell);
+    }
+  }
+  void ring_mail(int rank) const noexcept {
+    Bell& bell = page(rank).mail_bell;
+    if (bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell);
+  }
+
+  // Blocks until `word`, which `peer` writes, has reached `value`. Throws what `check` throws, and on the
+  // deadline.
+  void await(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {
+    for (int i = 0; i < kSpins; ++i) {
+      if (word.load(std::memory_order_acquire) >= value) return;
+      relax_processor();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      sched_yield();
+      if (word.load(std::memory_order_acquire) >= value) return;
+    }
+    sleep(call, peer, word, value);
+  }
+
+  // Throws where the group is broken, before an operation begins.
+  void check_usable() const {
+    if (stop_.load(std::memory_order_relaxed) != kRunning ||
+        poison().state.load(std::memory_order_relaxed) != 0) [[unlikely]] {
+      throw_broken(false);
+    }
+  }
+  // The same for an operation that has begun; called by sleepers.
+  void check_unbroken() const {
+    if (stop_.load(std::memory_order_acquire) != kRunning ||
+        poison().state.load(std::memory_order_acquire) != 0) {
+      throw_broken(true);
+    }
+  }
+
+  // Whether the rank's process has ended. One system call.
+  bool dead(int rank) const noexcept;
+  bool departed(int rank) const noexcept;
+  // Breaks the group for all ranks; the first cause stays.
+  void poison(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  [[noreturn]] void lose(int rank, const std::string& text) const;
+
+  // Releases all waiting threads of this rank and breaks the group for its peers.
+  void abort(const std::string& reason) noexcept;
+  // Marks this rank as departed and releases its own waiting threads. Idempotent.
+  void leave() noexcept;
+
+  // What every rank waits in or did last, a line for each.
+  std::string report() const;
+  std::string report_of(int rank) const;
+
+  Status& status() const noexcept { return own_->status; }
+  // Records where a blocked call comes from.
+  void note_site(const std::string& site) const noexcept;
+
+ private:
+  static constexpr int kSpins = 100;
+  static constexpr int kYields = 2;
+  enum Stop : int { kRunning, kAborted, kLeft };
+
+  std::atomic<std::uint64_t>& counter(std::size_t offset) const noexcept {
+    return reinterpret_cast<MailCounter*>(base_ + offset)->bytes;
+  }
+  Poison& poison() const noexcept { return reinterpret_cast<Header*>(base_)->poison; }
+  static void ring(Bell& bell) noexcept;
+  void ring_everyone() const noexcept;
+  void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
+  void look_around(const Call& call, int peer) const;
+  [[noreturn]] void throw_broken(bool begun) const;
+  [[noreturn]] void time_out(const Call& call, int peer) const;
+
+  Membership membership_;
+  std::string label_;
+  std::byte* base_;
+  ControlPage* own_;
+  std::uint64_t process_space_;
+  std::atomic<int> stop_{kRunning};
+};
+
+// "all_reduce(SUM, float32, 1024 elements)".
+std::string describe(const Fingerprint& what, std::uint64_t own_count);
+
+}  // namespace collectives
