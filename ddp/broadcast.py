@@ -1,0 +1,100 @@
+"""Broadcast of many tensors at once: small ones travel packed in one message, large ones as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import BroadcastOptions, ProcessGroup, Work
+from collectives.ddp.buckets import MIB
+
+__all__ = ["PackedBroadcast", "broadcast_coalesced"]
+
+_PACKED_BYTES = MIB
+"""Tensors of fewer bytes than this are packed."""
+
+_MESSAGE_BYTES = 16 * MIB
+"""A packed message is closed when it holds this many bytes."""
+
+_ALIGNMENT = 16
+"""Tensors begin at multiples of so many bytes within a message; no data type has wider elements."""
+
+
+class PackedBroadcast:
+    """One message that carries tensors of one device, of any data types, from one rank to all; kept for use
+    again and again.
+
+    Args:
+        group: the ranks.
+        tensors: tensors of the shapes, data types and device of those to be sent.
+    """
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+        self._group = group
+        offsets = []
+        end = 0
+        for tensor in tensors:
+            offsets.append(end)
+            size = tensor.numel() * tensor.element_size()
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._message = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
+        self._places = [
+            self._message[offset : offset + tensor.numel() * tensor.element_size()]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        ]
+
+    def start(self, tensors: Sequence[torch.Tensor], root: int, *, blocking: bool = False) -> Work:
+        """Sends the root's tensors; called by all ranks. :meth:`finish` must follow.
+
+        Args:
+            tensors: on the root, the tensors to send; not looked at elsewhere.
+            root: rank that sends.
+            blocking: whether the caller waits at once, which lets the group run the broadcast on the caller's
+                thread.
+        """
+        if self._group.rank() == root:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, list(tensors))
+        return self._group.broadcast([self._message], BroadcastOptions(asyncOp=not blocking, rootRank=root))
+
+    def finish(self, work: Work, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Blocks until the message is here and writes it to ``tensors``; on the root they stay as they are."""
+        work.wait()
+        if self._group.rank() != root:
+            with torch.no_grad():
+                torch._foreach_copy_(list(tensors), self._places)
+
+
+def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Copies the root's tensors to all ranks, in place; called by all ranks with tensors of the same shapes
+    and data types. Blocks.
+
+    Args:
+        group: the ranks.
+        tensors: tensors of any data types on any devices of the group.
+        root: rank whose values all ranks get.
+    """
+    messages: list[list[torch.Tensor]] = []
+    filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+    works: list[Work] = []
+    for tensor in tensors:
+        tensor = tensor.detach()
+        size = tensor.numel() * tensor.element_size()
+        if size >= _PACKED_BYTES and tensor.is_contiguous():
+            works.append(group.broadcast([tensor], BroadcastOptions(rootRank=root)))
+        elif size:
+            held, count = filling.pop(tensor.device, ([], 0))
+            held.append(tensor)
+            if count + size >= _MESSAGE_BYTES:
+                messages.append(held)
+            else:
+                filling[tensor.device] = (held, count + size)
+    messages += [held for held, _ in filling.values()]
+    for message in messages:
+        packed = PackedBroadcast(group, message)
+        packed.finish(packed.start(message, root, blocking=True), message, root)
+    for work in works:
+        work.wait()

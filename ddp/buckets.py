@@ -1,0 +1,250 @@
+"""Buckets: which gradients travel together, and one such set while it travels.
+
+Words used here. A *bucket* is a flat tensor in which several gradients lie one after the other, so that one
+all-reduce averages them all (PyTorch Distributed, VLDB 2020, section 3.2.2). Its *wire* is the tensor given
+to the all-reduce: the bucket, complex numbers as pairs of real ones, and in the last bucket one element more,
+the *flag*, by which a rank tells the others that something went wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch.futures import Future
+
+from collectives import Work
+
+__all__ = [
+    "DEFAULT_BUCKET_CAP_MB",
+    "FIRST_BUCKET_BYTES",
+    "Bucket",
+    "BucketState",
+    "assign_buckets",
+    "bucket_limits",
+]
+
+MIB = 1024 * 1024
+
+DEFAULT_BUCKET_CAP_MB = 25
+"""Cap in MiB where the user names none (section 4.2 of the paper)."""
+
+FIRST_BUCKET_BYTES = MIB
+"""Cap of the first bucket: small, so that communication starts soon after the backward pass did."""
+
+
+def bucket_limits(
+    bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
+) -> list[int]:
+    """Returns the caps of the buckets in bytes, the first bucket's first; the last one holds for all further
+    buckets.
+
+    Args:
+        bucket_cap_mb: cap in MiB; ``None`` for 25; zero puts every gradient alone. The first bucket's is 1
+            MiB where that is less.
+        bucket_cap_mb_list: caps in MiB of the first bucket, the second, and so on; taken as they are.
+
+    Raises:
+        TypeError: a cap is no number.
+        ValueError: a cap is negative or not finite, the list is empty, or both arguments are given.
+    """
+    if bucket_cap_mb_list is not None:
+        if bucket_cap_mb is not None:
+            raise ValueError(
+                f"give bucket_cap_mb or bucket_cap_mb_list, not both: got {bucket_cap_mb} and {list(bucket_cap_mb_list)}"
+            )
+        if not bucket_cap_mb_list:
+            raise ValueError(
+                "bucket_cap_mb_list is empty; give at least one cap in MiB, or None for the default"
+            )
+        return [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
+    cap = _cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+    return [min(FIRST_BUCKET_BYTES, cap), cap]
+
+
+def _cap_bytes(name: str, cap: float) -> int:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise TypeError(f"{name} must be a number of MiB, but is {cap!r} of type {type(cap).__name__}")
+    if cap < 0 or not math.isfinite(cap):
+        raise ValueError(f"{name} must be zero or positive and finite, but is {cap}")
+    return int(cap * MIB)
+
+
+def assign_buckets(
+    sizes: Sequence[int], kinds: Sequence[Hashable], limits: Sequence[int], order: Iterable[int]
+) -> list[list[int]]:
+    """Returns which gradients travel together: for each bucket, in order of launch, the gradients' indices.
+
+    Gradients are taken in ``order``. Each joins the open bucket of its kind; a bucket closes as soon as it
+    holds its cap or more, so that it passes its cap by less than its last gradient. Buckets launch in the
+    order in which their last gradient was taken, because that one makes them ready. A pure function: the same
+    on every rank for the same arguments.
+
+    Args:
+        sizes: bytes of each gradient.
+        kinds: device and data type of each gradient; gradients of different kinds never share a bucket.
+        limits: caps in bytes, as from :func:`bucket_limits`, counted for each kind by itself.
+        order: indices in the expected order of readiness; each index once.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    held: dict[Hashable, int] = {}
+    closed: dict[Hashable, int] = {}
+    finished: list[tuple[int, list[int]]] = []
+    last_taken: dict[Hashable, int] = {}
+    for position, index in enumerate(order):
+        kind = kinds[index]
+        open_buckets.setdefault(kind, []).append(index)
+        held[kind] = held.get(kind, 0) + sizes[index]
+        last_taken[kind] = position
+        count = closed.get(kind, 0)
+        if held[kind] >= limits[min(count, len(limits) - 1)]:
+            finished.append((position, open_buckets.pop(kind)))
+            held[kind] = 0
+            closed[kind] = count + 1
+    finished += [(last_taken[kind], bucket) for kind, bucket in open_buckets.items()]
+    return [bucket for _, bucket in sorted(finished)]
+
+
+class BucketState(enum.Enum):
+    """Where a bucket stands within one backward pass."""
+
+    FILLING = "filling"
+    """Some of its gradients are not there yet."""
+    READY = "ready"
+    """All its gradients are there; buckets before it may still be filling."""
+    LAUNCHED = "launched"
+    """Its reduction was issued; its memory must not be touched."""
+    DONE = "done"
+    """The averages are there."""
+
+
+class Bucket:
+    """Gradients that are reduced together, through one backward pass after another.
+
+    Args:
+        index: place in the order of launch.
+        indices: indices of the parameters, in the order in which their gradients lie in the bucket.
+        parameters: those parameters; all of one data type on one device.
+        with_flag: whether the wire ends with a flag.
+    """
+
+    __slots__ = (
+        "buffer",
+        "flag",
+        "future",
+        "index",
+        "indices",
+        "parameters",
+        "pending",
+        "state",
+        "views",
+        "wire",
+        "work",
+    )
+
+    def __init__(
+        self, index: int, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], *, with_flag: bool
+    ) -> None:
+        self.index = index
+        self.indices = list(indices)
+        self.parameters = list(parameters)
+        first = self.parameters[0]
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        dtype = first.dtype
+        width = 2 if dtype.is_complex else 1
+        self.wire = torch.zeros(numel * width + with_flag, dtype=dtype.to_real(), device=first.device)
+        values = self.wire[: numel * width]
+        self.buffer = torch.view_as_complex(values.view(numel, 2)) if dtype.is_complex else values
+        """The gradients, flat, in the data type of the parameters; shares its memory with the wire."""
+        self.flag = self.wire[numel * width :] if with_flag else None
+        self.views = self.layout(self.buffer)
+        """The gradients, each in the shape and the strides of its parameter; share their memory with the buffer."""
+        self.work: Work | None = None
+        self.future: Future[torch.Tensor] | None = None
+        self.reset()
+
+    def layout(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of ``flat``, laid out as this bucket: one for each parameter, in its shape and strides."""
+        views = []
+        offset = flat.storage_offset()
+        for parameter in self.parameters:
+            strides = parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
+            views.append(flat.as_strided(parameter.shape, strides, offset))
+            offset += parameter.numel()
+        return views
+
+    def reset(self) -> None:
+        """Begins a pass: every gradient is pending."""
+        self.pending = len(self.indices)
+        self.state = BucketState.FILLING
+        self.work = None
+        self.future = None
+
+    def mark_ready(self) -> bool:
+        """Counts one more gradient as there; returns whether it was the last one missing."""
+        self.pending -= 1
+        if self.pending:
+            return False
+        self.state = BucketState.READY
+        return True
+
+    def mark_launched(self, work: Work | None = None, future: Future[torch.Tensor] | None = None) -> None:
+        """Notes what carries the bucket."""
+        self.work = work
+        self.future = future
+        self.state = BucketState.LAUNCHED
+
+    def wait(self) -> None:
+        """Blocks until the averages are in the buffer.
+
+        Raises:
+            Exception: what the reduction or the communication hook failed with.
+        """
+        if self.work is not None:
+            self.work.wait()
+        elif self.future is not None:
+            self._take(self.future.wait())
+        self.state = BucketState.DONE
+
+    def _take(self, result: object) -> None:
+        """Copies what a communication hook's future holds into the buffer."""
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            result = result[0]
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(
+                f"the communication hook's future of bucket {self.index} must hold one tensor, "
+                f"but holds a value of type {type(result).__name__}"
+            )
+        if result.numel() != self.buffer.numel():
+            raise ValueError(
+                f"the communication hook's future of bucket {self.index} must hold a tensor of the bucket's shape "
+                f"{list(self.buffer.shape)}, but its shape is {list(result.shape)}"
+            )
+        if result.data_ptr() != self.buffer.data_ptr() or result.dtype is not self.buffer.dtype:
+            self.buffer.copy_(result.reshape(self.buffer.shape))
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.index} {self.state.value}, {self.buffer.numel()} elements, {self.pending} gradients pending>"
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements take up one run of memory without gaps or overlap, in whatever order (channels_last)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,76 @@
+"""Buffers of a module, kept equal to rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from collectives import ProcessGroup
+from collectives.ddp.broadcast import PackedBroadcast
+
+__all__ = ["BufferSync"]
+
+
+class BufferSync:
+    """Sends rank 0's buffers to all ranks, all in one message for each device; true where there are any.
+
+    Buffers are looked up by name each time, so that a module may assign new tensors to them; shapes and data
+    types stay.
+
+    Args:
+        module: the module.
+        group: the ranks.
+        ignored: names of buffers that are left alone.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, ignored: Collection[str]) -> None:
+        self._group = group
+        self._places: dict[torch.device, list[tuple[str, nn.Module, str]]] = {}
+        self._messages: dict[torch.device, PackedBroadcast] = {}
+        seen: set[int] = set()
+        for prefix, owner in module.named_modules():
+            for key, buffer in owner._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if buffer is None or name in ignored or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                self._places.setdefault(buffer.device, []).append((name, owner, key))
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers by name."""
+        return {
+            name: buffer
+            for places in self._places.values()
+            for name, owner, key in places
+            if (buffer := owner._buffers[key]) is not None
+        }
+
+    def __call__(self) -> None:
+        """Sends the buffers; called by all ranks. Blocks.
+
+        Buffers of batch normalisation are written without a new version for autograd: a backward pass of an
+        earlier forward in training does not read them, and may still come.
+        """
+        works = []
+        for device, places in self._places.items():
+            buffers = [_writable(owner, key) for _, owner, key in places]
+            message = self._messages.get(device)
+            if message is None:
+                message = self._messages[device] = PackedBroadcast(self._group, buffers)
+            works.append((message, message.start(buffers, 0, blocking=len(self._places) == 1), buffers))
+        for message, work, buffers in works:
+            message.finish(work, buffers, 0)
+
+
+def _writable(owner: nn.Module, key: str) -> torch.Tensor:
+    buffer = owner._buffers[key]
+    if buffer is None:
+        raise RuntimeError(
+            f"buffer {key} of {type(owner).__name__} was set to None after the module was wrapped"
+        )
+    return buffer.data if isinstance(owner, nn.modules.batchnorm._NormBase) else buffer

@@ -1,0 +1,30 @@
+"""The group that data parallel training uses where the user names none."""
+
+from __future__ import annotations
+
+import collectives
+from collectives import ProcessGroup
+
+__all__ = ["resolve_group"]
+
+
+def resolve_group(group: object) -> ProcessGroup:
+    """Returns ``group``, or the default group for ``None``.
+
+    Raises:
+        TypeError: ``group`` is no process group of this package.
+        ValueError: it is ``None`` and there is no default group.
+    """
+    if group is None:
+        member = getattr(collectives, "GroupMember", None)
+        group = getattr(member, "WORLD", None)
+        if group is None:
+            raise ValueError(
+                "there is no default process group; call collectives.init_process_group() first, or pass process_group"
+            )
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"process_group must be a collectives.ProcessGroup, but is {group!r} of type {type(group).__module__}."
+            f"{type(group).__name__}; make one with collectives.init_process_group() or collectives.new_group()"
+        )
+    return group

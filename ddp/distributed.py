@@ -1,0 +1,413 @@
+"""DistributedDataParallel: a module that averages its gradients over a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import ProcessGroup, UnsupportedOperationError
+from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.broadcast import broadcast_coalesced
+from collectives.ddp.buckets import bucket_limits
+from collectives.ddp.buffers import BufferSync
+from collectives.ddp.default_group import resolve_group
+from collectives.ddp.devices import ModuleDevices
+from collectives.ddp.grad_bucket import GradBucket
+from collectives.ddp.logging_data import logging_data
+from collectives.ddp.reducer import Hook, Reducer
+from collectives.ddp.trees import tensors_in
+
+__all__ = ["DistributedDataParallel"]
+
+_log = logging.getLogger(__name__)
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module so that every backward pass leaves the same gradients, averaged over all ranks, in
+    ``.grad``.
+
+    PyTorch Distributed (VLDB 2020, sections 3 and 4), in the form of
+    ``torch.nn.parallel.DistributedDataParallel``: the same arguments, methods and ``state_dict``, so that
+    checkpoints go both ways. Gradients are reduced in buckets while the backward pass runs. All ranks start
+    from rank 0's parameters and buffers and apply the same gradients, so that their models stay equal.
+
+    All ranks make the module, run forward and run backward in the same order; each of the three communicates
+    and blocks. The gradient of a mean over the global batch comes out where the ranks' batches are equal in
+    size and the loss is a mean.
+
+    What goes wrong in a backward pass raises :class:`~collectives.ddp.GradientSyncError` on all ranks at the
+    end of that pass, with the names of the parameters and the ranks at fault. An exception in the user's own
+    code ends the pass of that rank as it would without this module; the other ranks are told. In both cases
+    the next iteration may go on, after gradients are zeroed.
+
+    Whether a backward pass averages is decided by the forward that it belongs to; see :meth:`no_sync`.
+    Several forwards may come before their backward passes. Gradients are averaged as they stand in ``.grad``,
+    with what was accumulated there before. ``torch.autograd.grad`` does not accumulate in ``.grad``: its
+    results are this rank's alone. Sparse gradients raise an error.
+
+    Parameters are frozen, added or replaced before wrapping, not after.
+
+    Args:
+        module: the module; its parameters and buffers are used in place. Attribute :attr:`module`.
+        device_ids: ``[device]`` to move inputs to the one device of a module; ``None`` for modules on the CPU
+            or on several devices.
+        output_device: device to move outputs to, for modules on one device; ``None`` leaves them.
+        dim: kept as an attribute; one process drives one device, so that inputs are not split.
+        broadcast_buffers: whether rank 0's buffers are sent to all ranks when the module is made and before
+            each forward that follows a synchronised one. ``None`` for ``True``.
+        init_sync: whether ranks check that they wrap the same model, and rank 0's parameters and buffers are
+            sent to all; ``False`` where they are known to be equal.
+        process_group: the ranks; ``None`` for the default group.
+        bucket_cap_mb: size in MiB at which a bucket is full; ``None`` for 25. The first bucket is full at 1
+            MiB. Zero reduces every gradient by itself.
+        find_unused_parameters: whether ranks may leave out parameters in the backward pass. Such a rank
+            contributes what is in ``.grad``, else zeros. Where all ranks left a parameter out, its ``.grad``
+            stays as it was. Costs one small all-reduce. A rank whose backward pass reaches no parameter at
+            all cannot tell it from ``torch.autograd.grad`` and does not take part.
+        check_reduction: deprecated and without effect, as in torch; warns.
+        gradient_as_bucket_view: whether ``.grad`` become views of the buckets in the first backward pass,
+            which saves the memory of the gradients and a copy. Such gradients cannot be detached in place;
+            use ``zero_grad(set_to_none=True)``.
+        static_graph: promise that every backward pass reaches the same parameters, each equally often. Allows
+            for parameters whose gradient comes several times in a pass (reentrant activation checkpointing of
+            shared layers) and for unused ones. The first synchronised pass communicates at its end only.
+        delay_all_reduce_named_params: not offered; ``None``.
+        param_to_hook_all_reduce: not offered; ``None``.
+        mixed_precision: not offered; ``None``.
+        device_mesh: not offered; ``None``. Pass the group of the mesh's dimension as ``process_group``.
+        skip_all_reduce_unused_params: not offered; ``False``.
+        bucket_cap_mb_list: sizes in MiB at which the first bucket is full, the second, and so on; the last
+            holds for the rest. Not with ``bucket_cap_mb``.
+        batched_grad_copy: whether gradients are copied to their bucket all at once when it is full: fewer
+            kernels on a GPU. ``False`` copies each as it comes, while it is in cache.
+        forward_sync_buffers: whether buffers are sent before forward; unlike ``broadcast_buffers``, they are
+            sent when the module is made in any case. Not with ``broadcast_buffers``.
+
+    Raises:
+        RuntimeError: no parameter needs a gradient, or a parameter is not initialised.
+        ValueError: arguments that do not fit each other or the module's devices.
+        UnsupportedOperationError: an argument that is not offered has another value than its default, or the
+            group cannot average these parameters.
+        ModelMismatchError: the ranks wrap different models; raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object | None = None,
+        device_mesh: object | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
+        )
+        if broadcast_buffers is not None and forward_sync_buffers is not None:
+            raise ValueError(
+                f"give broadcast_buffers or forward_sync_buffers, not both: got {broadcast_buffers} and {forward_sync_buffers}"
+            )
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
+        self.process_group = resolve_group(process_group)
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = {n: p for n, p in module.named_parameters() if n not in self.parameters_to_ignore}
+        self._check_parameters(module, parameters)
+        self.module = module
+        devices = ModuleDevices(list(parameters.values()), device_ids, output_device)
+        self.device = devices.first
+        self.device_type = devices.first.type
+        self.device_ids = None if devices.input_device is None else [devices.input_device.index]
+        self.output_device = None if devices.output_device is None else devices.output_device.index
+        self.is_multi_device_module = devices.several
+        self._devices = devices
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._bucket_limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
+        self._comm_hooks: list[tuple[Hook, object]] = []
+        self.reducer = self._make_reducer(parameters)
+        self._buffer_sync = self._make_buffer_sync()
+        if init_sync:
+            self._sync_init(parameters, with_buffers=broadcast_buffers is not False)
+        _log.info(
+            "%s over %s: rank %d, %d parameters in %d buckets of %s bytes, find_unused_parameters=%s, "
+            "gradient_as_bucket_view=%s, static_graph=%s",
+            self._in_words(), self.process_group.describe(), self.process_group.rank(), len(parameters),
+            len(self.reducer.buckets), [b.buffer.numel() * b.buffer.element_size() for b in self.reducer.buckets],
+            find_unused_parameters, gradient_as_bucket_view, static_graph,
+        )  # fmt: skip
+
+    # ---- construction ------------------------------------------------------------------------------------------------------------------
+
+    def _in_words(self) -> str:
+        return f"DistributedDataParallel({type(self.module).__name__})"
+
+    @staticmethod
+    def _check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+        kind = type(module).__name__
+        for name, parameter in parameters.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    f"parameter {name} of {kind} is not initialised; run forward once before wrapping"
+                )
+            if parameter.device.type == "meta":
+                raise RuntimeError(
+                    f"parameter {name} of {kind} is on the meta device; materialise the module before wrapping"
+                )
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise RuntimeError(
+                f"no parameter of {kind} needs a gradient, so that there is nothing to average; use the module as it is"
+            )
+
+    def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
+        return Reducer(
+            {name: p for name, p in parameters.items() if p.requires_grad},
+            self.process_group,
+            model=self._in_words(),
+            limits=self._bucket_limits,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            batched_grad_copy=self.batched_grad_copy,
+        )
+
+    def _make_buffer_sync(self) -> BufferSync:
+        return BufferSync(self.module, self.process_group, self.parameters_to_ignore)
+
+    def _sync_init(self, parameters: dict[str, nn.Parameter], *, with_buffers: bool) -> None:
+        buffers = self._buffer_sync.named_buffers() if with_buffers else {}
+        options = {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "bucket caps in bytes": self._bucket_limits,
+            "buffers are sent before forward": self.forward_sync_buffers,
+        }
+        rows = describe_model(parameters, buffers, options)
+        verify_agreement(self.process_group, rows, self.device, self._in_words())
+        broadcast_coalesced(self.process_group, [*parameters.values(), *buffers.values()])
+
+    # ---- training ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether rank 0's buffers are sent to all ranks before forward."""
+        return self.forward_sync_buffers
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward; called by all ranks. Blocks while buffers are sent.
+
+        Buffers are sent from rank 0 where the forward before this one was synchronised (section 4.1 of the
+        paper).
+        """
+        grad_enabled = torch.is_grad_enabled()
+        sync = grad_enabled and self.require_backward_grad_sync
+        if sync:
+            self.reducer.before_forward()
+        if self.will_sync_module_buffers():
+            self._buffer_sync()
+        inputs, kwargs = self._devices.move_inputs((inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
+        output = self._devices.move_outputs(output)
+        self.require_forward_param_sync = sync
+        if grad_enabled:
+            self.reducer.prepare_for_backward(tensors_in(output), self.require_backward_grad_sync)
+        return output
+
+    def will_sync_module_buffers(self) -> bool:
+        """Returns whether the next forward sends rank 0's buffers to all ranks."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffer_sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Context in which gradients add up on this rank without being averaged (section 3.2.4 of the paper).
+
+        Decided when forward runs: the backward pass of a forward that ran inside does not communicate,
+        wherever it runs itself, and one of a forward that ran outside does. The first backward pass of a
+        forward after the context averages all that was accumulated. All ranks use it alike.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+    ) -> None:
+        """Lets a hook average the gradients instead of this module's own all-reduce; called once, on all
+        ranks, outside of a backward pass.
+
+        The hook is called on every full bucket, in the order of the buckets, and returns a future of one
+        tensor of the bucket's shape, such as made from ``Work.get_future()``. Gradients are not divided by
+        the number of ranks; the hook does so. A hook that never communicates may say so by an attribute
+        ``is_local = True``; the backward pass then does not communicate at all.
+
+        Args:
+            state: first argument of the hook; it belongs to this rank and is shared by all buckets.
+            hook: ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``.
+
+        Raises:
+            TypeError: the hook is not callable.
+            ValueError: its annotations name other types than a GradBucket and a Future of a tensor.
+            RuntimeError: there is a hook already, or a backward pass is going on.
+        """
+        _check_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError(
+                f"register_comm_hook was called before, with {self._comm_hooks[0][0]!r}; a model takes one hook"
+            )
+        if self.reducer.in_backward:
+            raise RuntimeError("register_comm_hook was called within a backward pass; call it before")
+        self._comm_hooks.append((hook, state))
+        self.reducer.register_hook(state, hook, is_local=bool(getattr(hook, "is_local", False)))
+
+    def _set_static_graph(self) -> None:
+        """Same as ``static_graph=True``; called on all ranks before the first backward pass."""
+        if self.reducer.passes:
+            raise RuntimeError(
+                f"_set_static_graph was called after {self.reducer.passes} backward passes; call it before the first"
+            )
+        self.static_graph = True
+        self.reducer.set_static_graph()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Returns facts about this module and its last pass, under the names of ``torch.nn.parallel.DistributedDataParallel``."""
+        return logging_data(self)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Names parameters and buffers that are neither sent nor averaged; called on the module before it is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    # ---- copies ------------------------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Returns a module over a copy of the wrapped one and the same group, without communication; called on all ranks."""
+        if self._comm_hooks:
+            raise TypeError(
+                f"{self._in_words()} has a communication hook, whose state cannot be copied for sure; deep-copy .module and wrap the copy"
+            )
+        group = self.process_group
+        state = self.__getstate__(any_group=True)
+        clone = self.__new__(type(self))
+        memo[id(self)] = clone
+        clone._restore(copy.deepcopy(state, memo), group)
+        return clone
+
+    def __getstate__(self, *, any_group: bool = False) -> dict[str, Any]:
+        """Returns what pickle saves; the reader's default group takes the place of this one.
+
+        Raises:
+            TypeError: the module has a communication hook, or a group of its own.
+        """
+        if self._comm_hooks:
+            raise TypeError(
+                f"{self._in_words()} with a communication hook cannot be pickled; save state_dict(), and hook and state by themselves"
+            )
+        if not any_group and self.process_group is not _default_group_or_none():
+            raise TypeError(
+                f"{self._in_words()} over {self.process_group.describe()}, which is not the default group, cannot be pickled; "
+                "save state_dict() or .module"
+            )
+        state = dict(self.__dict__)
+        for name in ("process_group", "reducer", "_buffer_sync"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the module over the default group, without communication."""
+        self._restore(state, resolve_group(None))
+
+    def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
+        super().__setstate__(state)
+        self.process_group = group
+        parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
+        self.reducer = self._make_reducer(parameters)
+        self._buffer_sync = self._make_buffer_sync()
+
+
+def _default_group_or_none() -> ProcessGroup | None:
+    try:
+        return resolve_group(None)
+    except ValueError:
+        return None
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedOperationError(
+                f"DistributedDataParallel does not offer {name} yet, but it is {value!r}; leave it out"
+            )
+
+
+def _check_hook(hook: object) -> None:
+    if not callable(hook):
+        raise TypeError(
+            f"a communication hook must be callable, but is {hook!r} of type {type(hook).__name__}"
+        )
+    signature = inspect.signature(hook)
+    positional = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in positional):
+        raise TypeError(
+            f"a communication hook takes a state and a bucket, but {hook!r} has the signature {signature}"
+        )
+    bucket = signature.parameters.get("bucket")
+    _check_annotation(
+        hook, "argument bucket", bucket.annotation if bucket else inspect.Parameter.empty, "GradBucket"
+    )
+    _check_annotation(hook, "return value", signature.return_annotation, "Future[Tensor]")
+
+
+def _check_annotation(hook: object, what: str, annotation: object, expected: str) -> None:
+    if annotation is inspect.Parameter.empty:
+        return
+    words = (
+        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "") + repr(annotation)
+    )
+    if expected.partition("[")[0] not in words:
+        raise ValueError(
+            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says {annotation!r}"
+        )

@@ -1,0 +1,78 @@
+"""What the reducer asks of the autograd engine, in one place: most of it is private to torch.
+
+A *task* is one run of the engine, started by ``backward()`` or ``torch.autograd.grad()``; tasks may be
+nested.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["NO_TASK", "TaskGuard", "TaskOwner", "accumulator", "current_task", "will_accumulate"]
+
+NO_TASK = -1
+"""What :func:`current_task` returns outside of any task."""
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the task that this thread works for; numbers are not used again."""
+
+_queue_callback: Callable[[Callable[[], None]], None]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+
+class TaskOwner(Protocol):
+    """Who wants to know how a task ends."""
+
+    def end_task(self, task: int) -> None:
+        """Called when the task is complete, before ``backward()`` returns; errors are raised by ``backward()``."""
+
+    def fail_task(self, task: int) -> None:
+        """Called when an exception ended the task, before ``backward()`` raises it."""
+
+
+class TaskGuard:
+    """Tells an owner, held weakly, how the current task ends.
+
+    The engine holds the guard: it calls :meth:`finished` at the end of the task, or drops the guard uncalled
+    where the task failed.
+    """
+
+    __slots__ = ("_open", "_owner", "_task")
+
+    def __init__(self, owner: weakref.ref[Any], task: int) -> None:
+        self._owner: weakref.ref[TaskOwner] = owner
+        self._task = task
+        self._open = False
+        _queue_callback(self.finished)
+        self._open = True
+
+    def finished(self) -> None:
+        """Called by the engine."""
+        self._open = False
+        owner = self._owner()
+        if owner is not None:
+            owner.end_task(self._task)
+
+    def __del__(self) -> None:
+        owner = self._owner() if self._open else None
+        if owner is not None:
+            owner.fail_task(self._task)
+
+
+def accumulator(parameter: torch.nn.Parameter) -> Any:
+    """Returns the node of the graph that accumulates the gradient of ``parameter``."""
+    with torch.enable_grad():
+        node = parameter.expand_as(parameter).grad_fn
+    return node.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def will_accumulate(node: Any) -> bool:
+    """Returns whether the current task will run a node from :func:`accumulator`; never so for ``torch.autograd.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # raised where torch.autograd.grad asks for this very parameter
+        return False

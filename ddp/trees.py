@@ -1,0 +1,64 @@
+"""Tensors within nested containers: what forward takes and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in ``value``: in lists, tuples, sets, mappings, dataclasses and attributes of other
+    objects, nested at will.
+
+    Modules and classes are not looked into.
+    """
+    return _walk(value, set())
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type, torch.nn.Module)):
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _walk(part, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for part in value:
+            yield from _walk(part, seen)
+    elif hasattr(value, "__dict__") and not callable(value):
+        for part in list(vars(value).values()):
+            yield from _walk(part, seen)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _walk(getattr(value, field.name), seen)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Returns ``value`` with ``function`` applied to the tensors in lists, tuples, dicts and dataclasses; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        parts = [map_tensors(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return [map_tensors(function, part) for part in value]
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(function, part)) for key, part in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: map_tensors(function, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changes)
+    return value
