@@ -21,6 +21,7 @@ from collectives.backend import (
     is_xccl_available,
     supports_complex,
 )
+from collectives.bridge import register as _register_with_torch
 from collectives.coalescing import (
     _coalescing_manager,
     _CoalescingManager,
@@ -231,3 +232,5 @@ __all__ = [
     "split_group",
     "supports_complex",
 ]
+
+_register_with_torch()

@@ -1,0 +1,41 @@
+"""Makes the groups that torch asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.bridge import kernels
+from collectives.bridge.torch_group import TorchGroup
+from collectives.registry import GroupOptions, create_group
+
+__all__ = ["create"]
+
+
+def create(name: str, backend: str, options: Any, pg_options: Any) -> TorchGroup:
+    """Returns a group for torch; called by all its members.
+
+    Every torch since 2.11 lets Python code subclass ``ProcessGroup``, which then stands for the whole group.
+    Newer ones let it subclass ``Backend`` too, which would serve one device of a group: this is the one
+    place where it would be chosen.
+
+    Args:
+        name: name of the backend in torch.
+        backend: its name in the registry.
+        options: torch's record of store, rank, size, time limit and names.
+        pg_options: options of the backend itself.
+    """
+    size = options.group_size
+    inner = create_group(
+        backend,
+        GroupOptions(
+            store=options.store,
+            rank=options.group_rank,
+            size=size,
+            timeout=options.timeout,
+            group_name=options.group_id,
+            global_ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+            pg_options=pg_options,
+        ),
+    )
+    kernels.install()
+    return TorchGroup(inner, name, options.group_id)

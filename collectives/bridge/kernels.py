@@ -1,0 +1,202 @@
+"""Kernels of the ``c10d::`` operators for CPU tensors, so that operators called on our groups reach them.
+
+torch's own kernels look up the C++ backend of a group, which ours have not. An operator has one kernel for
+all groups of a process, so ours hand the groups of other backends on to the kernels that they replace. They
+are installed when the first group is made: a program that only imports this package pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as c10d
+
+from collectives import types as ours
+from collectives.bridge.records import reduction
+from collectives.bridge.torch_group import TorchGroup
+from collectives.bridge.torch_work import TorchWork, held
+from collectives.errors import UnsupportedOperationError
+from collectives.work import CoalescedWork
+
+__all__ = ["install"]
+
+_KEY = "CPU"
+_library: list[torch.library.Library] = []
+_lock = threading.Lock()
+
+
+def _limit(milliseconds: int) -> timedelta | None:
+    return timedelta(milliseconds=milliseconds) if milliseconds > 0 else None
+
+
+def _op(script: Any) -> ours.ReduceOp:
+    """Returns the reduction of a kernel's argument; it tells its kind only."""
+    kind = c10d.ReduceOp.RedOpType(script.op())
+    if kind == c10d.ReduceOp.PREMUL_SUM:
+        raise UnsupportedOperationError(
+            "PREMUL_SUM cannot be called through the torch.ops.c10d operators, which hide its factor; "
+            "use the functions of torch.distributed"
+        )
+    return reduction(kind)
+
+
+def _allreduce(
+    group: TorchGroup, tensors: Any, op: Any, sparse_indices: Any, async_op: bool, timeout: int
+) -> TorchWork:
+    if sparse_indices is not None:
+        raise UnsupportedOperationError(
+            f"[rank {group.rank()}] all_reduce on {group!r}: sparse tensors are not taken; densify the "
+            "tensor, or exchange indices and values"
+        )
+    return group.allreduce(tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op)))
+
+
+def _barrier(group: TorchGroup, _: Any, devices: Any, async_op: bool, timeout: int) -> TorchWork:
+    return group.barrier(ours.BarrierOptions(_limit(timeout), async_op, list(devices)))
+
+
+_KERNELS: dict[str, Callable[..., TorchWork | None]] = {
+    # each gets the group and the operator's other arguments; the outputs that some operators return are their
+    # first argument
+    "allreduce_": _allreduce,
+    "allreduce_coalesced_": lambda g, tensors, op, async_op, timeout: g.allreduce_coalesced(
+        tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "broadcast_": lambda g, tensors, root, root_tensor, async_op, timeout: g.broadcast(
+        tensors, ours.BroadcastOptions(_limit(timeout), async_op, root, root_tensor)
+    ),
+    "reduce_": lambda g, tensors, op, root, root_tensor, async_op, timeout: g.reduce(
+        tensors, ours.ReduceOptions(_limit(timeout), async_op, _op(op), root, root_tensor)
+    ),
+    "allgather_": lambda g, outputs, inputs, async_op, timeout: g.allgather(
+        outputs, inputs, ours.AllgatherOptions(_limit(timeout), async_op)
+    ),
+    "_allgather_base_": lambda g, output, given, async_op, timeout: g.all_gather_single(
+        output, given, ours.AllgatherOptions(_limit(timeout), async_op)
+    ),
+    "allgather_coalesced_": lambda g, outputs, inputs, async_op: g.allgather_coalesced(
+        outputs, inputs, ours.AllgatherOptions(None, async_op)
+    ),
+    "allgather_into_tensor_coalesced_": lambda g, outputs, inputs, async_op: g.all_gather_single_coalesced(
+        outputs, inputs, ours.AllgatherOptions(None, async_op)
+    ),
+    "gather_": lambda g, outputs, inputs, root, async_op, timeout: g.gather(
+        outputs, inputs, ours.GatherOptions(_limit(timeout), async_op, root)
+    ),
+    "scatter_": lambda g, outputs, inputs, root, async_op, timeout: g.scatter(
+        outputs, inputs, ours.ScatterOptions(_limit(timeout), async_op, root)
+    ),
+    "reduce_scatter_": lambda g, outputs, inputs, op, async_op, timeout: g.reduce_scatter(
+        outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "_reduce_scatter_base_": lambda g, output, given, op, async_op, timeout: g.reduce_scatter_single(
+        output, given, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "reduce_scatter_tensor_coalesced_": lambda g, outputs, inputs, op, async_op, timeout: (
+        g.reduce_scatter_single_coalesced(
+            outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+        )
+    ),
+    "alltoall_": lambda g, outputs, inputs, async_op, timeout: g.alltoall(
+        outputs, inputs, ours.AllToAllOptions(_limit(timeout), async_op)
+    ),
+    "alltoall_base_": lambda g, output, given, out_splits, in_splits, async_op, timeout: g.all_to_all_single(
+        output, given, out_splits, in_splits, ours.AllToAllOptions(_limit(timeout), async_op)
+    ),
+    "barrier": _barrier,
+    "monitored_barrier_": lambda g, _, _devices, timeout, wait_all: g.monitored_barrier(
+        _limit(timeout), wait_all
+    ),
+    "send": lambda g, tensors, dst, tag: g.send(tensors, dst, tag),
+    "recv_": lambda g, tensors, src, tag: g.recv(tensors, src, tag),
+    "recv_any_source_": lambda g, tensors, tag: g.recv_anysource(tensors, tag),
+}
+
+
+def _group(where: Any) -> Any:
+    """Returns the group of an operator's argument: the object, or its name."""
+    if isinstance(where, str):
+        return c10d._resolve_process_group(where)  # type: ignore[arg-type]
+    return torch_dist.ProcessGroup.unbox(where)
+
+
+def _kernel(name: str, run: Callable[..., TorchWork | None]) -> Callable[..., Any]:
+    """Returns the kernel of an operator for all groups."""
+    schema = getattr(torch.ops.c10d, name).default._schema
+    place = [argument.name for argument in schema.arguments].index("process_group")
+    # the dispatcher leaves out trailing arguments that have their default values
+    defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
+    returns = len(schema.returns)
+    original = torch.library.get_kernel(f"c10d::{name}", _KEY)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def kernel(*given: Any) -> Any:
+        arguments = [*given, *defaults[len(given) :]]
+        group = _group(arguments[place])
+        if not isinstance(group, TorchGroup):
+            return original.call_boxed(keys, *arguments)
+        del arguments[place]
+        work = run(group, *arguments)
+        if work is None:
+            return None
+        boxed = held(work).boxed()
+        return boxed if returns == 1 else (arguments[0], boxed)
+
+    return kernel
+
+
+def _batch_p2p() -> Callable[..., Any]:
+    """Returns the kernel of a batch of sends and receives, for which torch's would need a C++ backend."""
+    name = "_c10d_functional::batch_p2p_ops"
+    original = torch.library.get_kernel(name, _KEY)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def kernel(
+        operations: list[str], peers: list[int], tags: list[int], tensors: list[torch.Tensor], where: Any
+    ) -> Any:
+        group = _group(where)
+        if not isinstance(group, TorchGroup):
+            return original.call_boxed(keys, operations, peers, tags, tensors, where)
+        works, outputs = [], []
+        for operation, peer, tag, tensor in zip(operations, peers, tags, tensors, strict=True):
+            if operation == "isend":
+                works.append(group.inner.send([tensor], peer, tag))
+                outputs.append(torch.empty(0, dtype=tensor.dtype))
+            elif operation == "irecv":
+                works.append(group.inner.recv([tensor], peer, tag))
+                outputs.append(tensor)
+            else:
+                raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
+        work = held(TorchWork(CoalescedWork(works)))
+        for output in outputs:
+            c10d._register_work(output, work)
+        return outputs
+
+    return kernel
+
+
+def _replace(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
+    library.impl(name, kernel, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
+
+
+def install() -> None:
+    """Installs the kernels, once in a process."""
+    with _lock:
+        if _library:
+            return
+        operators = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # the dispatcher warns that kernels are replaced: here that is meant
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, run in _KERNELS.items():
+                _replace(operators, name, _kernel(name, run))
+            if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+                _replace(functional, "batch_p2p_ops", _batch_p2p())
+        _library.extend((operators, functional))

@@ -1,0 +1,40 @@
+"""Runs test bodies on ranks whose torch.distributed is initialised on the backend under test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch.distributed as dist
+from harness import current_store, run_ranks
+
+from collectives.bridge import register_backend
+
+_HOST = importlib.util.find_spec("collectives.backends.host") is not None
+BACKEND = os.environ.get("COLLECTIVES_TEST_TORCH_BACKEND", "collectives" if _HOST else "collectives_gloo")
+"""Name in torch of the backend under test."""
+
+register_backend("collectives_gloo", "gloo")
+
+
+def run_torch(body, size=2, *args, backend=BACKEND, init=None, **options):
+    """Runs ``body(rank, size, *args)`` with the default group of torch; returns the results by rank.
+
+    Args:
+        body: a module-level function.
+        size: number of ranks.
+        *args: further arguments.
+        backend: name in torch.
+        init: further arguments of ``init_process_group``.
+        **options: as for :func:`harness.run_ranks`.
+    """
+    return run_ranks(_in_world, size, body, args, backend, init or {}, **options)
+
+
+def _in_world(rank, size, body, args, backend, init):
+    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size, **init)
+    try:
+        return body(rank, size, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
