@@ -1,0 +1,89 @@
+// The data behind a store server: keys, queues, and the clients that wait for them. No sockets, no locks: one
+// thread.
+//
+// Words:
+//   client   whoever may wait; has at most one wait at a time
+//   there    a key is there if it holds a value or is a queue that is not empty
+//   woken    clients whose wait ended through a call; the caller tells them
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace collectives::store {
+
+using ClientId = std::uint64_t;
+using Woken = std::vector<ClientId>;
+
+class Table {
+ public:
+  void set(const std::string& key, std::string value, Woken& woken);
+  void append(const std::string& key, const std::string& value, Woken& woken);
+  // Stores `desired` if the key holds `expected`, or if the key is missing and `expected` is empty. Returns
+  // what the key holds then; `expected` if the key is missing.
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
+                          Woken& woken);
+  // False, and nothing changed, if the value is no integer or the sum does not fit in 64 bits.
+  bool add(const std::string& key, std::int64_t amount, std::int64_t& sum, Woken& woken);
+  const std::string& get(const std::string& key) const;  // empty if missing
+  bool erase(const std::string& key);
+  bool check(const std::vector<std::string>& keys) const;
+  std::size_t size() const { return values_.size(); }
+  const std::unordered_map<std::string, std::string>& values() const { return values_; }
+
+  // Wakes one waiter only: the one that has waited longest and needs nothing else.
+  void push(const std::string& key, std::string value, Woken& woken);
+  // Returns the length before the pop; 0 leaves `value` alone.
+  std::size_t pop(ClientId client, const std::string& key, std::string& value);
+  std::size_t length(const std::string& key) const;
+
+  // True if there is nothing to wait for; else the client is woken later.
+  bool wait(ClientId client, const std::vector<std::string>& keys);
+  enum class Arrival { kComplete, kWaits, kInvalid };
+  // Counts the client in under the key; completes for everybody with the last of `members`. kInvalid, and
+  // nothing changed, if the key holds no count.
+  Arrival barrier(ClientId client, const std::string& key, std::int64_t members, Woken& woken);
+  // Ends the client's wait. A client that leaves a barrier before it completes is counted out again, so that
+  // it may come back without releasing the others early.
+  void cancel(ClientId client);
+  // As cancel, for a client that is gone: if it was woken for a queue that it never popped, another is woken
+  // instead.
+  void drop(ClientId client, Woken& woken);
+  std::size_t waiting() const { return waits_.size(); }
+
+ private:
+  using Turn = std::uint64_t;  // order in which waits began
+
+  struct Wait {
+    ClientId client;
+    std::unordered_set<std::string> missing;
+    std::vector<std::string> credited;  // queues that were pushed to while another key was missing
+    std::string barrier;                // key counted in under; meaningful if in_barrier
+    bool in_barrier = false;
+  };
+
+  bool there(const std::string& key) const;
+  void key_appeared(const std::string& key, Woken& woken);
+  void wake_one(const std::string& queue, Woken& woken);
+  bool complete(Turn turn, Wait& wait);
+  void finish(Turn turn, Woken& woken);
+  void forget(const std::string& key, Turn turn);
+
+  std::unordered_map<std::string, std::string> values_;
+  std::unordered_map<std::string, std::deque<std::string>> queues_;  // never holds an empty queue
+  std::map<Turn, Wait> waits_;
+  std::unordered_map<ClientId, Turn> turns_;
+  std::unordered_map<std::string, std::set<Turn>> waiting_for_;  // key -> waits that miss it
+  std::unordered_map<std::string, std::set<Turn>> barriers_;     // key -> waits counted in under it
+  std::unordered_map<ClientId, std::string> may_pop_;            // client -> queue that it was woken for
+  Turn next_turn_ = 0;
+};
+
+}  // namespace collectives::store
