@@ -1,0 +1,333 @@
+"""The contract of every key/value store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed.distributed_c10d import Store as TorchStore
+
+from collectives.errors import DistStoreError, QueueEmptyError
+
+__all__ = ["DEFAULT_TIMEOUT", "Store", "TorchStore"]
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+"""Time limit of a new store, as in torch."""
+
+_KEYS_NAMED = 8
+_CLONES_KEPT = 256
+
+
+class Store(TorchStore):
+    """A key/value store that the processes (or threads) of one job share, and that torch accepts as one.
+
+    **Keys and values.** A key is a ``str``, a value ``str`` (stored as UTF-8) or bytes; reading gives
+    ``bytes``. Counters of :meth:`add` and :meth:`barrier` are values too, as decimal text. Queues are apart
+    from values: a key should be used for one of the two. A key *is there* if it holds a value, even an empty
+    one, or is a queue with something in it.
+
+    **Blocking.** Only :meth:`get`, :meth:`multi_get`, :meth:`wait`, :meth:`queue_pop` and :meth:`barrier`
+    wait for other users of the store; everything else returns as soon as the store has carried it out, and
+    what a call has written is seen by every call, of any user, that starts after it has returned.
+
+    **Time limits.** A waiting call that is given no limit uses :attr:`timeout`, in whole milliseconds. Zero
+    or a negative limit means: do not wait, fail at once if the key is missing. A limit that passes raises
+    :class:`~collectives.DistStoreError` and leaves the store usable.
+
+    **Threads.** Any thread may call any method at any time; a thread that waits delays no other.
+    :meth:`clone` is therefore needed only for a different time limit. Waiting is done with the GIL released.
+
+    **Errors.** :class:`~collectives.DistStoreError` for a time limit or a refused operation,
+    :class:`~collectives.DistNetworkError` for a broken connection, :class:`ValueError` and :class:`TypeError`
+    for wrong arguments; the latter three leave every key as it was.
+
+    **Use in torch.** All methods may be reached from torch's C++ code. One limit comes from torch's binding:
+    C++ code keeps only the C++ half of a Python store alive, so keep a reference to a store that you hand to
+    torch for as long as torch uses it (``init_process_group("gloo", store=HashStore())`` fails at the next
+    ``new_group``).
+
+    Subclasses implement the underscored methods, which get checked arguments, and the limit in seconds.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        # A clone that only torch's C++ code asked for has no other Python reference (see the class's last
+        # note).
+        self._clones: deque[Store] = deque(maxlen=_CLONES_KEPT)
+
+    # Public operations.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Stores a value under a key, replacing what was there."""
+        self._set(_key(key), _value(value))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits up to :attr:`timeout` for the key to appear."""
+        return self._get(_key(key), self._seconds(None))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which starts at zero, and returns the sum.
+
+        Raises:
+            DistStoreError: the key was :meth:`set` to something that is no integer, or the sum leaves the
+            range
+                of 64 bits; nothing was changed.
+        """
+        return self._add(_key(key), _integer("amount", amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Appends to the value of a key; a missing key counts as empty."""
+        self._append(_key(key), _value(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tells whether all keys are there; does not wait."""
+        return self._check(_keys(keys))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Stores ``desired_value`` if the key holds ``expected_value``, as one step.
+
+        A missing key is set if ``expected_value`` is empty.
+
+        Returns:
+            What the key holds afterwards; ``expected_value`` if the key is missing.
+        """
+        return self._compare_set(_key(key), _value(expected_value), _value(desired_value))
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key and its value; tells whether it was there. Queues are not removed.
+
+        Raises:
+            DistStoreError: the store cannot remove keys (:class:`~collectives.FileStore`).
+        """
+        return self._delete_key(_key(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the values of several keys; waits up to :attr:`timeout` for all to appear."""
+        keys = _keys(keys)
+        return self._multi_get(keys, self._seconds(None)) if keys else []
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Stores several values.
+
+        Raises:
+            ValueError: there are not as many values as keys.
+        """
+        keys = _keys(keys)
+        if isinstance(values, (str, bytes)) or len(keys) != len(values):
+            raise ValueError(f"multi_set needs one value per key: {len(keys)} keys, {len(values)} values")
+        self._multi_set([(key, _value(value)) for key, value in zip(keys, values, strict=True)])
+
+    def num_keys(self) -> int:
+        """Returns the number of keys that hold a value.
+
+        A :class:`~collectives.TCPStore` with a fixed number of workers counts one key more than users have
+        set.
+        """
+        return self._num_keys()
+
+    def list_keys(self) -> list[str]:
+        """Returns the keys that users have set, in no order."""
+        return self._list_keys()
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Blocks until all keys are there; of the waiters for a queue, a push wakes one.
+
+        Args:
+            keys: may be empty.
+            timeout: limit; :attr:`timeout` if not given.
+        """
+        keys = _keys(keys)
+        if keys:
+            self._wait(keys, self._seconds(timeout))
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Appends a value to a queue."""
+        self._queue_push(_key(key), _value(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the oldest value out of a queue.
+
+        Args:
+            key: the queue.
+            block: wait up to :attr:`timeout` for a value.
+
+        Raises:
+            QueueEmptyError: the queue is empty and ``block`` is false.
+        """
+        return self._queue_pop(_key(key), self._seconds(None) if block else None)
+
+    def queue_len(self, key: str) -> int:
+        """Returns the number of values in a queue; 0 if there is no such queue."""
+        return self._queue_len(_key(key))
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Blocks until ``world_size`` callers have called it with this key, new for each barrier.
+
+        A caller whose time is up is counted out again, so that it may call once more.
+
+        Args:
+            key: name of this barrier; counts the callers.
+            world_size: number of callers.
+            timeout: limit; :attr:`timeout` if not given.
+        """
+        if _integer("world_size", world_size) < 1:
+            raise ValueError(f"a barrier needs a world_size of at least 1, not {world_size}")
+        self._barrier(_key(key), world_size.__index__(), self._seconds(timeout))
+
+    def has_extended_api(self) -> bool:
+        """Tells whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` are supported."""
+        return True
+
+    def clone(self) -> Store:
+        """Returns a store on the same data with a time limit of its own."""
+        copy = self._clone()
+        self._clones.append(copy)
+        return copy
+
+    def close(self) -> None:
+        """Releases what the store holds (connections, files); it must not be used any more. Idempotent."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time limit of waiting calls that are given none."""
+        # Kept in the C++ half, which torch reads directly.
+        limit: timedelta = super().timeout  # type: ignore[misc]
+        return limit
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets :attr:`timeout`."""
+        super().set_timeout(_clamped(timeout))
+
+    # Names under which torch's C++ code looks two of the methods up.
+
+    def getNumKeys(self) -> int:  # noqa: D102
+        return self.num_keys()
+
+    def deleteKey(self, key: str) -> bool:  # noqa: D102
+        return self.delete_key(key)
+
+    # What a store implements. Limits are in seconds and never negative.
+
+    def _clone(self) -> Store:
+        raise NotImplementedError
+
+    def _set(self, key: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def _add(self, key: str, amount: int) -> int:
+        raise NotImplementedError
+
+    def _append(self, key: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def _check(self, keys: list[str]) -> bool:
+        raise NotImplementedError
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _delete_key(self, key: str) -> bool:
+        raise NotImplementedError
+
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+        raise NotImplementedError
+
+    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
+        raise NotImplementedError
+
+    def _num_keys(self) -> int:
+        raise NotImplementedError
+
+    def _list_keys(self) -> list[str]:
+        raise NotImplementedError
+
+    def _wait(self, keys: list[str], limit: float) -> None:
+        raise NotImplementedError
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        """``limit`` is ``None`` for a call that must not wait."""
+        raise NotImplementedError
+
+    def _queue_len(self, key: str) -> int:
+        raise NotImplementedError
+
+    def _barrier(self, key: str, world_size: int, limit: float) -> None:
+        raise NotImplementedError
+
+    def _get(self, key: str, limit: float) -> bytes:
+        return self._multi_get([key], limit)[0]
+
+    # For subclasses.
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        limit = self.timeout if timeout is None else _clamped(timeout)
+        return max(0.0, limit.total_seconds())
+
+    def _raise_timeout(self, operation: str, missing: Sequence[str], limit: float) -> NoReturn:
+        """Raises the error of a waiting call whose time is up."""
+        raise DistStoreError(
+            f"{operation} gave up after {limit:g} s: {self!r} has no {_named(missing)}. "
+            "Does the rank that writes it still run, and does it use the same store, prefix and key?"
+        )
+
+    def _raise_barrier_timeout(self, key: str, arrived: int, world_size: int, limit: float) -> NoReturn:
+        raise DistStoreError(
+            f"barrier {key!r} gave up after {limit:g} s: {arrived} of {world_size} have arrived at {self!r}. "
+            "Do all of them run, and do they use the same store, prefix and key?"
+        )
+
+    def _raise_queue_empty(self, key: str) -> NoReturn:
+        raise QueueEmptyError(f"queue {key!r} of {self!r} is empty; use block=True to wait for a value")
+
+    def _raise_not_a_counter(self, key: str, amount: int, value: bytes) -> NoReturn:
+        shown = value if len(value) <= 32 else value[:32] + b"..."
+        raise DistStoreError(
+            f"cannot add {amount} to key {key!r} of {self!r}: it holds {shown!r}, which is no 64-bit "
+            "integer, or the sum would be none; a counter must not be written by set()"
+        )
+
+
+def _clamped(timeout: timedelta) -> timedelta:
+    """Returns a limit that C++ can hold: torch counts milliseconds in 64 bits, and adds them to clocks."""
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, not {type(timeout).__name__}: {timeout!r}")
+    return min(timeout, timedelta(days=36500))
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be a str, not {type(key).__name__}: {key!r}")
+    return key
+
+
+def _keys(keys: Sequence[str]) -> list[str]:
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys must be a list of str, not one {type(keys).__name__}: {keys!r}")
+    return [_key(key) for key in keys]
+
+
+def _value(value: str | bytes) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"a value must be str or bytes, not {type(value).__name__}: {value!r}")
+
+
+def _integer(name: str, number: int) -> int:
+    number = number.__index__()
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, is {number}")
+    return number
+
+
+def _named(keys: Sequence[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:_KEYS_NAMED])
+    rest = f" and {len(keys) - _KEYS_NAMED} more" if len(keys) > _KEYS_NAMED else ""
+    return f"key {shown}" if len(keys) == 1 else f"keys {shown}{rest}"

@@ -1,0 +1,151 @@
+"""Where a store server listens."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from collectives.errors import DistNetworkError
+
+__all__ = ["adopt_listener", "is_loopback", "open_listeners"]
+
+_PORT_ATTEMPTS = 16
+
+
+def open_listeners(host: str, port: int) -> list[socket.socket]:
+    """Opens the sockets on which a server for ``host`` listens.
+
+    * ``localhost`` and loopback addresses: loopback only; for ``localhost`` both of IPv4 and IPv6 where there
+      are both.
+    * An IP address of this machine: exactly that address.
+    * An IP address of no interface of this machine (behind address translation), or a host name: all
+      interfaces, because other machines may resolve the name, or route the address, to any of them.
+
+    Args:
+        host: name or address that clients connect to.
+        port: 0 lets the system choose one, the same for all sockets.
+
+    Raises:
+        DistNetworkError: the port is in use or not allowed.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be from 0 to 65535, is {port}")
+    for attempt in range(_PORT_ATTEMPTS):
+        try:
+            return _open(host, port)
+        except OSError as error:  # noqa: PERF203
+            # The port that the system chose for one address family may be taken in the other.
+            if port == 0 and error.errno == errno.EADDRINUSE and attempt + 1 < _PORT_ATTEMPTS:
+                continue
+            raise _listen_error(host, port, error) from error
+    raise AssertionError("unreachable")
+
+
+def adopt_listener(fd: int, port: int) -> socket.socket:
+    """Takes over a descriptor of a bound stream socket, and makes it listen.
+
+    Args:
+        fd: the descriptor; the server closes it in the end.
+        port: the port that it must be bound to; 0 for any.
+
+    Raises:
+        ValueError: ``fd`` is no such socket, or is bound to another port; the descriptor is left open.
+    """
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        raise ValueError(f"master_listen_fd {fd} is no socket: {error.strerror}") from error
+    try:
+        if sock.family not in {socket.AF_INET, socket.AF_INET6} or sock.type != socket.SOCK_STREAM:
+            raise ValueError(f"master_listen_fd {fd} is no TCP socket but {sock.family!r}, {sock.type!r}")
+        bound = sock.getsockname()[1]
+        if bound == 0:
+            raise ValueError(f"master_listen_fd {fd} is not bound to a port")
+        if port not in {0, bound}:
+            raise ValueError(f"master_listen_fd {fd} is bound to port {bound}, but port is {port}")
+        sock.listen(socket.SOMAXCONN)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.detach()
+        raise ValueError(f"cannot listen on master_listen_fd {fd}: {error.strerror}") from error
+    except ValueError:
+        sock.detach()
+        raise
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether a server for ``host`` listens on loopback only."""
+    address = _literal(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _open(host: str, port: int) -> list[socket.socket]:
+    if host == "localhost":
+        return _open_loopbacks(port)
+    address = _literal(host)
+    if address is not None and not address.is_unspecified:
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        try:
+            return [_listener(family, host, port)]
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or address.is_loopback:
+                raise
+    if address is not None and address.version == 4 and address.is_unspecified:
+        return [_listener(socket.AF_INET, "0.0.0.0", port)]  # noqa: S104
+    try:
+        return [_listener(socket.AF_INET6, "::", port, both_families=True)]
+    except OSError as error:
+        if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+            raise
+    return [_listener(socket.AF_INET, "0.0.0.0", port)]  # noqa: S104
+
+
+def _open_loopbacks(port: int) -> list[socket.socket]:
+    sockets = [_listener(socket.AF_INET, "127.0.0.1", port)]
+    try:
+        sockets.append(_listener(socket.AF_INET6, "::1", sockets[0].getsockname()[1]))
+    except OSError as error:
+        if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+            sockets[0].close()
+            raise
+    return sockets
+
+
+def _listener(family: int, host: str, port: int, both_families: bool = False) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of an earlier run that linger in TIME_WAIT must not keep the port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both_families else 1)
+        sock.bind((host, port))
+        sock.listen(socket.SOMAXCONN)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _listen_error(host: str, port: int, error: OSError) -> DistNetworkError:
+    if error.errno == errno.EADDRINUSE:
+        return DistNetworkError(
+            f"port {port} is already in use on this machine, so that no store server can listen on "
+            f"{host}:{port}: another job, or a process left over from an earlier one? Choose another port "
+            f"(MASTER_PORT), or port 0 and read the store's .port; `ss -ltnp 'sport = :{port}'` shows who "
+            "holds it"
+        )
+    if error.errno == errno.EACCES:
+        return DistNetworkError(
+            f"no permission to listen on {host}:{port}: ports below 1024 are reserved; choose a higher one"
+        )
+    return DistNetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}")

@@ -1,0 +1,201 @@
+"""A store that is a part of another."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as _torch_distributed
+from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
+
+from collectives.errors import DistNetworkError, DistStoreError, QueueEmptyError
+from collectives.store.base import Store, TorchStore
+
+__all__ = ["PrefixStore"]
+
+
+class PrefixStore(Store):
+    """Puts ``prefix + "/"`` before every key of a store, so that its users cannot collide with others.
+
+    Keys that were given out (:meth:`list_keys`) and those in errors are without the prefix; :meth:`num_keys`
+    counts the keys of the whole underlying store. The time limit is that of the underlying store.
+
+    Args:
+        prefix: name of the part.
+        store: any :class:`torch.distributed.Store`, one of torch's own too.
+    """
+
+    def __init__(self, prefix: str, store: TorchStore) -> None:
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix must be a str, not {type(prefix).__name__}: {prefix!r}")
+        if not isinstance(store, TorchStore):
+            raise TypeError(f"store must be a torch.distributed.Store, not {type(store).__name__}: {store!r}")
+        self._prefix = prefix
+        # Not torch's type from here on: its type stubs lack half of the methods.
+        self._store: Any = store
+        super().__init__(self.timeout)
+
+    @property
+    def underlying_store(self) -> TorchStore:
+        """The store that holds the keys."""
+        store: TorchStore = self._store
+        return store
+
+    @property
+    def _underlying_non_prefix_store(self) -> TorchStore:
+        """The store below all layers of prefixes; torch has this property too."""
+        store = self.underlying_store
+        while isinstance(store, (PrefixStore, TorchPrefixStore)):
+            store = store.underlying_store
+        return store
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time limit of the underlying store."""
+        limit: timedelta = self._store.timeout
+        return limit
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of the underlying store."""
+        super().set_timeout(timeout)
+        self._store.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        """Tells whether the underlying store supports append, multi_get and multi_set."""
+        supported: bool = self._store.has_extended_api()
+        return supported
+
+    def close(self) -> None:
+        """Closes the underlying store, if it is one of ours; torch's have nothing to close."""
+        if isinstance(self._store, Store):
+            self._store.close()
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self._prefix!r}, {self._store!r})"
+
+    def _clone(self) -> PrefixStore:
+        return PrefixStore(self._prefix, self._store.clone())
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Turns torch's errors into ours of the same meaning."""
+        try:
+            yield
+        except (DistStoreError, DistNetworkError):
+            raise
+        except _torch_distributed.QueueEmptyError as error:
+            raise QueueEmptyError(self._explained(error)) from error
+        except _torch_distributed.DistStoreError as error:
+            raise DistStoreError(self._explained(error)) from error
+        except _torch_distributed.DistNetworkError as error:
+            raise DistNetworkError(self._explained(error)) from error
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            # torch's FileStore has no better class for a time limit.
+            if "timeout" not in str(error):
+                raise
+            raise DistStoreError(self._explained(error)) from error
+
+    def _explained(self, error: Exception) -> str:
+        """Returns torch's message without the C++ stack, and where it happened."""
+        return f"{str(error).partition(chr(10))[0]} ({self!r}, timeout {self._seconds(None):g} s)"
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _keys(self, keys: list[str]) -> list[str]:
+        return [self._key(key) for key in keys]
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._own_errors():
+            self._store.set(self._key(key), value)
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._own_errors():
+            try:
+                total: int = self._store.add(self._key(key), amount)
+            except ValueError:  # torch's HashStore and FileStore
+                self._raise_not_a_counter(key, amount, self._store.get(self._key(key)))
+            return total
+
+    def _append(self, key: str, value: bytes) -> None:
+        with self._own_errors():
+            self._store.append(self._key(key), value)
+
+    def _check(self, keys: list[str]) -> bool:
+        with self._own_errors():
+            there: bool = self._store.check(self._keys(keys))
+            return there
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._own_errors():
+            value: bytes = self._store.compare_set(self._key(key), expected, desired)
+            return value
+
+    def _delete_key(self, key: str) -> bool:
+        with self._own_errors():
+            deleted: bool = self._store.delete_key(self._key(key))
+            return deleted
+
+    def _get(self, key: str, limit: float) -> bytes:  # noqa: ARG002 - the other store has the limit
+        with self._own_errors():
+            value: bytes = self._store.get(self._key(key))
+            return value
+
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:  # noqa: ARG002
+        with self._own_errors():
+            values: list[bytes] = self._store.multi_get(self._keys(keys))
+            return values
+
+    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
+        with self._own_errors():
+            self._store.multi_set([self._key(key) for key, _ in pairs], [value for _, value in pairs])
+
+    def _num_keys(self) -> int:
+        with self._own_errors():
+            count: int = self._store.num_keys()
+            return count
+
+    def _list_keys(self) -> list[str]:
+        start = self._key("")
+        with self._own_errors():
+            keys: list[str] = self._store.list_keys()
+        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+
+    def _wait(self, keys: list[str], limit: float) -> None:
+        with self._own_errors():
+            self._store.wait(self._keys(keys), _foreign_limit(limit))
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        with self._own_errors():
+            self._store.queue_push(self._key(key), value)
+
+    def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        end = time.monotonic() + (limit or 0.0)
+        while True:
+            try:
+                with self._own_errors():
+                    value: bytes = self._store.queue_pop(self._key(key), limit is not None)
+                    return value
+            except QueueEmptyError:  # noqa: PERF203
+                # torch's TCPStore raises it from a blocking pop too when another client was quicker.
+                if limit is None or time.monotonic() > end:
+                    raise
+
+    def _queue_len(self, key: str) -> int:
+        with self._own_errors():
+            length: int = self._store.queue_len(self._key(key))
+            return length
+
+    def _barrier(self, key: str, world_size: int, limit: float) -> None:
+        with self._own_errors():
+            self._store.barrier(self._key(key), world_size, _foreign_limit(limit))
+
+
+def _foreign_limit(limit: float) -> timedelta:
+    """Returns a limit that no store takes for unlimited, as torch's HashStore does zero."""
+    return max(timedelta(seconds=limit), timedelta(milliseconds=1))
