@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -361,6 +363,46 @@ def test_a_mode_that_flushes_subnormals_changes_nothing() -> None:
         assert_same_bits(reduce(AVG, [codes], 1.0), codes)
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the code of upward rounding is that of x86-64")
+def test_a_rounding_mode_of_the_caller_changes_nothing() -> None:
+    upward = 0x800
+    c = ctypes.CDLL(None)
+    nearest = c.fegetround()
+    one, little = torch.ones(37), torch.full((37,), 2.0**-30)
+    assert c.fesetround(upward) == 0
+    try:
+        result = reduce(SUM, [one, little])
+        assert c.fegetround() == upward, "the kernel left the caller's mode changed"
+    finally:
+        c.fesetround(nearest)
+    assert_same_bits(result, one)
+
+
+def test_what_is_too_large() -> None:
+    expected = {
+        torch.float8_e4m3fn: 448.0,
+        torch.float8_e5m2: math.inf,
+        torch.float8_e4m3fnuz: math.nan,
+        torch.float8_e5m2fnuz: math.nan,
+        torch.float16: math.inf,
+        torch.bfloat16: math.inf,
+        torch.float32: math.inf,
+        torch.float64: math.inf,
+    }
+    for dtype, value in expected.items():
+        big = torch.full((3,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+        doubled = reduce(SUM, [big, big]).to(torch.float64)
+        torch.testing.assert_close(doubled, torch.full((3,), value, dtype=torch.float64), equal_nan=True)
+
+
+def test_scales_round_to_the_nearest_power_of_two() -> None:
+    one, half, quarter = (
+        torch.tensor([127 - k], dtype=torch.uint8).view(torch.float8_e8m0fnu) for k in range(3)
+    )
+    for sources, expected in (([one, half], 2.0), ([one, quarter], 1.0), ([one, one], 2.0)):
+        assert reduce(SUM, sources).to(torch.float32).item() == expected
 
 
 # --- layout ---

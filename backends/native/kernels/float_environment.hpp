@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif !defined(__aarch64__)
+#include <cfenv>
 #endif
 
 namespace collectives {
@@ -30,7 +32,11 @@ class DefaultFloatEnvironment {
     if (saved_ != 0) asm volatile("msr fpcr, %0" : : "r"(saved_));
   }
 #else
-#error "Unknown architecture: say here how its floating-point mode is saved and set"
+  DefaultFloatEnvironment() noexcept {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
 #endif
   DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
   DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
@@ -41,8 +47,10 @@ class DefaultFloatEnvironment {
   static constexpr std::uint32_t kModeBits = 0xFFC0;
   static constexpr std::uint32_t kDefaultMode = 0x1F80;
   std::uint32_t saved_;
-#else
+#elif defined(__aarch64__)
   std::uint64_t saved_ = 0;
+#else
+  std::fenv_t saved_;
 #endif
 };
 

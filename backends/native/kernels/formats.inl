@@ -1,13 +1,16 @@
-// Element formats: how a vector of elements is loaded into accumulators and stored from them. Part of
-// reduce.inl.
+// Element formats: how elements become accumulators and back. Part of reduce.inl.
 //
-// A format has
-//   Vector          the accumulators of one step
-//   kLanes          elements in a step
-//   kElementBytes   bytes of an element in memory
-//   load, store     between memory (any alignment) and a Vector; `store` rounds to nearest even and makes
-//   every NaN
-//                   the canonical one
+// Words. A *register* holds accumulators, as many as fit the CPU's vector width. A *step* is what one load
+// and one store of a format handle: kParts registers. A format has
+//   Element, Register   the accumulators' type, and a vector of it
+//   kParts              registers in a step
+//   kElementBytes       bytes of an element in memory
+//   kStepBytes          bytes of a step in memory
+//   load, store         between kStepBytes of memory (any alignment) and kParts registers; `store` rounds to
+//   nearest
+//                       even and makes every NaN the canonical one
+// Which element lies in which lane of which register is the format's own affair, since lanes never meet.
+//
 // Floating-point arithmetic here is IEEE 754 lane by lane and without contraction, so that every vector width
 // gives the same bits.
 
@@ -21,8 +24,6 @@ using F32 = VectorOf<float, kFloatLanes>;
 using F64 = VectorOf<double, kVectorBytes / sizeof(double)>;
 using I32 = VectorOf<std::int32_t, kFloatLanes>;
 using U32 = VectorOf<std::uint32_t, kFloatLanes>;
-using U16 = VectorOf<std::uint16_t, kFloatLanes>;
-using U8 = VectorOf<std::uint8_t, kFloatLanes>;
 
 template <class V>
 inline V load_vector(const std::byte* from) {
@@ -52,60 +53,75 @@ inline To bits_as(From from) {
   return to;
 }
 
+// Lanes where a < b, for lanes without their highest bit: only such comparisons are cheap on every CPU.
+inline I32 below(U32 a, U32 b) { return bits_as<I32>(a) < bits_as<I32>(b); }
+
+inline F32 with_canonical_nan(F32 v) { return v == v ? v : splat<F32>(__builtin_nanf("")); }
+inline F64 with_canonical_nan(F64 v) { return v == v ? v : splat<F64>(__builtin_nan("")); }
+
+// A format whose elements are their own accumulators.
 template <class T>
-struct Integer {
+struct Direct {
   using Element = T;
-  using Vector = VectorOf<T, kVectorBytes / sizeof(T)>;
-  static constexpr std::size_t kLanes = kVectorBytes / sizeof(T);
+  using Register = VectorOf<T, kVectorBytes / sizeof(T)>;
+  static constexpr int kParts = 1;
   static constexpr std::size_t kElementBytes = sizeof(T);
-  static Vector load(const std::byte* from) { return load_vector<Vector>(from); }
-  static void store(std::byte* to, Vector v) { store_vector(to, v); }
+  static constexpr std::size_t kStepBytes = kVectorBytes;
+  static void load(const std::byte* from, Register (&parts)[1]) { parts[0] = load_vector<Register>(from); }
+};
+
+template <class T>
+struct Integer : Direct<T> {
+  using Register = typename Direct<T>::Register;
+  static void store(std::byte* to, const Register (&parts)[1]) { store_vector(to, parts[0]); }
 };
 
 // One byte; anything but 0 counts as true, and 1 is stored.
-struct Boolean {
-  using Element = std::uint8_t;
-  using Vector = VectorOf<std::uint8_t, kVectorBytes>;
-  static constexpr std::size_t kLanes = kVectorBytes;
-  static constexpr std::size_t kElementBytes = 1;
-  static Vector load(const std::byte* from) {
-    const Vector v = load_vector<Vector>(from);
-    return bits_as<Vector>(v != 0) & 1;
+struct Boolean : Integer<std::uint8_t> {
+  static void load(const std::byte* from, Register (&parts)[1]) {
+    parts[0] = bits_as<Register>(load_vector<Register>(from) != 0) & 1;
   }
-  static void store(std::byte* to, Vector v) { store_vector(to, v); }
 };
 
-struct Float32 {
-  using Element = float;
-  using Vector = F32;
-  static constexpr std::size_t kLanes = kFloatLanes;
-  static constexpr std::size_t kElementBytes = 4;
-  static F32 load(const std::byte* from) { return load_vector<F32>(from); }
-  static void store(std::byte* to, F32 v) { store_vector(to, v == v ? v : splat<F32>(__builtin_nanf(""))); }
-};
-
-struct Float64 {
-  using Element = double;
-  using Vector = F64;
-  static constexpr std::size_t kLanes = kVectorBytes / sizeof(double);
-  static constexpr std::size_t kElementBytes = 8;
-  static F64 load(const std::byte* from) { return load_vector<F64>(from); }
-  static void store(std::byte* to, F64 v) { store_vector(to, v == v ? v : splat<F64>(__builtin_nan(""))); }
-};
-
-struct BFloat16 {
-  using Element = float;
-  using Vector = F32;
-  static constexpr std::size_t kLanes = kFloatLanes;
-  static constexpr std::size_t kElementBytes = 2;
-  static F32 load(const std::byte* from) {
-    return bits_as<F32>(__builtin_convertvector(load_vector<U16>(from), U32) << 16);
+template <class T>
+struct Float : Direct<T> {
+  using Register = typename Direct<T>::Register;
+  static void store(std::byte* to, const Register (&parts)[1]) {
+    store_vector(to, with_canonical_nan(parts[0]));
   }
-  static void store(std::byte* to, F32 v) {
+};
+
+// Small floats. A vector of memory is seen as 32-bit words, each holding kParts elements; part p takes the
+// p-th of every word, so that no element changes its lane.
+template <std::size_t kBytes>
+struct Packed {
+  using Element = float;
+  using Register = F32;
+  static constexpr int kParts = static_cast<int>(4 / kBytes);
+  static constexpr std::size_t kElementBytes = kBytes;
+  static constexpr std::size_t kStepBytes = kVectorBytes;
+  static constexpr int kBits = 8 * static_cast<int>(kBytes);
+
+  // Part p of every word, moved to the word's highest bits; below it is what is left of the other parts.
+  static U32 to_top(U32 words, int p) { return words << (32 - kBits * (p + 1)); }
+};
+
+struct BFloat16 : Packed<2> {
+  static void load(const std::byte* from, F32 (&parts)[2]) {
+    const U32 words = load_vector<U32>(from);
+    parts[0] = bits_as<F32>(words << 16);
+    parts[1] = bits_as<F32>(words & 0xFFFF0000U);
+  }
+  static void store(std::byte* to, const F32 (&parts)[2]) {
+    store_vector(to, rounded(parts[0]) >> 16 | (rounded(parts[1]) & 0xFFFF0000U));
+  }
+
+ private:
+  // The element in the upper half of each lane. Adding just under half a unit, and one more where the kept
+  // part is odd, rounds to nearest even; the carry runs into the exponent, as it should.
+  static U32 rounded(F32 v) {
     const U32 bits = bits_as<U32>(v);
-    const U32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    const U32 result = v == v ? rounded : splat<U32>(0x7FC0U);
-    store_vector(to, __builtin_convertvector(result, U16));
+    return v == v ? bits + 0x7FFF + ((bits >> 16) & 1) : splat<U32>(0x7FC00000U);
   }
 };
 
@@ -129,14 +145,10 @@ constexpr std::uint32_t bits_of_power_of_two(int exponent) {
 //   that kOverflow  else the magnitude that stands for everything too large
 // Overflow is what torch makes of it (2.12 and later, where e4m3fn saturates).
 template <class Spec>
-struct SmallFloat {
-  using Codes = VectorOf<typename Spec::Code, kFloatLanes>;
-  using Element = float;
-  using Vector = F32;
-  static constexpr std::size_t kLanes = kFloatLanes;
-  static constexpr std::size_t kElementBytes = sizeof(typename Spec::Code);
-
-  static constexpr int kBits = 8 * static_cast<int>(kElementBytes);
+struct SmallFloat : Packed<sizeof(typename Spec::Code)> {
+  using Base = Packed<sizeof(typename Spec::Code)>;
+  using Base::kBits, Base::kParts;
+  static constexpr int kUnused = 32 - kBits;
   static constexpr std::uint32_t kSign = 1U << (kBits - 1);
   static constexpr int kShift = 23 - Spec::kMantissaBits;
   static constexpr int kMinExponent = 1 - Spec::kBias;  // of a normal number
@@ -144,45 +156,56 @@ struct SmallFloat {
   // 2 to the power kMagic has the unit of the format's subnormals as the unit of its last place.
   static constexpr int kMagic = kMinExponent - Spec::kMantissaBits + 23;
 
-  static F32 load(const std::byte* from) {
-    const U32 code = __builtin_convertvector(load_vector<Codes>(from), U32);
-    const U32 magnitude = code & (kSign - 1);
+  static void load(const std::byte* from, F32 (&parts)[kParts]) {
+    const U32 words = load_vector<U32>(from);
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) parts[p] = decoded(Base::to_top(words, p));
+  }
+
+  static void store(std::byte* to, const F32 (&parts)[kParts]) {
+    U32 words = encoded(parts[0]);
+#pragma GCC unroll 4
+    for (int p = 1; p < kParts; ++p) words |= encoded(parts[p]) << (kBits * p);
+    store_vector(to, words);
+  }
+
+ private:
+  static F32 decoded(U32 top) {
+    const U32 sign = top & 0x80000000U;
+    const U32 magnitude = (top & 0x7FFFFFFFU) >> kUnused;
     const U32 normal = (magnitude << kShift) + (kRebias << 23);
     const F32 multiple = __builtin_convertvector(bits_as<I32>(magnitude), F32);
     const U32 subnormal = bits_as<U32>(multiple * power_of_two(kMinExponent - Spec::kMantissaBits));
-    U32 bits = magnitude < (1U << Spec::kMantissaBits) ? subnormal : normal;
+    U32 bits = below(magnitude, splat<U32>(1U << Spec::kMantissaBits)) ? subnormal : normal;
     if constexpr (Spec::kInfinity != 0) {
-      bits = magnitude >= Spec::kInfinity ? (magnitude << kShift) | 0x7F800000U : bits;
-      return bits_as<F32>(bits | (code & kSign) << (32 - kBits));
+      bits |= below(magnitude, splat<U32>(Spec::kInfinity)) ? U32{} : splat<U32>(0x7F800000U);
+      return bits_as<F32>(bits | sign);
+    } else if constexpr (Spec::kSignedZero) {
+      return bits_as<F32>((magnitude == Spec::kNaN ? splat<U32>(0x7FC00000U) : bits) | sign);
     } else {
-      const U32 nan = Spec::kSignedZero ? magnitude : code;
-      return bits_as<F32>(nan == Spec::kNaN ? splat<U32>(0x7FC00000U)
-                                            : bits | (code & kSign) << (32 - kBits));
+      return bits_as<F32>((top >> kUnused) == Spec::kNaN ? splat<U32>(0x7FC00000U) : bits | sign);
     }
   }
 
-  static void store(std::byte* to, F32 v) {
+  // The code, in the lowest bits.
+  static U32 encoded(F32 v) {
     const U32 bits = bits_as<U32>(v);
-    const U32 sign = bits & 0x80000000U;
-    const U32 magnitude = bits ^ sign;
-    // Adding just under half a unit, and one more where the kept part is odd, rounds to nearest even; the
-    // carry may run into the exponent, as it should. Below the normal numbers the addition of 2^kMagic does
-    // the rounding.
+    const U32 magnitude = bits & 0x7FFFFFFFU;
+    const U32 sign = (bits >> kUnused) & kSign;
+    // Normal numbers as in BFloat16; below them the addition of 2^kMagic does the rounding.
     const U32 odd = (magnitude >> kShift) & 1;
     const U32 normal =
         ((magnitude + ((1U << (kShift - 1)) - 1) + odd) >> kShift) - (kRebias << Spec::kMantissaBits);
     const U32 subnormal =
         bits_as<U32>(bits_as<F32>(magnitude) + power_of_two(kMagic)) - bits_of_power_of_two(kMagic);
-    U32 code = magnitude < bits_of_power_of_two(kMinExponent) ? subnormal : normal;
+    U32 code = below(magnitude, splat<U32>(bits_of_power_of_two(kMinExponent))) ? subnormal : normal;
     if constexpr (Spec::kSignedZero) {
-      code = code > Spec::kOverflow ? splat<U32>(Spec::kOverflow) : code;
-      code |= sign >> (32 - kBits);
+      code = below(splat<U32>(Spec::kOverflow), code) ? splat<U32>(Spec::kOverflow) : code;
+      return v == v ? code | sign : splat<U32>(Spec::kNaN);
     } else {
-      const U32 signed_code = code == 0 ? code : code | sign >> (32 - kBits);
-      code = code >= kSign ? splat<U32>(Spec::kNaN) : signed_code;
+      const U32 with_sign = code == 0 ? code : code | sign;
+      return below(code, splat<U32>(kSign)) ? with_sign : splat<U32>(Spec::kNaN);
     }
-    code = magnitude > 0x7F800000U ? splat<U32>(Spec::kNaN) : code;
-    store_vector(to, __builtin_convertvector(code, Codes));
   }
 };
 
@@ -214,66 +237,83 @@ struct Float8E5M2FNUZ {
   static constexpr bool kSignedZero = false;
 };
 
-struct Float16Spec {
+// float16 on CPUs without instructions for it.
+struct Binary16 {
   using Code = std::uint16_t;
   static constexpr int kMantissaBits = 10, kBias = 15;
   static constexpr std::uint32_t kInfinity = 0x7C00, kOverflow = 0x7C00, kNaN = 0x7E00;
   static constexpr bool kSignedZero = true;
 };
 
-#if defined(__AVX512F__)
+#if COLLECTIVES_VECTOR_BYTES > 16 || defined(__aarch64__)
+
+#if COLLECTIVES_VECTOR_BYTES == 64
 // The masked forms, with all lanes on: the others are written in gcc 12's header so that it warns of an
 // uninitialised variable there (gcc bug 105593).
-struct Float16 : SmallFloat<Float16Spec> {
-  static F32 load(const std::byte* from) {
-    return bits_as<F32>(_mm512_maskz_cvtph_ps(0xFFFF, load_vector<__m256i>(from)));
-  }
-  static void store(std::byte* to, F32 v) {
-    const F32 result = v == v ? v : splat<F32>(__builtin_nanf(""));
-    store_vector(to, _mm512_maskz_cvtps_ph(0xFFFF, bits_as<__m512>(result),
-                                           _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  }
-};
-#elif defined(__F16C__)
-struct Float16 : SmallFloat<Float16Spec> {
-  static F32 load(const std::byte* from) { return bits_as<F32>(_mm256_cvtph_ps(load_vector<__m128i>(from))); }
-  static void store(std::byte* to, F32 v) {
-    const F32 result = v == v ? v : splat<F32>(__builtin_nanf(""));
-    store_vector(to, _mm256_cvtps_ph(bits_as<__m256>(result), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  }
-};
-#elif defined(__aarch64__)
-struct Float16 : SmallFloat<Float16Spec> {
-  static F32 load(const std::byte* from) {
-    return bits_as<F32>(vcvt_f32_f16(load_vector<float16x4_t>(from)));
-  }
-  static void store(std::byte* to, F32 v) {
-    const F32 result = v == v ? v : splat<F32>(__builtin_nanf(""));
-    store_vector(to, vcvt_f16_f32(bits_as<float32x4_t>(result)));
-  }
-};
+inline F32 widened_half(const std::byte* from) {
+  return bits_as<F32>(_mm512_maskz_cvtph_ps(0xFFFF, load_vector<__m256i>(from)));
+}
+inline __m256i narrowed_half(F32 v) {
+  return _mm512_maskz_cvtps_ph(0xFFFF, bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+#elif COLLECTIVES_VECTOR_BYTES == 32
+inline F32 widened_half(const std::byte* from) {
+  return bits_as<F32>(_mm256_cvtph_ps(load_vector<__m128i>(from)));
+}
+inline __m128i narrowed_half(F32 v) {
+  return _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #else
-using Float16 = SmallFloat<Float16Spec>;
+inline F32 widened_half(const std::byte* from) {
+  return bits_as<F32>(vcvt_f32_f16(load_vector<float16x4_t>(from)));
+}
+inline float16x4_t narrowed_half(F32 v) { return vcvt_f16_f32(bits_as<float32x4_t>(v)); }
+#endif
+
+struct Float16 {
+  using Element = float;
+  using Register = F32;
+  static constexpr int kParts = 1;
+  static constexpr std::size_t kElementBytes = 2;
+  static constexpr std::size_t kStepBytes = kVectorBytes / 2;
+  static void load(const std::byte* from, F32 (&parts)[1]) { parts[0] = widened_half(from); }
+  static void store(std::byte* to, const F32 (&parts)[1]) {
+    store_vector(to, narrowed_half(with_canonical_nan(parts[0])));
+  }
+};
+
+#else
+using Float16 = SmallFloat<Binary16>;
 #endif
 
 // Code e stands for 2 to the power e - 127, and 255 for NaN: no sign, no zero. Rounding is to the nearest
 // power of two, 1.5 of one upward; the sign is dropped, infinity is NaN.
-struct Float8E8M0FNU {
-  using Element = float;
-  using Vector = F32;
-  using Codes = VectorOf<std::uint8_t, kFloatLanes>;
-  static constexpr std::size_t kLanes = kFloatLanes;
-  static constexpr std::size_t kElementBytes = 1;
-  static F32 load(const std::byte* from) {
-    const U32 code = __builtin_convertvector(load_vector<Codes>(from), U32);
-    const U32 finite = code == 0 ? splat<U32>(0x00400000U) : code << 23;
-    return bits_as<F32>(code == 0xFF ? splat<U32>(0x7FC00000U) : finite);
+struct Float8E8M0FNU : Packed<1> {
+  static void load(const std::byte* from, F32 (&parts)[4]) {
+    const U32 words = load_vector<U32>(from);
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+      const U32 exponent = (to_top(words, p) >> 1) & 0x7F800000U;
+      // The mantissa bit that makes 2^-127 of code 0, and a NaN of code 255.
+      const I32 extreme = (exponent == 0) | (exponent == 0x7F800000U);
+      parts[p] = bits_as<F32>(exponent | (bits_as<U32>(extreme) & 0x00400000U));
+    }
   }
-  static void store(std::byte* to, F32 v) {
+  static void store(std::byte* to, const F32 (&parts)[4]) {
+    U32 words{};
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) words |= encoded(parts[p]) << (8 * p);
+    store_vector(to, words);
+  }
+
+ private:
+  static U32 encoded(F32 v) {
     const U32 magnitude = bits_as<U32>(v) & 0x7FFFFFFFU;
-    // Half of the smallest normal number is code 0 itself, so there the tie goes down.
-    const U32 half = magnitude < 0x00800000U ? splat<U32>(0x003FFFFFU) : splat<U32>(0x00400000U);
+    // Half of the smallest normal number is code 0 itself, so there the tie goes down. Infinity and NaN round
+    // to 255 or, with the highest mantissa bit, to 256.
+    const U32 half =
+        below(magnitude, splat<U32>(0x00800000U)) ? splat<U32>(0x003FFFFFU) : splat<U32>(0x00400000U);
     const U32 code = (magnitude + half) >> 23;
-    store_vector(to, __builtin_convertvector(code > 0xFF ? splat<U32>(0xFFU) : code, Codes));
+    return code - (code >> 8);
   }
 };

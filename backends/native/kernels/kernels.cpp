@@ -34,15 +34,16 @@ const InstructionSet& choose_instruction_set() {
 #else
   const Candidate candidates[] = {{&isa_default::kInstructionSet, true}};
 #endif
-  const char* wanted = std::getenv(kCapabilityVariable);
+  const char* variable = std::getenv(kCapabilityVariable);
+  const std::string_view wanted = variable == nullptr ? "" : variable;
   std::string usable;
   for (const Candidate& candidate : candidates) {
     if (!candidate.available) continue;
-    if (wanted == nullptr || std::string_view(wanted) == candidate.set->name) return *candidate.set;
+    if (wanted.empty() || wanted == candidate.set->name) return *candidate.set;
     usable += usable.empty() ? "" : ", ";
     usable += candidate.set->name;
   }
-  throw std::invalid_argument(std::string(kCapabilityVariable) + "=" + wanted +
+  throw std::invalid_argument(std::string(kCapabilityVariable) + "=" + variable +
                               " names no instruction set of this CPU; usable here: " + usable +
                               " (unset it to get the first)");
 }

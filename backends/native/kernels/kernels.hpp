@@ -34,8 +34,14 @@ namespace collectives {
 // `factor` is ignored for the other operations. With one source every operation but AVG and PREMUL_SUM copies
 // it.
 //
+// Rounding is to nearest, ties to even, and what does not fit becomes what torch makes of it: infinity; in
+// float8_e4m3fn the largest number (as torch 2.12 and later); NaN in the float8 formats "fnuz" and e8m0fnu.
+// float8_e8m0fnu holds powers of two alone: its sums round to the nearest of them (1.5 of one upward).
+//
 // Pointers may have any alignment. `dst` may be exactly one of the sources; any other overlap is undefined. A
 // source may be given more than once. `count` may be 0.
+//
+// Runs on the calling thread alone; any thread may call it.
 //
 // Throws std::invalid_argument, with nothing written, if n < 1, if the pair is not `reducible`, or if an AVG
 // factor is not positive and finite (for integers: not an integer of at most 2^53).
@@ -50,9 +56,9 @@ void copy(void* dst, const void* src, std::size_t bytes);
 void copy_streaming(void* dst, const void* src, std::size_t bytes);
 
 // The instruction set in use: "default" (the baseline of the architecture), "avx2" or "avx512". Chosen once,
-// the best that the CPU has; the environment variable COLLECTIVES_CPU_CAPABILITY may lower it. Throws
-// std::invalid_argument if the variable names none, or one that this CPU lacks. `reduce` and `copy_streaming`
-// throw the same: a process that wants the error early calls this first.
+// the best that the CPU has; the environment variable COLLECTIVES_CPU_CAPABILITY may lower it (empty: as if
+// unset). Throws std::invalid_argument if the variable names none, or one that this CPU lacks. `reduce` and
+// `copy_streaming` throw the same: a process that wants the error early calls this first.
 const char* cpu_capability();
 
 }  // namespace collectives

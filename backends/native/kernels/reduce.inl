@@ -20,138 +20,198 @@ namespace {
 #include "kernels/copy.inl"
 #include "kernels/formats.inl"
 
-// Operations: how one more source joins the accumulators. `Context` holds what depends on the call alone.
+// Operations: what becomes of a source's elements as they enter the accumulators, how they are combined with
+// those of the sources before, and what becomes of the accumulators at the end.
 
 template <class Format>
 struct Plain {
-  using Vector = typename Format::Vector;
+  using Register = typename Format::Register;
   explicit Plain(double) {}
-  Vector enter(Vector x) const { return x; }
-  Vector finish(Vector x) const { return x; }
+  Register enter(Register x) const { return x; }
+  Register finish(Register a) const { return a; }
 };
 
 template <class Format>
 struct Sum : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return a + x; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return a + x; }
 };
 
 template <class Format>
 struct Average : Sum<Format> {
-  using Vector = typename Format::Vector;
+  using Register = typename Format::Register;
   explicit Average(double factor)
-      : Sum<Format>(factor), divisor(splat<Vector>(static_cast<typename Format::Element>(factor))) {}
-  Vector finish(Vector x) const { return x / divisor; }
-  Vector divisor;
+      : Sum<Format>(factor), divisor(splat<Register>(static_cast<typename Format::Element>(factor))) {}
+  Register finish(Register a) const { return a / divisor; }
+  Register divisor;
 };
 
 template <class Format>
 struct PremulSum : Sum<Format> {
-  using Vector = typename Format::Vector;
+  using Register = typename Format::Register;
   explicit PremulSum(double value)
-      : Sum<Format>(value), factor(splat<Vector>(static_cast<typename Format::Element>(value))) {}
-  Vector enter(Vector x) const { return x * factor; }
-  Vector factor;
+      : Sum<Format>(value), factor(splat<Register>(static_cast<typename Format::Element>(value))) {}
+  Register enter(Register x) const { return x * factor; }
+  Register factor;
 };
 
 template <class Format>
 struct Product : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return a * x; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return a * x; }
 };
 
 // x != x only for NaN. A NaN accumulator loses no comparison and stays.
 template <class Format>
 struct Min : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return (x < a) | (x != x) ? x : a; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return ((x < a) | (x != x)) ? x : a; }
 };
 
 template <class Format>
 struct Max : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return (x > a) | (x != x) ? x : a; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return ((x > a) | (x != x)) ? x : a; }
 };
 
 template <class Format>
 struct And : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return a & x; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return a & x; }
 };
 
 template <class Format>
 struct Or : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return a | x; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return a | x; }
 };
 
 template <class Format>
 struct Xor : Plain<Format> {
   using Plain<Format>::Plain;
-  using Vector = typename Format::Vector;
-  Vector combine(Vector a, Vector x) const { return a ^ x; }
+  using Register = typename Format::Register;
+  Register combine(Register a, Register x) const { return a ^ x; }
 };
 
-inline const std::byte* bytes_of(const void* source) { return static_cast<const std::byte*>(source); }
+// The accumulators of kSteps steps.
+template <class Format, int kSteps>
+struct Accumulators {
+  using Register = typename Format::Register;
+  static constexpr std::size_t kBytes = kSteps * Format::kStepBytes;
 
-// kSteps vectors that start `offset` bytes into every source. All sources are combined in registers before
-// the store, which is also what makes `dst` free to be any one of them.
-template <class Format, class Op, int kSteps>
-inline void reduce_steps(std::byte* dst, const void* const* sources, int n, std::size_t offset,
-                         const Op& op) {
-  constexpr std::size_t kStepBytes = Format::kLanes * Format::kElementBytes;
-  typename Format::Vector accumulators[kSteps];
-#pragma GCC unroll 8
-  for (int s = 0; s < kSteps; ++s) {
-    accumulators[s] =
-        op.enter(Format::load(bytes_of(sources[0]) + offset + static_cast<std::size_t>(s) * kStepBytes));
-  }
-  for (int k = 1; k < n; ++k) {
+  template <class Op>
+  void begin(const std::byte* from, const Op& op) {
 #pragma GCC unroll 8
     for (int s = 0; s < kSteps; ++s) {
-      accumulators[s] = op.combine(
-          accumulators[s],
-          op.enter(Format::load(bytes_of(sources[k]) + offset + static_cast<std::size_t>(s) * kStepBytes)));
+      Format::load(from + static_cast<std::size_t>(s) * Format::kStepBytes, steps[s]);
+#pragma GCC unroll 4
+      for (int p = 0; p < Format::kParts; ++p) steps[s][p] = op.enter(steps[s][p]);
     }
   }
+
+  template <class Op>
+  void join(const std::byte* from, const Op& op) {
 #pragma GCC unroll 8
-  for (int s = 0; s < kSteps; ++s) {
-    Format::store(dst + offset + static_cast<std::size_t>(s) * kStepBytes, op.finish(accumulators[s]));
+    for (int s = 0; s < kSteps; ++s) {
+      Register terms[Format::kParts];
+      Format::load(from + static_cast<std::size_t>(s) * Format::kStepBytes, terms);
+#pragma GCC unroll 4
+      for (int p = 0; p < Format::kParts; ++p) steps[s][p] = op.combine(steps[s][p], op.enter(terms[p]));
+    }
+  }
+
+  template <class Op>
+  void end(std::byte* to, const Op& op) const {
+#pragma GCC unroll 8
+    for (int s = 0; s < kSteps; ++s) {
+      Register results[Format::kParts];
+#pragma GCC unroll 4
+      for (int p = 0; p < Format::kParts; ++p) results[p] = op.finish(steps[s][p]);
+      Format::store(to + static_cast<std::size_t>(s) * Format::kStepBytes, results);
+    }
+  }
+
+  Register steps[kSteps][Format::kParts];
+};
+
+inline const std::byte* at(const void* source, std::size_t offset) {
+  return static_cast<const std::byte*>(source) + offset;
+}
+
+// As many sources are read side by side: more streams than that outrun the CPU's prefetching and, lying at
+// equal offsets in their pages, evict each other from its first cache. Accumulators wait for the next group
+// in a block that stays in that cache.
+constexpr int kStreams = 8;
+constexpr std::size_t kBlockBytes = 8192;
+
+// Sources [first, last) of a chunk at `offset`. `carried` holds the accumulators between groups of sources.
+template <class Format, class Op, int kSteps>
+inline void reduce_chunk(std::byte* dst, const void* const* sources, int n, int first, int last,
+                         std::size_t offset, const Op& op, std::byte* carried) {
+  Accumulators<Format, kSteps> accumulators;
+  int k = first;
+  if (first == 0) {
+    accumulators.begin(at(sources[k++], offset), op);
+  } else {
+    __builtin_memcpy(&accumulators, carried, sizeof(accumulators));
+  }
+  for (; k < last; ++k) accumulators.join(at(sources[k], offset), op);
+  if (last == n) {
+    accumulators.end(dst + offset, op);
+  } else {
+    __builtin_memcpy(carried, &accumulators, sizeof(accumulators));
   }
 }
 
+// Every element is read from all sources before its place in `dst` is written, which is why `dst` may be any
+// of them.
 template <class Format, template <class> class OpOf>
 void reduce_kernel(std::byte* dst, const void* const* sources, int n, std::size_t count, double factor) {
   using Op = OpOf<Format>;
-  constexpr int kUnrolled = 4;
-  constexpr std::size_t kStepBytes = Format::kLanes * Format::kElementBytes;
+  constexpr int kSteps = 8 / Format::kParts;
+  using Step = Accumulators<Format, 1>;
+  using Chunk = Accumulators<Format, kSteps>;
+  constexpr std::size_t kBlock = kBlockBytes / sizeof(Chunk) * Chunk::kBytes;
+
   const Op op(factor);
   const std::size_t bytes = count * Format::kElementBytes;
-  std::size_t offset = 0;
-  for (; bytes - offset >= kUnrolled * kStepBytes; offset += kUnrolled * kStepBytes) {
-    reduce_steps<Format, Op, kUnrolled>(dst, sources, n, offset, op);
+  const std::size_t whole = bytes - bytes % Step::kBytes;
+  alignas(kVectorBytes) std::byte carried[kBlockBytes];
+  for (std::size_t block = 0; block < whole; block += kBlock) {
+    const std::size_t end = whole - block < kBlock ? whole : block + kBlock;
+    for (int first = 0; first < n; first += kStreams) {
+      const int last = n - first < kStreams ? n : first + kStreams;
+      std::byte* carry = carried;
+      std::size_t offset = block;
+      for (; end - offset >= Chunk::kBytes; offset += Chunk::kBytes, carry += sizeof(Chunk)) {
+        reduce_chunk<Format, Op, kSteps>(dst, sources, n, first, last, offset, op, carry);
+      }
+      for (; offset < end; offset += Step::kBytes, carry += sizeof(Step)) {
+        reduce_chunk<Format, Op, 1>(dst, sources, n, first, last, offset, op, carry);
+      }
+    }
   }
-  for (; bytes - offset >= kStepBytes; offset += kStepBytes) {
-    reduce_steps<Format, Op, 1>(dst, sources, n, offset, op);
-  }
-  const std::size_t rest = bytes - offset;
+
+  // The last elements take the same vector code on a padded copy, so that no result depends on an element's
+  // position.
+  const std::size_t rest = bytes - whole;
   if (rest == 0) return;
-  // The last elements take the same vector code on a padded copy, so that no element knows its position.
-  alignas(kVectorBytes) std::byte padded[kStepBytes] = {};
-  __builtin_memcpy(padded, bytes_of(sources[0]) + offset, rest);
-  typename Format::Vector accumulator = op.enter(Format::load(padded));
+  alignas(kVectorBytes) std::byte padded[Step::kBytes] = {};
+  Step accumulators;
+  __builtin_memcpy(padded, at(sources[0], whole), rest);
+  accumulators.begin(padded, op);
   for (int k = 1; k < n; ++k) {
-    __builtin_memcpy(padded, bytes_of(sources[k]) + offset, rest);
-    accumulator = op.combine(accumulator, op.enter(Format::load(padded)));
+    __builtin_memcpy(padded, at(sources[k], whole), rest);
+    accumulators.join(padded, op);
   }
-  Format::store(padded, op.finish(accumulator));
-  __builtin_memcpy(dst + offset, padded, rest);
+  accumulators.end(padded, op);
+  __builtin_memcpy(dst + whole, padded, rest);
 }
 
 // Integer AVG. `Wide` holds every sum of kMaxAveragedIntegers elements exactly: float64 for elements of up to
@@ -165,7 +225,7 @@ void average_kernel(std::byte* dst, const void* const* sources, int n, std::size
     const std::size_t size = count - begin < kBlock ? count - begin : kBlock;
     Wide sums[kBlock];
     for (int k = 0; k < n; ++k) {
-      const std::byte* from = bytes_of(sources[k]) + begin * sizeof(T);
+      const std::byte* from = at(sources[k], begin * sizeof(T));
       for (std::size_t i = 0; i < size; ++i) {
         T x;
         __builtin_memcpy(&x, from + i * sizeof(T), sizeof(T));
@@ -244,8 +304,8 @@ constexpr InstructionSet make_instruction_set() {
 
   add_floating<Float16>(set, DType::float16);
   add_floating<BFloat16>(set, DType::bfloat16);
-  add_floating<Float32>(set, DType::float32);
-  add_floating<Float64>(set, DType::float64);
+  add_floating<Float<float>>(set, DType::float32);
+  add_floating<Float<double>>(set, DType::float64);
   add_floating<SmallFloat<Float8E4M3FN>>(set, DType::float8_e4m3fn);
   add_floating<SmallFloat<Float8E5M2>>(set, DType::float8_e5m2);
   add_floating<SmallFloat<Float8E4M3FNUZ>>(set, DType::float8_e4m3fnuz);
