@@ -170,10 +170,12 @@ class ProcessGroupGloo(ProcessGroup):
             return CompletedWork([tensor])
         if not isinstance(made, Plan):
             staged = dense_outputs([tensor])
-            return staged.finish(self._run_allreduce(staged.stand_ins[0], made, opts, operation))
+            work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
+            return _armed(staged.finish(work), opts.asyncOp)
         wire = made.to_wire(dense(tensor))
         work = self._run_allreduce(wire, made.op, opts, operation)
-        return FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
+        finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
+        return _armed(finishing, opts.asyncOp)
 
     def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
         record = c10d.AllreduceOptions()
@@ -204,7 +206,7 @@ class ProcessGroupGloo(ProcessGroup):
                 _write(tensor, made.from_wire(wire) if isinstance(made, Plan) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else FinishingWork(work, finish, [tensor])
+        return work if in_place else _armed(FinishingWork(work, finish, [tensor]), opts.asyncOp)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -217,9 +219,8 @@ class ProcessGroupGloo(ProcessGroup):
         record.rootRank = root
         staged = dense_outputs([tensor])
         flat = _as_bytes(staged.stand_ins[0])
-        return staged.finish(
-            self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
-        )
+        work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
+        return _armed(staged.finish(work), async_op)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
@@ -237,11 +238,10 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs(outputs)
         sent = _as_bytes(dense(tensor))
         parts = [_as_bytes(part) for part in staged.stand_ins]
-        return staged.finish(
-            self._start(
-                operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
-            )
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
         )
+        return _armed(staged.finish(work), opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -251,11 +251,10 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs([output])
         sent = _as_bytes(dense(tensor))
         flat = _as_bytes(staged.stand_ins[0])
-        return staged.finish(
-            self._start(
-                operation, opts.asyncOp, record, lambda inner: _all_gather_single(inner)(flat, sent, record)
-            )
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: _all_gather_single(inner)(flat, sent, record)
         )
+        return _armed(staged.finish(work), opts.asyncOp)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
@@ -266,9 +265,8 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs(outputs or [])
         parts = [[_as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
         sent = _as_bytes(dense(tensor))
-        return staged.finish(
-            self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
-        )
+        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
+        return _armed(staged.finish(work), opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
@@ -279,9 +277,10 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs([output])
         parts = [[_as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
         into = _as_bytes(staged.stand_ins[0])
-        return staged.finish(
-            self._start(operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record))
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
         )
+        return _armed(staged.finish(work), opts.asyncOp)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
@@ -298,7 +297,7 @@ class ProcessGroupGloo(ProcessGroup):
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
                 _as_bytes(stand_in).copy_(part)
 
-        return staged.finish(FinishingWork(work, unpack, outputs))
+        return _armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -320,7 +319,7 @@ class ProcessGroupGloo(ProcessGroup):
             opts,
             operation,
         )
-        return staged.finish(work, [output])
+        return _armed(staged.finish(work, [output]), opts.asyncOp)
 
     def _run_alltoall(
         self,
@@ -372,12 +371,11 @@ class ProcessGroupGloo(ProcessGroup):
             def expired() -> Exception:
                 return self.failed(operation, CollectiveTimeoutError("timed out"))
 
-            return staged.finish(
-                self._loopback.receive(into, tag, staged.stand_ins[0], self._timeout, expired)
-            )
+            local = self._loopback.receive(into, tag, staged.stand_ins[0], self._timeout, expired)
+            return _armed(staged.finish(local), True)
         if src is not None:
             work = self._start_message(operation, src, lambda inner: inner.recv([into], src, tag))
-            return staged.finish(work)
+            return _armed(staged.finish(work), True)
         with self._lock:
             self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
         try:
@@ -385,7 +383,7 @@ class ProcessGroupGloo(ProcessGroup):
         except BaseException:
             self._arrived_from_any(tag)
             raise
-        return staged.finish(work)
+        return _armed(staged.finish(work), True)
 
     def _arrived_from_any(self, tag: int) -> None:
         with self._lock:
@@ -536,6 +534,13 @@ class ProcessGroupGloo(ProcessGroup):
             self._loopback.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
             # The last reference: torch's group runs what is queued to its end before it goes.
             self._inner = None
+
+
+def _armed(work: Work, async_op: bool) -> Work:
+    """Returns ``work``; a last step of an asynchronous one is done also if nobody waits."""
+    if async_op and isinstance(work, FinishingWork):
+        work.get_future()
+    return work
 
 
 def _first_line(text: str) -> str:

@@ -98,7 +98,7 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
 
 
 def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRoundRobin:
-    """Returns the composition of groups that exist, for example of several that ``new_group`` made with the same ranks.
+    """Returns the composition of groups that exist, such as some that ``new_group`` made of the same ranks.
 
     Every rank calls it with its handles of the same groups in the same order. Nothing is sent. The
     composition owns the groups from now on: do not issue collectives on them directly, and let it shut them

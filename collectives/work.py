@@ -8,14 +8,38 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
 from collectives.errors import CollectiveTimeoutError, DistNetworkError
 
-__all__ = ["CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult"]
+__all__ = ["CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult", "chain"]
+
+_T = TypeVar("_T")
+_S = TypeVar("_S")
+
+
+def chain(future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T]:
+    """Returns a future of what ``function`` makes of a future that is done.
+
+    Unlike :meth:`torch.futures.Future.then` it keeps the class of an error that ``function`` raises or passes
+    on.
+    """
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else None
+    chained: Future[_T] = Future(devices=cuda)
+
+    def complete(done: Future[_S]) -> None:
+        try:
+            value = function(done)
+        except Exception as error:  # noqa: BLE001 - handed on
+            chained.set_exception(error)  # type: ignore[arg-type]
+        else:
+            chained.set_result(value)
+
+    future.add_done_callback(complete)
+    return chained
 
 
 class WorkResult(enum.IntEnum):
@@ -202,8 +226,8 @@ class CoalescedWork(Work):
             def outputs(futures: Future[list[Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
                 return [tensor for future in futures.value() for tensor in future.value()]
 
-            self._future = torch.futures.collect_all([work.get_future() for work in self._works]).then(
-                outputs
+            self._future = chain(
+                torch.futures.collect_all([work.get_future() for work in self._works]), outputs
             )
         return self._future
 
@@ -224,7 +248,7 @@ class FinishingWork(Work):
         self._inner = inner
         self._finish: Callable[[], None] | None = finish
         self._tensors = tensors
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a future that is done runs the step inside get_future()
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
 
@@ -281,5 +305,5 @@ class FinishingWork(Work):
                     self._run_finish()
                     return list(self._tensors)
 
-                self._future = self._inner.get_future().then(finished)
+                self._future = chain(self._inner.get_future(), finished)
             return self._future
