@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -16,6 +15,15 @@ import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
 from collectives.backends.gloo_reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo_torch import (
+    TIMED_OUT,
+    all_gather_single,
+    all_to_all_single,
+    as_bytes,
+    break_connections,
+    byte_count,
+    gloo_options,
+)
 from collectives.backends.gloo_work import CollectiveGlooWork, MessageGlooWork, Operation
 from collectives.backends.liveness import Liveness
 from collectives.backends.loopback import Loopback
@@ -45,11 +53,10 @@ __all__ = ["ProcessGroupGloo", "create", "unavailable"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
 
-_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _DISCONNECTED = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket|pair closure|(read|write) error", re.IGNORECASE
+    r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
 )
-_ABORT_TAG = 2**31 - 2
+_OWN_END = "Application timeout caused pair closure"
 _KEPT_MESSAGES = 64
 """Messages that nobody waited for are let go when so many are in flight or done."""
 
@@ -114,12 +121,12 @@ class ProcessGroupGloo(ProcessGroup):
             group_name=options.group_name,
             group_desc=options.group_desc,
         )
-        gloo_options = self._gloo_options(options)
-        self._contexts = max(1, len(gloo_options._devices))
+        chosen = gloo_options(options)
+        self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
         try:
             self._inner: Any = torch_distributed.ProcessGroupGloo(
-                c10d.PrefixStore("gloo", options.store), self._rank, self._size, gloo_options
+                c10d.PrefixStore("gloo", options.store), self._rank, self._size, chosen
             )
         except (RuntimeError, TimeoutError) as error:
             raise DistBackendError(
@@ -135,22 +142,6 @@ class ProcessGroupGloo(ProcessGroup):
         self._breaking = threading.RLock()
         self._cause: Exception | None = None
         self._ended = False
-
-    @staticmethod
-    def _gloo_options(options: GroupOptions) -> Any:
-        kind: Any = torch_distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
-        given = options.pg_options
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(
-                f"[rank {options.rank}] pg_options of the gloo backend must be a "
-                f"torch.distributed.ProcessGroupGloo._Options, but is {given!r} of type "
-                f"{type(given).__name__}"
-            )
-        made = kind() if given is None else given
-        made._timeout = options.timeout
-        if not made._devices:
-            made._devices = [_device(name) for name in _interfaces()]
-        return made
 
     @property
     def capabilities(self) -> Capabilities:
@@ -218,7 +209,7 @@ class ProcessGroupGloo(ProcessGroup):
         record = c10d.BroadcastOptions()
         record.rootRank = root
         staged = dense_outputs([tensor])
-        flat = _as_bytes(staged.stand_ins[0])
+        flat = as_bytes(staged.stand_ins[0])
         work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
         return _armed(staged.finish(work), async_op)
 
@@ -236,8 +227,8 @@ class ProcessGroupGloo(ProcessGroup):
             return CompletedWork(outputs)
         record = c10d.AllgatherOptions()
         staged = dense_outputs(outputs)
-        sent = _as_bytes(dense(tensor))
-        parts = [_as_bytes(part) for part in staged.stand_ins]
+        sent = as_bytes(dense(tensor))
+        parts = [as_bytes(part) for part in staged.stand_ins]
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
         )
@@ -249,10 +240,10 @@ class ProcessGroupGloo(ProcessGroup):
             return CompletedWork([output])
         record = c10d.AllgatherOptions()
         staged = dense_outputs([output])
-        sent = _as_bytes(dense(tensor))
-        flat = _as_bytes(staged.stand_ins[0])
+        sent = as_bytes(dense(tensor))
+        flat = as_bytes(staged.stand_ins[0])
         work = self._start(
-            operation, opts.asyncOp, record, lambda inner: _all_gather_single(inner)(flat, sent, record)
+            operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
         )
         return _armed(staged.finish(work), opts.asyncOp)
 
@@ -263,8 +254,8 @@ class ProcessGroupGloo(ProcessGroup):
         record = c10d.GatherOptions()
         record.rootRank = opts.rootRank
         staged = dense_outputs(outputs or [])
-        parts = [[_as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
-        sent = _as_bytes(dense(tensor))
+        parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
+        sent = as_bytes(dense(tensor))
         work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
         return _armed(staged.finish(work), opts.asyncOp)
 
@@ -275,8 +266,8 @@ class ProcessGroupGloo(ProcessGroup):
         record = c10d.ScatterOptions()
         record.rootRank = opts.rootRank
         staged = dense_outputs([output])
-        parts = [[_as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
-        into = _as_bytes(staged.stand_ins[0])
+        parts = [[as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
+        into = as_bytes(staged.stand_ins[0])
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
         )
@@ -286,16 +277,16 @@ class ProcessGroupGloo(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
         operation = self._operation("all_to_all", outputs, opts.timeout)
-        sent = torch.cat([_as_bytes(dense(part)) for part in inputs])
-        sizes = [_byte_count(output) for output in outputs]
+        sent = torch.cat([as_bytes(dense(part)) for part in inputs])
+        sizes = [byte_count(output) for output in outputs]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
-        sent_sizes = [_byte_count(part) for part in inputs]
+        sent_sizes = [byte_count(part) for part in inputs]
         work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
         staged = dense_outputs(outputs)
 
         def unpack() -> None:
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
-                _as_bytes(stand_in).copy_(part)
+                as_bytes(stand_in).copy_(part)
 
         return _armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
 
@@ -309,7 +300,7 @@ class ProcessGroupGloo(ProcessGroup):
     ) -> Work:
         operation = self._operation("all_to_all_single", [output], opts.timeout)
         staged = dense_outputs([output])
-        received, sent = _as_bytes(staged.stand_ins[0]), _as_bytes(dense(tensor))
+        received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
         width = tensor.element_size()
         work = self._run_alltoall(
             received,
@@ -335,7 +326,7 @@ class ProcessGroupGloo(ProcessGroup):
             operation,
             opts.asyncOp,
             record,
-            lambda inner: _all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
+            lambda inner: all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
         )
 
     def _barrier(self, opts: BarrierOptions) -> Work:
@@ -347,7 +338,7 @@ class ProcessGroupGloo(ProcessGroup):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         operation = self._operation("send", [tensor], None, f"to rank {dst}, tag {tag}")
-        message = _as_bytes(dense(tensor))
+        message = as_bytes(dense(tensor))
         if dst == self._rank:
             self._check_usable(operation)
             with self._lock:
@@ -364,7 +355,7 @@ class ProcessGroupGloo(ProcessGroup):
         peer = "any rank" if src is None else f"rank {src}"
         operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
         staged = dense_outputs([tensor])
-        into = _as_bytes(staged.stand_ins[0])
+        into = as_bytes(staged.stand_ins[0])
         if src == self._rank or (src is None and (self._size == 1 or self._loopback.holds(tag))):
             self._check_usable(operation)
 
@@ -455,56 +446,47 @@ class ProcessGroupGloo(ProcessGroup):
     def failed(self, operation: Operation, error: Exception) -> Exception:
         """Returns what to raise for an error of Gloo; the first one breaks the group."""
         text = str(error)
+        what = f"{self.where()} {operation}:"
         with self._breaking:
             cause = self._cause
+            if TIMED_OUT.search(text):
+                expired = CollectiveTimeoutError(
+                    f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not "
+                    "tell which rank is missing; monitored_barrier() in front of it names the rank"
+                )
+                if cause is None:
+                    self._break(expired, f"its {operation.name} #{operation.number} passed the time limit")
+                return expired
             if isinstance(cause, PeerLostError):
-                return PeerLostError(
-                    f"{self.where()} {operation}: did not finish, because {cause}", cause.rank
-                )
+                return PeerLostError(f"{what} did not finish, because {cause}", cause.rank)
             if cause is not None:
-                return GroupAbortedError(f"{self.where()} {operation}: did not finish, because {cause}")
-            if _TIMED_OUT.search(text):
-                self._cause = CollectiveTimeoutError(
-                    f"{self.where()} {operation}: passed its time limit of "
-                    f"{operation.timeout.total_seconds():g} s. Gloo does not tell which rank is missing; "
-                    "monitored_barrier() in front of it names the rank"
+                return GroupAbortedError(f"{what} did not finish, because {cause}")
+            if _OWN_END in text:
+                return GroupAbortedError(
+                    f"{what} did not finish, because another operation of the group passed its limit"
                 )
-                self._break(f"its {operation.name} #{operation.number} passed the time limit")
-            elif _DISCONNECTED.search(text):
-                self._break_connections()
-                rank, how = self._liveness.find_lost()
-                who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost, which one is not known"
-                self._cause = PeerLostError(f"{self.where()} {operation}: {who} ({_first_line(text)})", rank)
-                if rank >= 0:
-                    self._liveness.verdict(rank, how)
-            else:
-                return DistBackendError(f"{self.where()} {operation}: Gloo failed: {text}")
-            self._loopback.abort(self._cause)
-            return self._cause
+            if not _DISCONNECTED.search(text):
+                return DistBackendError(f"{what} Gloo failed: {text}")
+            self._break_connections()
+            rank, how = self._liveness.find_lost()
+            who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost; Gloo does not tell which"
+            lost = PeerLostError(f"{what} {who} ({_first_line(text)})", rank)
+            if rank >= 0:
+                self._liveness.verdict(rank, how)
+            self._break(lost)
+            return lost
 
-    def _break(self, reason: str) -> None:
+    def _break(self, cause: Exception, farewell: str = "") -> None:
+        """Ends all operations, here and on the peers, and refuses later ones."""
+        self._cause = cause
         self._break_connections()
-        self._liveness.farewell(reason)
+        self._loopback.abort(cause)
+        if farewell:
+            self._liveness.farewell(farewell)
 
     def _break_connections(self) -> None:
-        """Closes the connections to all ranks; whoever waits on them, here or there, gets an error at once.
-
-        Gloo has no call for it. But when a receive passes its time limit, Gloo closes every connection of its
-        context; a receive that nobody will answer, with a limit of 1 ms, is such a call.
-        """
-        inner = self._inner
-        if inner is None:
-            return
-        for context in range(self._contexts):
-            for peer in range(self._size):
-                if peer == self._rank:
-                    continue
-                nothing = torch.empty(1, dtype=torch.uint8)
-                try:
-                    inner.recv([nothing], peer, _ABORT_TAG - context).wait(timedelta(milliseconds=1))
-                except RuntimeError as error:
-                    if _TIMED_OUT.search(str(error)):
-                        break
+        if self._inner is not None:
+            break_connections(self._inner, self._rank, self._size, self._contexts)
 
     # ---- life ----------------------------------------------------------------------------------------------
 
@@ -515,9 +497,8 @@ class ProcessGroupGloo(ProcessGroup):
                 return
             self._ended = True
             if self._cause is None:
-                self._cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break("it aborted the group")
-            self._loopback.abort(self._cause)
+                aborted = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
+                self._break(aborted, "it aborted the group")
             self._inner = None
 
     def shutdown(self) -> None:
@@ -546,52 +527,6 @@ def _armed(work: Work, async_op: bool) -> Work:
 def _first_line(text: str) -> str:
     """Returns Gloo's message without the source location in front and the advice after it."""
     return re.sub(r"^\[[^\]]*\]\s*", "", text).split(". ")[0].strip()
-
-
-def _interfaces() -> Iterator[str | None]:
-    names = os.environ.get("COLLECTIVES_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME") or ""
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    yield from chosen or (None,)
-
-
-def _device(interface: str | None) -> Any:
-    kind = torch_distributed.ProcessGroupGloo
-    try:
-        return kind.create_default_device() if interface is None else kind.create_device(interface=interface)
-    except RuntimeError as error:
-        raise DistBackendError(
-            f"Gloo cannot use the network interface {interface or 'of the host name'!r}: {error}; set "
-            "COLLECTIVES_SOCKET_IFNAME to one that is up, such as lo on a single machine"
-        ) from error
-
-
-def _all_gather_single(inner: Any) -> Callable[..., Any]:
-    return _either(inner, "all_gather_single", "_allgather_base")
-
-
-def _all_to_all_single(inner: Any) -> Callable[..., Any]:
-    return _either(inner, "all_to_all_single", "alltoall_base")
-
-
-def _either(inner: Any, new: str, old: str) -> Callable[..., Any]:
-    """Returns a method under the name of newer releases of torch, or of older ones."""
-    found: Callable[..., Any] = getattr(inner, new, None) or getattr(inner, old)
-    return found
-
-
-def _byte_count(tensor: torch.Tensor) -> int:
-    packed = {torch.quint4x2: 2, torch.quint2x4: 4}.get(tensor.dtype, 1)
-    return -(-tensor.numel() * tensor.element_size() // packed)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a dense tensor as a flat tensor of bytes."""
-    if not tensor.is_quantized:
-        return tensor.detach().view(-1).view(torch.uint8)
-    offset = tensor.storage_offset() * tensor.element_size()
-    return torch.empty(0, dtype=torch.uint8).set_(
-        tensor.untyped_storage(), offset, (_byte_count(tensor),), (1,)
-    )
 
 
 def _write(output: torch.Tensor, values: torch.Tensor) -> None:

@@ -27,7 +27,9 @@ def chain(future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T
     Unlike :meth:`torch.futures.Future.then` it keeps the class of an error that ``function`` raises or passes
     on.
     """
-    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else None
+    cuda: list[int | str | torch.device] = []
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda.append(torch.cuda.current_device())
     chained: Future[_T] = Future(devices=cuda)
 
     def complete(done: Future[_S]) -> None:
