@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,25 +13,28 @@ from collectives.ddp.errors import ModelMismatchError
 
 __all__ = ["describe_model", "verify_agreement"]
 
+Row = tuple[str, str]
+"""Something that must be equal on all ranks: its name and its description."""
+
 _SHOWN = 10
 """Number of differences that a message lists."""
 
 
 def describe_model(
     parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], options: Mapping[str, object]
-) -> list[list[Any]]:
-    """Returns what must be equal on all ranks, as pairs of a name and its description, in order.
+) -> list[Row]:
+    """Returns what must be equal on all ranks, in order.
 
     Args:
         parameters: parameters by name, in order of registration.
         buffers: buffers by name, in order of registration.
         options: options of DistributedDataParallel that decide what is sent.
     """
-    rows: list[list[Any]] = [["option " + name, str(value)] for name, value in options.items()]
+    rows: list[Row] = [("option " + name, str(value)) for name, value in options.items()]
     for name, parameter in parameters.items():
         words = _tensor_in_words(parameter)
-        rows.append(["parameter " + name, words + ("" if parameter.requires_grad else " frozen")])
-    rows += [["buffer " + name, _tensor_in_words(buffer)] for name, buffer in buffers.items()]
+        rows.append(("parameter " + name, words + ("" if parameter.requires_grad else " frozen")))
+    rows += [("buffer " + name, _tensor_in_words(buffer)) for name, buffer in buffers.items()]
     return rows
 
 
@@ -43,9 +45,7 @@ def _tensor_in_words(tensor: torch.Tensor) -> str:
     return words if tensor.is_contiguous() else f"{words} strides {list(tensor.stride())}"
 
 
-def verify_agreement(
-    group: ProcessGroup, rows: Sequence[Sequence[Any]], device: torch.device, model: str
-) -> None:
+def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.device, model: str) -> None:
     """Checks that all ranks describe the same model; called by all of them. Blocks.
 
     One exchange of 16 bytes where they agree; where not, a second one tells all ranks what differs.
@@ -71,14 +71,16 @@ def verify_agreement(
     padded = torch.frombuffer(bytearray(text.ljust(longest, b" ")), dtype=torch.uint8).to(device)
     texts = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
     group.all_gather_single(texts, padded).wait()
-    models = [json.loads(row.numpy().tobytes()) for row in texts.cpu().view(group.size(), longest)]
+    models = [
+        [(name, words) for name, words in json.loads(row.numpy().tobytes())]
+        for row in texts.cpu().view(group.size(), longest)
+    ]
     lines = _differences(models)
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise ModelMismatchError(
         "\n".join(
             [
-                f"[rank {group.rank()}] {model} over {group.describe()}: the ranks do not agree on the model; every rank must wrap the "
-                "same parameters in the same order:",
+                f"[rank {group.rank()}] {model} over {group.describe()}: ranks do not agree on the model:",
                 *lines[:_SHOWN],
                 *more,
             ]
@@ -86,9 +88,9 @@ def verify_agreement(
     )
 
 
-def _differences(models: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+def _differences(models: Sequence[Sequence[Row]]) -> list[str]:
     """Returns a line for each name that some ranks describe differently, lack, or have at another place."""
-    tables = [dict(map(tuple, rows)) for rows in models]  # type: ignore[arg-type]
+    tables = [dict(rows) for rows in models]
     names = list(dict.fromkeys(name for table in tables for name in table))
     lines = []
     for name in names:

@@ -14,8 +14,7 @@ _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 
 
 def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> ReduceOp:
-    """Returns the reduction that :func:`average` uses: AVG where the group offers it (one rounding), else SUM
-    and a division.
+    """Returns the reduction of :func:`average`: AVG where the group offers it (one rounding), else SUM.
 
     Raises:
         UnsupportedOperationError: the group can do neither.
@@ -26,13 +25,13 @@ def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) 
             return op
     reason = group.capabilities.why_not("all_reduce", device=device.type, dtype=dtype, op=ReduceOp.SUM)
     raise UnsupportedOperationError(
-        f"[rank {group.rank()}] gradients of {dtype} on {device.type} cannot be averaged over {group.describe()}: {reason}"
+        f"[rank {group.rank()}] gradients of {dtype} on {device.type} cannot be averaged over "
+        f"{group.describe()}: {reason}"
     )
 
 
 def average(group: ProcessGroup, tensor: torch.Tensor) -> Work:
-    """Averages a tensor over all ranks, in place; complex numbers as pairs of real ones. Called by all ranks;
-    does not block.
+    """Averages a tensor over all ranks, in place, complex numbers as pairs of real ones; does not block.
 
     Args:
         group: the ranks.

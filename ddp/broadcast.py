@@ -22,12 +22,11 @@ _ALIGNMENT = 16
 
 
 class PackedBroadcast:
-    """One message that carries tensors of one device, of any data types, from one rank to all; kept for use
-    again and again.
+    """One message, used again and again, that carries tensors of one device from one rank to all.
 
     Args:
         group: the ranks.
-        tensors: tensors of the shapes, data types and device of those to be sent.
+        tensors: tensors of the shapes, data types and device of those to be sent; data types may differ.
     """
 
     def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
@@ -61,7 +60,7 @@ class PackedBroadcast:
         return self._group.broadcast([self._message], BroadcastOptions(asyncOp=not blocking, rootRank=root))
 
     def finish(self, work: Work, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Blocks until the message is here and writes it to ``tensors``; on the root they stay as they are."""
+        """Blocks until the message is here and writes it to ``tensors``; the root's stay as they are."""
         work.wait()
         if self._group.rank() != root:
             with torch.no_grad():
@@ -69,19 +68,17 @@ class PackedBroadcast:
 
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Copies the root's tensors to all ranks, in place; called by all ranks with tensors of the same shapes
-    and data types. Blocks.
+    """Copies the root's tensors to all ranks, in place; called by all of them, blocks.
 
     Args:
         group: the ranks.
-        tensors: tensors of any data types on any devices of the group.
+        tensors: tensors of any data types on any devices of the group; shapes and data types as on the root.
         root: rank whose values all ranks get.
     """
     messages: list[list[torch.Tensor]] = []
     filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
     works: list[Work] = []
-    for tensor in tensors:
-        tensor = tensor.detach()
+    for tensor in (t.detach() for t in tensors):
         size = tensor.numel() * tensor.element_size()
         if size >= _PACKED_BYTES and tensor.is_contiguous():
             works.append(group.broadcast([tensor], BroadcastOptions(rootRank=root)))

@@ -38,8 +38,7 @@ FIRST_BUCKET_BYTES = MIB
 def bucket_limits(
     bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> list[int]:
-    """Returns the caps of the buckets in bytes, the first bucket's first; the last one holds for all further
-    buckets.
+    """Returns the caps of the first buckets in bytes, in order; the last one holds for all further buckets.
 
     Args:
         bucket_cap_mb: cap in MiB; ``None`` for 25; zero puts every gradient alone. The first bucket's is 1
@@ -53,7 +52,8 @@ def bucket_limits(
     if bucket_cap_mb_list is not None:
         if bucket_cap_mb is not None:
             raise ValueError(
-                f"give bucket_cap_mb or bucket_cap_mb_list, not both: got {bucket_cap_mb} and {list(bucket_cap_mb_list)}"
+                f"give bucket_cap_mb or bucket_cap_mb_list, not both: got {bucket_cap_mb} and "
+                f"{list(bucket_cap_mb_list)}"
             )
         if not bucket_cap_mb_list:
             raise ValueError(
@@ -160,13 +160,18 @@ class Bucket:
         """The gradients, flat, in the data type of the parameters; shares its memory with the wire."""
         self.flag = self.wire[numel * width :] if with_flag else None
         self.views = self.layout(self.buffer)
-        """The gradients, each in the shape and the strides of its parameter; share their memory with the buffer."""
+        """The gradients, each in the shape and the strides of its parameter; they lie in the buffer."""
         self.work: Work | None = None
         self.future: Future[torch.Tensor] | None = None
         self.reset()
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the gradients."""
+        return self.buffer.numel() * self.buffer.element_size()
+
     def layout(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of ``flat``, laid out as this bucket: one for each parameter, in its shape and strides."""
+        """Returns views of ``flat``: one for each parameter, in its shape and strides, in order."""
         views = []
         offset = flat.storage_offset()
         for parameter in self.parameters:
@@ -219,14 +224,17 @@ class Bucket:
             )
         if result.numel() != self.buffer.numel():
             raise ValueError(
-                f"the communication hook's future of bucket {self.index} must hold a tensor of the bucket's shape "
-                f"{list(self.buffer.shape)}, but its shape is {list(result.shape)}"
+                f"the communication hook's future of bucket {self.index} must hold a tensor of the bucket's "
+                f"shape {list(self.buffer.shape)}, but its shape is {list(result.shape)}"
             )
         if result.data_ptr() != self.buffer.data_ptr() or result.dtype is not self.buffer.dtype:
             self.buffer.copy_(result.reshape(self.buffer.shape))
 
     def __repr__(self) -> str:
-        return f"<Bucket {self.index} {self.state.value}, {self.buffer.numel()} elements, {self.pending} gradients pending>"
+        elements = self.buffer.numel()
+        return (
+            f"<Bucket {self.index} {self.state.value}, {elements} elements, {self.pending} gradients pending>"
+        )
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -239,7 +247,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements take up one run of memory without gaps or overlap, in whatever order (channels_last)."""
+    """Returns whether the elements take up one run of memory without gaps, in any order (channels_last)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -16,15 +16,15 @@ def resolve_group(group: object) -> ProcessGroup:
         ValueError: it is ``None`` and there is no default group.
     """
     if group is None:
-        member = getattr(collectives, "GroupMember", None)
-        group = getattr(member, "WORLD", None)
+        group = collectives.GroupMember.WORLD
         if group is None:
             raise ValueError(
-                "there is no default process group; call collectives.init_process_group() first, or pass process_group"
+                "there is no default process group; call collectives.init_process_group() first, or pass "
+                "process_group"
             )
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"process_group must be a collectives.ProcessGroup, but is {group!r} of type {type(group).__module__}."
-            f"{type(group).__name__}; make one with collectives.init_process_group() or collectives.new_group()"
+            f"process_group must be a collectives.ProcessGroup, but is {group!r} of type "
+            f"{type(group).__module__}.{type(group).__name__}; make one with collectives.new_group()"
         )
     return group

@@ -55,12 +55,12 @@ class ModuleDevices:
             return
         if self.first.type == "cpu" or self.several:
             raise ValueError(
-                f"device_ids and output_device are for modules on one device that is not the CPU, but they are {device_ids} and "
-                f"{output_device}, and the parameters are on {words}; leave them out"
+                "device_ids and output_device are for modules on one device that is not the CPU, but are "
+                f"{device_ids} and {output_device}, and the parameters are on {words}; leave them out"
             )
         if not device_ids:
             raise ValueError(
-                f"output_device is {output_device}, but needs device_ids; give the module's own device, {words}"
+                f"output_device is {output_device}, but needs device_ids; give the module's device, {words}"
             )
         target = self._device(device_ids[0])
         if target != self.first:
@@ -83,7 +83,7 @@ class ModuleDevices:
         return moved
 
     def move_outputs(self, value: _T) -> _T:
-        """Returns ``value`` with its tensors on the output device, where there is another one than the module's."""
+        """Returns ``value`` with its tensors on the output device, where that is not the module's."""
         target = self.output_device
         if target is None or target == self.first:
             return value

@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a module so that every backward pass leaves the same gradients, averaged over all ranks, in
-    ``.grad``.
+    """Wraps a module so that every backward pass leaves gradients averaged over all ranks in ``.grad``.
 
     PyTorch Distributed (VLDB 2020, sections 3 and 4), in the form of
     ``torch.nn.parallel.DistributedDataParallel``: the same arguments, methods and ``state_dict``, so that
@@ -70,8 +69,8 @@ class DistributedDataParallel(nn.Module):
             MiB. Zero reduces every gradient by itself.
         find_unused_parameters: whether ranks may leave out parameters in the backward pass. Such a rank
             contributes what is in ``.grad``, else zeros. Where all ranks left a parameter out, its ``.grad``
-            stays as it was. Costs one small all-reduce. A rank whose backward pass reaches no parameter at
-            all cannot tell it from ``torch.autograd.grad`` and does not take part.
+            stays as it was. Costs one small all-reduce. On a GPU, a backward pass that reaches no parameter
+            cannot be told from ``torch.autograd.grad``, so that such a rank does not take part.
         check_reduction: deprecated and without effect, as in torch; warns.
         gradient_as_bucket_view: whether ``.grad`` become views of the buckets in the first backward pass,
             which saves the memory of the gradients and a copy. Such gradients cannot be detached in place;
@@ -132,7 +131,8 @@ class DistributedDataParallel(nn.Module):
         )
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ValueError(
-                f"give broadcast_buffers or forward_sync_buffers, not both: got {broadcast_buffers} and {forward_sync_buffers}"
+                "give broadcast_buffers or forward_sync_buffers, not both: got "
+                f"{broadcast_buffers} and {forward_sync_buffers}"
             )
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
@@ -168,11 +168,11 @@ class DistributedDataParallel(nn.Module):
             "%s over %s: rank %d, %d parameters in %d buckets of %s bytes, find_unused_parameters=%s, "
             "gradient_as_bucket_view=%s, static_graph=%s",
             self._in_words(), self.process_group.describe(), self.process_group.rank(), len(parameters),
-            len(self.reducer.buckets), [b.buffer.numel() * b.buffer.element_size() for b in self.reducer.buckets],
+            len(self.reducer.initial_bucket_bytes), self.reducer.initial_bucket_bytes,
             find_unused_parameters, gradient_as_bucket_view, static_graph,
         )  # fmt: skip
 
-    # ---- construction ------------------------------------------------------------------------------------------------------------------
+    # ---- construction ------------------------------------------------------------------------------------
 
     def _in_words(self) -> str:
         return f"DistributedDataParallel({type(self.module).__name__})"
@@ -187,11 +187,11 @@ class DistributedDataParallel(nn.Module):
                 )
             if parameter.device.type == "meta":
                 raise RuntimeError(
-                    f"parameter {name} of {kind} is on the meta device; materialise the module before wrapping"
+                    f"parameter {name} of {kind} is on the meta device; materialise it before wrapping"
                 )
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise RuntimeError(
-                f"no parameter of {kind} needs a gradient, so that there is nothing to average; use the module as it is"
+                f"no parameter of {kind} needs a gradient: there is nothing to average; do not wrap it"
             )
 
     def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
@@ -221,7 +221,7 @@ class DistributedDataParallel(nn.Module):
         verify_agreement(self.process_group, rows, self.device, self._in_words())
         broadcast_coalesced(self.process_group, [*parameters.values(), *buffers.values()])
 
-    # ---- training ----------------------------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -270,8 +270,7 @@ class DistributedDataParallel(nn.Module):
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
     ) -> None:
-        """Lets a hook average the gradients instead of this module's own all-reduce; called once, on all
-        ranks, outside of a backward pass.
+        """Lets a hook average the gradients; called once, on all ranks, outside of a backward pass.
 
         The hook is called on every full bucket, in the order of the buckets, and returns a future of one
         tensor of the bucket's shape, such as made from ``Work.get_future()``. Gradients are not divided by
@@ -290,7 +289,7 @@ class DistributedDataParallel(nn.Module):
         _check_hook(hook)
         if self._comm_hooks:
             raise RuntimeError(
-                f"register_comm_hook was called before, with {self._comm_hooks[0][0]!r}; a model takes one hook"
+                f"register_comm_hook was called before, with {self._comm_hooks[0][0]!r}; a model takes one"
             )
         if self.reducer.in_backward:
             raise RuntimeError("register_comm_hook was called within a backward pass; call it before")
@@ -301,29 +300,30 @@ class DistributedDataParallel(nn.Module):
         """Same as ``static_graph=True``; called on all ranks before the first backward pass."""
         if self.reducer.passes:
             raise RuntimeError(
-                f"_set_static_graph was called after {self.reducer.passes} backward passes; call it before the first"
+                f"_set_static_graph was called after {self.reducer.passes} backward passes; call it before"
             )
         self.static_graph = True
         self.reducer.set_static_graph()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Returns facts about this module and its last pass, under the names of ``torch.nn.parallel.DistributedDataParallel``."""
+        """Returns facts about this module and its last pass, under the names that torch gives them."""
         return logging_data(self)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Names parameters and buffers that are neither sent nor averaged; called on the module before it is wrapped."""
+        """Names parameters and buffers of a module, before it is wrapped, that are left alone."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
-    # ---- copies ------------------------------------------------------------------------------------------------------------------------
+    # ---- copies ------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Returns a module over a copy of the wrapped one and the same group, without communication; called on all ranks."""
+        """Returns a module over a copy of the wrapped one and the same group; all ranks make one."""
         if self._comm_hooks:
             raise TypeError(
-                f"{self._in_words()} has a communication hook, whose state cannot be copied for sure; deep-copy .module and wrap the copy"
+                f"{self._in_words()} has a communication hook, whose state may not be copied; "
+                "deep-copy .module and wrap the copy"
             )
         group = self.process_group
         state = self.__getstate__(any_group=True)
@@ -340,12 +340,13 @@ class DistributedDataParallel(nn.Module):
         """
         if self._comm_hooks:
             raise TypeError(
-                f"{self._in_words()} with a communication hook cannot be pickled; save state_dict(), and hook and state by themselves"
+                f"{self._in_words()} with a communication hook cannot be pickled; save state_dict(), "
+                "and hook and state by themselves"
             )
         if not any_group and self.process_group is not _default_group_or_none():
             raise TypeError(
-                f"{self._in_words()} over {self.process_group.describe()}, which is not the default group, cannot be pickled; "
-                "save state_dict() or .module"
+                f"{self._in_words()} over {self.process_group.describe()}, which is not the default group, "
+                "cannot be pickled; save state_dict() or .module"
             )
         state = dict(self.__dict__)
         for name in ("process_group", "reducer", "_buffer_sync"):
@@ -357,7 +358,7 @@ class DistributedDataParallel(nn.Module):
         self._restore(state, resolve_group(None))
 
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         self.reducer = self._make_reducer(parameters)
@@ -409,5 +410,6 @@ def _check_annotation(hook: object, what: str, annotation: object, expected: str
     )
     if expected.partition("[")[0] not in words:
         raise ValueError(
-            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says {annotation!r}"
+            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says "
+            f"{annotation!r}"
         )

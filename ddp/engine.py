@@ -6,13 +6,23 @@ nested.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["NO_TASK", "TaskGuard", "TaskOwner", "accumulator", "current_task", "will_accumulate"]
+__all__ = [
+    "NO_TASK",
+    "TaskGuard",
+    "TaskOwner",
+    "accumulator",
+    "current_task",
+    "runs_backward",
+    "will_accumulate",
+]
 
 NO_TASK = -1
 """What :func:`current_task` returns outside of any task."""
@@ -21,14 +31,14 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the task that this thread works for; numbers are not used again."""
 
 _queue_callback: Callable[[Callable[[], None]], None]
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class TaskOwner(Protocol):
     """Who wants to know how a task ends."""
 
     def end_task(self, task: int) -> None:
-        """Called when the task is complete, before ``backward()`` returns; errors are raised by ``backward()``."""
+        """Called when the task is complete; what is raised here, ``backward()`` raises."""
 
     def fail_task(self, task: int) -> None:
         """Called when an exception ended the task, before ``backward()`` raises it."""
@@ -71,8 +81,27 @@ def accumulator(parameter: torch.nn.Parameter) -> Any:
 
 
 def will_accumulate(node: Any) -> bool:
-    """Returns whether the current task will run a node from :func:`accumulator`; never so for ``torch.autograd.grad``."""
+    """Returns whether the current task will run a node from :func:`accumulator`.
+
+    Never so in ``torch.autograd.grad``, which does not accumulate.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # raised where torch.autograd.grad asks for this very parameter
         return False
+
+
+def runs_backward() -> bool:
+    """Returns whether ``backward()`` without ``inputs`` started the current task, as the call stack tells.
+
+    False on the engine's own threads, which work for devices other than the CPU.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.grad.__code__:
+            return False
+        if frame.f_code is torch.autograd.backward.__code__:
+            inputs = frame.f_locals.get("inputs")
+            return inputs is None or (isinstance(inputs, tuple) and not inputs)
+        frame = frame.f_back
+    return False

@@ -10,7 +10,7 @@ __all__ = ["GradientSyncError", "ModelMismatchError"]
 
 
 class ModelMismatchError(DistError):
-    """The ranks wrapped models, or asked for options, that differ; raised on all ranks before any parameter was touched."""
+    """The ranks wrapped different models or asked for different options; raised on all, before any change."""
 
 
 class GradientSyncError(DistError):

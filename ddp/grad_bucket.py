@@ -12,8 +12,7 @@ __all__ = ["GradBucket"]
 
 
 class GradBucket:
-    """The gradients of one bucket, ready to be reduced; given to the communication hook by
-    DistributedDataParallel.
+    """The gradients of one bucket, ready to be reduced, as the communication hook gets them.
 
     Methods are those of ``torch.distributed.GradBucket``, and :meth:`names`. Buckets are laid out again after
     the first backward pass, so that :meth:`index` means other parameters from the second one on.
@@ -37,7 +36,7 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """Returns the flat tensor of all gradients of the bucket, not divided by the number of ranks; may be written."""
+        """Returns the flat tensor of all gradients, not divided by the number of ranks; it may be written."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -51,7 +50,8 @@ class GradBucket:
             raise TypeError(f"buffer must be a tensor, but is of type {type(buffer).__name__}")
         if buffer.numel() != self._bucket.buffer.numel():
             raise ValueError(
-                f"buffer has {buffer.numel()} elements, but bucket {self.index()} has {self._bucket.buffer.numel()}"
+                f"buffer has {buffer.numel()} elements, but bucket {self.index()} has "
+                f"{self._bucket.buffer.numel()}"
             )
         self._buffer = buffer.reshape(-1)
 

@@ -24,10 +24,8 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """
     reducer = ddp.reducer
     group = ddp.process_group
-    parameters = [p for bucket in reducer.buckets for p in bucket.parameters]
-    sizes = [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in reducer.buckets]
+    parameters, buckets = reducer.gradients.parameters, reducer.gradients.buckets
     rebuilt = reducer.has_rebuilt_buckets
-    initial = reducer.initial_bucket_bytes
     data: dict[str, Any] = {
         "world_size": group.size(),
         "rank": group.rank(),
@@ -42,25 +40,25 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "unused_parameter_size": reducer.unused_bytes,
-        "bucket_cap_bytes": reducer.limits[-1],
-        "bucket_sizes": _joined(initial),
+        "bucket_cap_bytes": reducer.gradients.limits[-1],
+        "bucket_sizes": _joined(reducer.initial_bucket_bytes),
         "has_rebuilt_buckets": int(rebuilt),
-        "num_buckets_reduced": len(reducer.buckets),
+        "num_buckets_reduced": len(buckets),
         "broadcast_buffers": int(ddp.forward_sync_buffers),
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
         "can_set_static_graph": reducer.passes > 0 and reducer.same_usage,
         "comm_hook": _joined(getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks),
-        "prev_iteration_grad_ready_order_indices": _joined(reducer.last_ready_order),
+        "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
         "master_addr": os.environ.get("MASTER_ADDR", "N/A"),
         "master_port": os.environ.get("MASTER_PORT", "N/A"),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "N/A"),
         "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
     }
     if rebuilt:
-        data["rebuilt_bucket_sizes"] = _joined(sizes)
-        data["rebuilt_per_bucket_param_indices"] = "; ".join(_joined(b.indices) for b in reducer.buckets)
+        data["rebuilt_bucket_sizes"] = _joined(b.nbytes for b in buckets)
+        data["rebuilt_per_bucket_param_indices"] = "; ".join(_joined(b.indices) for b in buckets)
     return data
 
 

@@ -12,10 +12,9 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in ``value``: in lists, tuples, sets, mappings, dataclasses and attributes of other
-    objects, nested at will.
+    """Yields the tensors in ``value``, however deep in containers and attributes of objects.
 
-    Modules and classes are not looked into.
+    Modules, functions and classes are not looked into.
     """
     return _walk(value, set())
 
@@ -44,7 +43,7 @@ def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns ``value`` with ``function`` applied to the tensors in lists, tuples, dicts and dataclasses; everything else as it is."""
+    """Returns ``value`` with ``function`` applied to the tensors in lists, tuples, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):

@@ -14,11 +14,10 @@ _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 
 
 class UsageMap:
-    """A number for each parameter, filled on the CPU and summed over all ranks on a device that the group
-    takes, and one for trouble.
+    """A number for each parameter, and one for trouble, summed over all ranks.
 
     PyTorch Distributed, VLDB 2020, section 4.2, "Globally Unused Parameters": one map for the whole model,
-    one extra all-reduce.
+    filled on the CPU, reduced on a device that the group takes, in one extra all-reduce.
 
     Args:
         group: the ranks.
@@ -43,7 +42,7 @@ class UsageMap:
         self._work = self._group.allreduce([self._sums], _SUM)
 
     def wait(self) -> tuple[list[int], bool]:
-        """Blocks until the sum is here; returns on how many ranks each parameter took part, and whether any rank is in trouble."""
+        """Returns on how many ranks each parameter took part, and whether any rank is in trouble; blocks."""
         if self._work is not None:
             self._work.wait()
             self._work = None

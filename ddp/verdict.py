@@ -19,7 +19,7 @@ from collectives.ddp.errors import GradientSyncError
 __all__ = ["Report", "ReportExchange", "sync_error"]
 
 _REPORT_BYTES = 16384
-"""Size of a report on the wire: one byte for the kinds of fault, then text; longer lists of names are cut and counted."""
+"""Size of a report on the wire: a byte for the kinds of fault, then text; long lists are cut and counted."""
 
 
 class _Fault(enum.IntFlag):
@@ -30,11 +30,12 @@ class _Fault(enum.IntFlag):
 
 
 _ADVICE = {
-    _Fault.MISSING: "Make every parameter take part in the loss on every rank (and every output of forward that depends on it), or "
-    "pass find_unused_parameters=True; freeze parameters that are never trained with requires_grad_(False) before wrapping.",
-    _Fault.REPEATED: "A backward pass within the backward pass, as of activation checkpointing with use_reentrant=True, reached these "
-    "parameters more than once: pass use_reentrant=False to the checkpoint function, or static_graph=True here.",
-    _Fault.CHANGED: "static_graph=True promises that every pass uses the parameters in the same way; leave it out where that is not so.",
+    _Fault.MISSING: "Make every parameter take part in the loss on every rank, or pass "
+    "find_unused_parameters=True; where one is never trained, freeze it before wrapping.",
+    _Fault.REPEATED: "A backward pass within the backward pass, as of activation checkpointing with "
+    "use_reentrant=True, reached these parameters more than once: pass use_reentrant=False there, or "
+    "static_graph=True here.",
+    _Fault.CHANGED: "static_graph=True promises that all passes use the parameters alike; leave it out.",
 }
 
 
@@ -93,8 +94,9 @@ class Report:
 
 
 class ReportExchange:
-    """The exchange of the ranks' reports, issued by all of them after the last reduction of a pass; blocks
-    only in :meth:`error`.
+    """The exchange of the ranks' reports, issued by all of them after the last reduction of a pass.
+
+    Blocks only in :meth:`wait` and :meth:`error`.
 
     Args:
         group: the ranks.
@@ -133,9 +135,12 @@ def sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) ->
     """
     faulty = {rank: report for rank, report in reports.items() if report[0]}
     reasons = {rank: report[1:].rstrip(b"\0").decode(errors="replace") for rank, report in faulty.items()}
+    head = (
+        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of this backward pass could "
+        f"not be averaged, because of rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}:"
+    )
     lines = [
-        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of this backward pass could not be averaged, "
-        f"because of rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}:",
+        head,
         *(f"  rank {rank}: {reason}" for rank, reason in reasons.items()),
         *(
             advice

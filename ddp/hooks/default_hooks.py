@@ -94,7 +94,7 @@ def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
         buffer = bucket.buffer()
         if buffer.is_complex():
             raise TypeError(
-                f"{buffer.dtype} gradients ({', '.join(bucket.names())}) cannot be cast to {dtype} for a wrapped hook"
+                f"{buffer.dtype} gradients ({', '.join(bucket.names())}) cannot be cast to {dtype}"
             )
         bucket.set_buffer(buffer.to(dtype))
         return hook(state, bucket).then(lambda done: _after(done, buffer, done.value()))
