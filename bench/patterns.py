@@ -32,14 +32,15 @@ _MERGE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def _values(op: str, rank: int, size: int) -> torch.Tensor:
     """Returns one period of rank's values as int64."""
-    place = torch.arange(PERIOD)
+    # Scattered by a multiplicative hash, so that over no number of ranks the result is the same everywhere.
+    scattered = torch.arange(1, PERIOD + 1) * (2 * rank + 3) * 40503 >> 5
     if op == "sum":
-        return (place + rank) % 3
+        return scattered % 3
     if op == "avg":  # multiples of size, so that the mean is a whole number
-        return (place + rank) % 3 * size
+        return scattered % 3 * size
     if op == "product":
-        return (place + rank) % 2 + 1
-    return (place * 7 + rank * 5) % 11
+        return scattered % 2 + 1
+    return scattered % 11
 
 
 def _tiled(period: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +90,8 @@ class Team(ABC):
         """Returns handles, each of which becomes readable when a process ends."""
 
     @abstractmethod
-    def _failure(self) -> RankFailedError | None:
-        """Returns what went wrong where a process has ended badly, else ``None``."""
+    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:
+        """Returns what went wrong, given the handles of the processes that have ended."""
 
     @abstractmethod
     def _stop(self, grace_s: float) -> None:
@@ -128,23 +129,26 @@ class Team(ABC):
             RankFailedError: a rank failed; the others are ended before this is raised.
         """
         answers: dict[int, Any] = {}
-        while len(answers) < self.size:
-            waiting = {c: rank for rank, c in self._connections.items() if rank not in answers}
+        waiting = {connection: rank for rank, connection in self._connections.items()}
+        while waiting:
             ready = wait([*waiting, *self._sentinels()])
-            for connection, rank in waiting.items():
-                if connection in ready:
-                    with contextlib.suppress(EOFError, ConnectionResetError):
-                        answers[rank] = connection.recv()
-            if len(answers) < self.size:
+            for connection in [connection for connection in waiting if connection in ready]:
+                rank = waiting.pop(connection)
+                with contextlib.suppress(EOFError, ConnectionResetError):  # it has ended; its sentinel tells
+                    answers[rank] = connection.recv()
+            if waiting or len(answers) < self.size:
                 self._check(ready)
+        while len(answers) < self.size:
+            self._check(wait(self._sentinels()))
         return [answers[rank] for rank in range(self.size)]
 
     def _check(self, ready: Sequence[object]) -> None:
         """Raises when a process has ended among the handles in ``ready``, after it has ended all others."""
-        if not set(ready) & set(self._sentinels()):
-            return
-        self._stop(0.0)
-        raise self._failure() or RankFailedError("a rank ended before its work was done", -1)
+        ended = set(ready) & set(self._sentinels())
+        if ended:
+            error = self._failure(ended)
+            self._stop(0.0)
+            raise error
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the team; ranks see that and have a moment to leave by themselves; idempotent.
@@ -174,7 +178,6 @@ class SpawnedTeam(Team):
 
     def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         super().__init__(size)
-        self._stopped: set[int] = set()
         self._context = torch.multiprocessing.start_processes(
             _body, (self.address, body, args), nprocs=size, join=False, daemon=True
         )
@@ -187,40 +190,40 @@ class SpawnedTeam(Team):
     def _sentinels(self) -> Sequence[int]:
         return [process.sentinel for process in self._context.processes]
 
-    def _failure(self) -> RankFailedError | None:
+    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:
+        for process in self._context.processes:
+            if process.sentinel in ended:
+                process.join()  # its handle tells a moment before its status can be had
         failed = [
             (Path(file).stat().st_mtime_ns, rank)
             for rank, file in enumerate(self._context.error_files)
             if Path(file).exists()
         ]
-        if failed:
+        if failed:  # the first is the cause: others fail because it has gone
             rank = min(failed)[1]
             with Path(self._context.error_files[rank]).open("rb") as file:
                 return RankFailedError(f"rank {rank} failed:\n\n{pickle.load(file)}", rank)
         for rank, process in enumerate(self._context.processes):
             code = process.exitcode
-            if code is not None and rank not in self._stopped:
+            if code is not None:
                 how = (
                     f"was killed by {signal.Signals(-code).name}"
                     if code < 0
                     else f"exited with status {code}"
                 )
                 return RankFailedError(f"rank {rank} {how} before its work was done", rank)
-        return None
+        raise AssertionError("a process has ended, but none has an exit status")
 
     def _stop(self, grace_s: float) -> None:
         processes = self._context.processes
-        end = time.monotonic() + grace_s
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        self._stopped = {rank for rank, process in enumerate(processes) if process.is_alive()}
-        for end_it in ("terminate", "kill"):
-            end = time.monotonic() + GRACE_S
-            for rank in self._stopped:
-                if processes[rank].is_alive():
-                    getattr(processes[rank], end_it)()
-            for rank in self._stopped:
-                processes[rank].join(max(0.0, end - time.monotonic()))
+        for end_it, seconds in ((None, grace_s), ("terminate", GRACE_S), ("kill", GRACE_S)):
+            alive = [process for process in processes if process.is_alive()]
+            for process in alive:
+                if end_it is not None:
+                    getattr(process, end_it)()
+            end = time.monotonic() + seconds
+            for process in alive:
+                process.join(max(0.0, end - time.monotonic()))
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the team and removes the files that carried tracebacks."""

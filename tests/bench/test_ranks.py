@@ -1,0 +1,125 @@
+"""Ranks under a parent: answers, failures, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bench_bodies
+import pytest
+
+from collectives.bench.lockstep import create_board
+from collectives.bench.ranks import RankFailedError, SpawnedTeam
+
+
+def gone(pid: int) -> bool:
+    """Returns whether a process has ended; a zombie has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def test_answers_come_in_rank_order():
+    with SpawnedTeam(2, bench_bodies.multiply, (10,)) as team:
+        assert team.ask(1) == [10, 11]
+        assert team.ask(2) == [20, 21]
+        directory = Path(team.address).parent
+        assert directory.exists()
+    assert not directory.exists()
+
+
+def test_ranks_end_with_the_team():
+    with SpawnedTeam(2, bench_bodies.send_pid) as team:
+        pids = team.gather()
+    assert all(gone(pid) for pid in pids)
+    team.close()  # a second time
+
+
+def test_a_command_after_the_work_is_an_error():
+    with SpawnedTeam(1, bench_bodies.send_pid) as team:
+        team.gather()
+        with pytest.raises(
+            RankFailedError, match="rank 0 has done its work, but was given another command: 5"
+        ):
+            team.ask(5)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "ValueError: the first error, on rank 1"),
+        ("kill", "rank 1 was killed by SIGKILL"),
+        ("leave", "rank 1 exited with status 0 before its work was done"),
+    ],
+)
+def test_a_failing_rank_ends_all(how, message):
+    with SpawnedTeam(2, bench_bodies.fail, (1, how)) as team:
+        pids = team.gather()
+        begin = time.monotonic()
+        with pytest.raises(RankFailedError, match=message) as caught:
+            team.ask("go")
+        assert time.monotonic() - begin < 30
+        assert caught.value.rank == 1
+        assert ("Traceback" in str(caught.value)) == (how == "raise")
+        assert "an error that follows" not in str(caught.value)
+        assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_cannot_begin_is_named():
+    with (
+        SpawnedTeam(2, bench_bodies.multiply) as team,
+        pytest.raises(RankFailedError, match=r"(?s)rank \d failed.*TypeError"),
+    ):
+        team.ask(1)  # the body lacks an argument
+
+
+def test_ranks_end_when_the_parent_is_killed(tmp_path):
+    script = (
+        "import time\n"
+        "import bench_bodies\n"
+        "from collectives.bench.ranks import SpawnedTeam\n"
+        "if __name__ == '__main__':\n"
+        f"    with SpawnedTeam(2, bench_bodies.send_pid, ({str(tmp_path / 'pid')!r},)) as team:\n"
+        "        team.gather()\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(600)\n"
+    )
+    file = tmp_path / "parent.py"
+    file.write_text(script, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(bench_bodies.__file__).parent),
+        "TMPDIR": str(tmp_path),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(file)], env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == b"ready\n"
+            pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive their parent"
+        time.sleep(0.05)
+
+
+def test_nobody_leaves_the_barrier_before_all_have_come():
+    descriptor, path = create_board(3)
+    try:
+        with SpawnedTeam(3, bench_bodies.cross, (3, path, 60)) as team:
+            crossings = team.gather()
+    finally:
+        os.close(descriptor)
+    arrived = zip(*(arrivals for arrivals, _ in crossings), strict=True)
+    left = zip(*(leavings for _, leavings in crossings), strict=True)
+    for arrivals, leavings in zip(arrived, left, strict=True):
+        assert max(arrivals) <= min(leavings)

@@ -1,0 +1,84 @@
+"""What ranks of the bench's tests run; a module of its own, so that spawned processes can import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from collectives.backends.gloo import create as create_gloo
+from collectives.bench.lockstep import Lockstep
+from collectives.bench.ranks import commands
+from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
+from collectives.work import Work
+
+
+def multiply(rank: int, connection: Connection, factor: int) -> None:
+    """Answers every number with itself times the factor, plus the rank."""
+    for command in commands(connection):
+        connection.send(command * factor + rank)
+
+
+def send_pid(rank: int, connection: Connection, path: str = "") -> None:
+    """Sends the process's id; also writes it to a file where a path is given."""
+    if path:
+        Path(f"{path}.{rank}").write_text(str(os.getpid()), encoding="utf-8")
+    connection.send(os.getpid())
+
+
+def fail(rank: int, connection: Connection, failing: int, how: str) -> None:
+    """One rank sends its id and fails; the others follow later with an error of their own, or hang."""
+    connection.send(os.getpid())
+    connection.recv()
+    if rank == failing:
+        if how == "raise":
+            raise ValueError(f"the first error, on rank {rank}")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    time.sleep(0.2 if how == "raise" else 600)
+    raise RuntimeError(f"an error that follows, on rank {rank}")
+
+
+def cross(rank: int, connection: Connection, size: int, path: str, times: int) -> None:
+    """Passes the barrier many times and sends, for each, when this rank arrived and when it went on."""
+    barrier = Lockstep(path, rank, size)
+    arrived, left = [], []
+    for i in range(times):
+        if i % size == rank:
+            time.sleep(0.001)
+        arrived.append(time.monotonic_ns())
+        barrier()
+        left.append(time.monotonic_ns())
+    barrier.close()
+    connection.send((arrived, left))
+
+
+def create_faulty(options: GroupOptions) -> object:
+    """Makes a Gloo group whose all-reduce spoils the last element on rank 1."""
+    group = create_gloo(options)
+    kind = type(group)
+
+    class Faulty(kind):  # type: ignore[misc, valid-type]
+        def _allreduce(self, tensor: torch.Tensor, opts: object) -> Work:
+            work = super()._allreduce(tensor, opts)
+            work.wait()
+            if self.rank() == 1 and tensor.numel():
+                tensor.view(-1)[-1] += 1
+            return work
+
+    group.__class__ = Faulty
+    return group
+
+
+register_backend_spec(BackendSpec("faulty", ("cpu",), create_faulty))
+register_backend_spec(
+    BackendSpec(
+        "absent", ("cpu",), "no_such_module", ("no_such_package",), "python -m pip install no-such-package"
+    )
+)
+register_backend_spec(BackendSpec("elsewhere", ("cuda",), create_faulty))
