@@ -123,6 +123,8 @@ def _conduct(
     names = [name for name in workload.backends if name not in refused] + [LIMIT] * workload.limit
     item_bytes = getattr(torch, workload.dtype).itemsize
     records: list[Record] = []
+    if not names:
+        return records, skipped
     end = time.monotonic() + schedule.budget_s
     for i, size in enumerate(schedule.sizes):
         if progress is not None:
