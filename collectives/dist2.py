@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore, rendezvous
+from collectives.store import PrefixStore, rendezvous
 
 from collectives import registry
 from collectives.joining import join_world

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as _torch_distributed
-from torch.distributed import PrefixStore, rendezvous
+from collectives.store import PrefixStore, rendezvous
 
 from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
