@@ -52,7 +52,7 @@ MAX_DIFFERENCE = 1e-5
 MIN_ACCURACY = 0.95
 
 LANES = 3
-"""Host groups that collectives go to in turn: the best number in PyTorch Distributed, VLDB 2020, section 5.4."""
+"""Host groups that collectives go to in turn: the best number in the paper (VLDB 2020, section 5.4)."""
 
 GLOBAL_BATCH = 64
 """Images in a step of all ranks together, where that is 8 or more on each."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from collectives.backends.gloo import create as create_gloo
+import collectives
+from collectives.backends.gloo import ProcessGroupGloo
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.ranks import commands
 from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
+from collectives.types import AllreduceOptions
 from collectives.work import Work
 
 
@@ -58,27 +62,26 @@ def cross(rank: int, connection: Connection, size: int, path: str, times: int) -
     connection.send((arrived, left))
 
 
-def create_faulty(options: GroupOptions) -> object:
-    """Makes a Gloo group whose all-reduce spoils the last element on rank 1."""
-    group = create_gloo(options)
-    kind = type(group)
+class FaultyGloo(ProcessGroupGloo):
+    """Gloo whose all-reduce spoils the last element on rank 1."""
 
-    class Faulty(kind):  # type: ignore[misc, valid-type]
-        def _allreduce(self, tensor: torch.Tensor, opts: object) -> Work:
-            work = super()._allreduce(tensor, opts)
-            work.wait()
-            if self.rank() == 1 and tensor.numel():
-                tensor.view(-1)[-1] += 1
-            return work
-
-    group.__class__ = Faulty
-    return group
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        work = super()._allreduce(tensor, opts)
+        work.wait()
+        if self.rank() == 1:
+            tensor.view(-1)[-1] += 1
+        return work
 
 
-register_backend_spec(BackendSpec("faulty", ("cpu",), create_faulty))
+def create_faulty(store: Any, rank: int, size: int, timeout: timedelta) -> FaultyGloo:
+    """Makes a group of the backend ``faulty``."""
+    return FaultyGloo(GroupOptions(store, rank, size, timeout))
+
+
+collectives.Backend.register_backend("faulty", create_faulty, devices="cpu")
+collectives.Backend.register_backend("elsewhere", create_faulty, devices="cuda")
 register_backend_spec(
     BackendSpec(
         "absent", ("cpu",), "no_such_module", ("no_such_package",), "python -m pip install no-such-package"
     )
 )
-register_backend_spec(BackendSpec("elsewhere", ("cuda",), create_faulty))
