@@ -17,8 +17,7 @@ import torch
 from collectives import _native
 from collectives.backends.host_bootstrap import join
 from collectives.backends.host_work import HostWork
-from collectives.capabilities import OPERATIONS, Capabilities
-from collectives.errors import UnsupportedOperationError
+from collectives.capabilities import Capabilities
 from collectives.process_group import ProcessGroup
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs, is_dense
@@ -55,6 +54,8 @@ _PACKED = {
 """Data types whose elements share bytes, and how many do."""
 _KIND = _native.COLLECTIVES
 _UINT8 = _native.DTYPES["uint8"]
+_ANY_RANK = -1
+_CROWD = 64
 
 
 def _reductions() -> Mapping[torch.dtype, frozenset[str]]:
@@ -68,7 +69,6 @@ def _reductions() -> Mapping[torch.dtype, frozenset[str]]:
 _CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     reductions=_reductions(),
-    operations=frozenset(OPERATIONS) - {"send", "recv", "recv_anysource"},
     moves=frozenset(_CODES),
 )
 
@@ -121,6 +121,7 @@ class ProcessGroupHost(ProcessGroup):
         self._native = _native.HostGroup(join(store, rank, size, timeout, label), label)
         self._in_flight: deque[HostWork] = deque()
         self._in_flight_lock = threading.Lock()
+        self._crowd = _CROWD
         _live.add(self)
 
     @property
@@ -301,11 +302,26 @@ class ProcessGroupHost(ProcessGroup):
 
     # ---- point-to-point ------------------------------------------------------------------------------
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002
-        raise UnsupportedOperationError("send")  # its capabilities say so, so nobody comes here
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        source = dense(tensor)
+        task = self._native.send(
+            source.data_ptr(), _count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
+        )
+        return self._launch(task, (source,), (), True)
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002
-        raise UnsupportedOperationError("recv")
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        if not is_dense(tensor):
+            staged = dense_outputs([tensor])
+            return self._finish(staged, self._recv(staged.stand_ins[0], src, tag), True)
+        task = self._native.receive(
+            tensor.data_ptr(),
+            _count(tensor),
+            _CODES[tensor.dtype],
+            _ANY_RANK if src is None else src,
+            tag,
+            self._timeout_ns,
+        )
+        return self._launch(task, (tensor,), (tensor,), True)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -386,17 +402,23 @@ class ProcessGroupHost(ProcessGroup):
     ) -> HostWork:
         """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
         work = HostWork(task, keep, results, self._forget_finished)
+        if task.finished():
+            return work
+        self._forget_finished()
         with self._in_flight_lock:
             self._in_flight.append(work)
-        self._forget_finished()
         if not asynchronous:
             work.wait()
         return work
 
     def _forget_finished(self) -> None:
         with self._in_flight_lock:
-            while self._in_flight and self._in_flight[0].task.finished():
-                self._in_flight.popleft()
+            flying = self._in_flight
+            while flying and flying[0].task.finished():
+                flying.popleft()
+            if len(flying) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
+                self._in_flight = deque(work for work in flying if not work.task.finished())
+                self._crowd = max(_CROWD, 2 * len(self._in_flight))
 
     @staticmethod
     def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:

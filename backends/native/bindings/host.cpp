@@ -88,6 +88,22 @@ std::shared_ptr<Task> collective(Group& group, std::uint8_t kind, Address data, 
   return issue(group, std::move(request), timeout, wait);
 }
 
+std::shared_ptr<Task> send(Group& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
+                           std::uint32_t tag, Nanoseconds timeout) {
+  const DType checked = dtype_from(dtype);
+  const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
+  const nb::gil_scoped_release release;
+  return group.send(envelope, pointer_from(data), timeout);
+}
+
+std::shared_ptr<Task> receive(Group& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
+                              std::uint32_t tag, Nanoseconds timeout) {
+  const DType checked = dtype_from(dtype);
+  const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
+  const nb::gil_scoped_release release;
+  return group.receive(envelope, pointer_from(data), timeout);
+}
+
 bool wait_for(Task& task, std::optional<double> seconds) {
   PythonInterrupt interrupt;
   const nb::gil_scoped_release release;
@@ -190,6 +206,10 @@ void bind_group(nb::module_& module) {
       .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
            nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
            nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))
+      .def("send", send, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
+           nb::arg("tag"), nb::arg("timeout_ns"))
+      .def("receive", receive, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
+           nb::arg("tag"), nb::arg("timeout_ns"))
       .def(
           "abort", [](Group& group, const std::string& reason) { without_gil([&] { group.abort(reason); }); },
           nb::arg("reason"))

@@ -19,6 +19,7 @@ Group::Group(Membership membership, std::string label)
       label_(std::move(label)),
       generation_(fork_generation()),
       station_(std::make_unique<Station>(std::move(membership), label_)),
+      messenger_(std::make_shared<Messenger>(*station_)),
       sources_(static_cast<std::size_t>(size_)) {}
 
 Group::~Group() { shutdown(false); }
@@ -106,6 +107,16 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
   return task;
 }
 
+std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
+  check_process();
+  return messenger_->send(envelope, data, timeout);
+}
+
+std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
+  check_process();
+  return messenger_->receive(envelope, data, timeout);
+}
+
 void Group::serve_queue() {
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -157,6 +168,7 @@ void Group::shutdown(bool finish) {
   if (generation_ != fork_generation()) {
     // The parent's group: its marks in shared memory are not ours to set, and its threads do not exist here.
     static_cast<void>(station_.release());
+    static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
     return;
   }
   if (!finish) {
@@ -170,13 +182,17 @@ void Group::shutdown(bool finish) {
     const std::lock_guard lock(mutex_);
     closed_.store(true, std::memory_order_seq_cst);
   }
-  if (finish) await_idle(kNever);
+  if (finish) {
+    await_idle(kNever);
+    messenger_->flush();
+  }
   {
     const std::lock_guard lock(station_mutex_);
     if (!station_) return;
     station_->leave();
   }
-  const bool idle = await_idle(now_ns() + kLeaveLimit);
+  const Nanoseconds deadline = now_ns() + kLeaveLimit;
+  const bool idle = await_idle(deadline) && messenger_->close(deadline);
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -190,6 +206,7 @@ void Group::shutdown(bool finish) {
     // A thread is stuck in an operation, in a signal handler for instance. It keeps what it uses.
     thread_.abandon();
     static_cast<void>(station_.release());
+    static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
   }
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/messenger.hpp"
 #include "engine/request.hpp"
 #include "engine/task.hpp"
 #include "engine/thread.hpp"
@@ -42,6 +43,10 @@ class Group {
 
   // Queues the operation. Its memory must stay valid until the task is finished.
   std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout);
+
+  // Posts a message or a receive; see Messenger. They need no turn and keep no order with the collectives.
+  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
+  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
 
   // Breaks the group here and for its peers. Blocks on nothing.
   void abort(const std::string& reason);
@@ -76,6 +81,7 @@ class Group {
   // `station_mutex_`.
   std::unique_ptr<Station> station_;
   mutable std::mutex station_mutex_;
+  const std::shared_ptr<Messenger> messenger_;
   std::uint64_t sequence_ = 0;        // of the last collective begun; only the holder of the turn touches it
   std::vector<const void*> sources_;  // scratch of the holder of the turn
 

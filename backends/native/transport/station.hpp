@@ -113,6 +113,8 @@ class Station {
     if (bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell);
   }
 
+  void ring_own_mail() const noexcept { ring_mail(rank()); }
+
   // Blocks until `word`, which `peer` writes, has reached `value`. Throws what `check` throws, and on the
   // deadline.
   void await(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {
@@ -127,19 +129,18 @@ class Station {
     sleep(call, peer, word, value);
   }
 
+  // Whether the group can do nothing more: aborted, left, or poisoned by anyone.
+  bool broken() const noexcept {
+    return stop_.load(std::memory_order_acquire) != kRunning ||
+           poison().state.load(std::memory_order_acquire) != 0;
+  }
   // Throws where the group is broken, before an operation begins.
   void check_usable() const {
-    if (stop_.load(std::memory_order_relaxed) != kRunning ||
-        poison().state.load(std::memory_order_relaxed) != 0) [[unlikely]] {
-      throw_broken(false);
-    }
+    if (broken()) [[unlikely]] throw_broken(false);
   }
   // The same for an operation that has begun; called by sleepers.
   void check_unbroken() const {
-    if (stop_.load(std::memory_order_acquire) != kRunning ||
-        poison().state.load(std::memory_order_acquire) != 0) {
-      throw_broken(true);
-    }
+    if (broken()) throw_broken(true);
   }
 
   // Whether the rank's process has ended. One system call.

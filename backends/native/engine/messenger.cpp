@@ -1,0 +1,525 @@
+#include "engine/messenger.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "kernels/kernels.hpp"
+#include "memory/futex.hpp"
+
+namespace collectives {
+namespace {
+
+// What precedes the bytes of a message in a stream. Messages are padded to a multiple of its size.
+struct Frame {
+  std::uint64_t bytes = 0;
+  std::uint32_t tag = 0;
+  std::uint8_t dtype = 0;
+  std::uint8_t reserved[3] = {};
+};
+static_assert(sizeof(Frame) == 16);
+
+// Bytes between two publications, so that the receiver copies while the sender does.
+constexpr std::size_t kStride = 64 << 10;
+
+constexpr Nanoseconds kSlice = 100 * kMillisecond;
+constexpr int kSpins = 100;
+constexpr int kYields = 2;
+
+// The background thread looks this often whether it is needed, while there is point-to-point traffic at all.
+constexpr Nanoseconds kTick = kMillisecond;
+constexpr int kIdleTicks = 50;
+
+std::size_t padding_of(std::uint64_t bytes) noexcept {
+  return static_cast<std::size_t>((sizeof(Frame) - bytes % sizeof(Frame)) % sizeof(Frame));
+}
+
+}  // namespace
+
+Messenger::Messenger(Station& station) : station_(&station), rank_(station.rank()) {
+  incoming_.reserve(static_cast<std::size_t>(station.size()));
+  outgoing_.reserve(static_cast<std::size_t>(station.size()));
+  for (int r = 0; r < station.size(); ++r) {
+    incoming_.push_back({Inbox(station, r), nullptr});
+    outgoing_.push_back({Outbox(station, r), {}});
+  }
+}
+
+// ---- posting ----------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
+  // The bytes of a send are only read; the type is shared with receives.
+  auto transfer = std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::send, envelope,
+                                             const_cast<std::byte*>(data), timeout);
+  const Lock lock(mutex_);
+  check_open();
+  if (envelope.peer == rank_) {
+    send_to_self(transfer);
+    return transfer;
+  }
+  outstanding_.push_back(transfer);
+  outgoing_[static_cast<std::size_t>(envelope.peer)].queue.push_back(transfer);
+  start(transfer);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
+  auto transfer =
+      std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::receive, envelope, data, timeout);
+  const Lock lock(mutex_);
+  check_open();
+  outstanding_.push_back(transfer);
+  posted_.push_back(transfer);
+  match_unexpected(transfer);
+  start(transfer);
+  return transfer;
+}
+
+void Messenger::check_open() const {
+  if (station_ == nullptr || closing_) {
+    throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] the group was shut down");
+  }
+  station_->check_usable();
+}
+
+void Messenger::start(const TransferPointer& transfer) {
+  pump();
+  if (transfer->finished() || background_awake_) return;
+  if (!thread_.started()) thread_.start("collectives-p2p", [this] { serve(); });
+  background_awake_ = true;
+  thread_wakes_.notify_one();
+}
+
+void Messenger::send_to_self(const TransferPointer& transfer) {
+  const Envelope& envelope = transfer->envelope();
+  auto message = std::make_shared<Message>(Message{rank_, envelope.tag, envelope.dtype, envelope.bytes, 0, {}, {}});
+  const auto matches = [&](const TransferPointer& posted) {
+    const Envelope& wanted = posted->envelope();
+    return (wanted.peer == kAnyRank || wanted.peer == rank_) && wanted.tag == envelope.tag;
+  };
+  const auto posted = std::find_if(posted_.begin(), posted_.end(), matches);
+  if (posted == posted_.end()) {
+    message->memory = std::make_unique_for_overwrite<std::byte[]>(envelope.bytes);
+    std::memcpy(message->memory.get(), transfer->data_, envelope.bytes);
+    message->come = envelope.bytes;
+    unexpected_.push_back(std::move(message));
+  } else {
+    attach(message, *posted);
+    if (message->receiver) {
+      std::memcpy(message->receiver->data_, transfer->data_, envelope.bytes);
+      message->come = envelope.bytes;
+      complete(message);
+    }
+  }
+  finish(transfer, std::nullopt);
+}
+
+void Messenger::match_unexpected(const TransferPointer& transfer) {
+  const Envelope& wanted = transfer->envelope();
+  const auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const auto& message) {
+    return (wanted.peer == kAnyRank || wanted.peer == message->source) && wanted.tag == message->tag;
+  });
+  if (found == unexpected_.end()) return;
+  const std::shared_ptr<Message> message = *found;
+  unexpected_.erase(found);
+  const std::unique_ptr<std::byte[]> memory = std::move(message->memory);
+  attach(message, transfer);
+  if (!message->receiver) return;
+  collectives::copy(transfer->data_, memory.get(), message->come);
+  if (message->come == message->bytes) complete(message);
+}
+
+// ---- pumping ----------------------------------------------------------------------------------------------------
+
+bool Messenger::pump() {
+  bool moved = false;
+  for (std::size_t r = 0; r < outgoing_.size(); ++r) {
+    if (static_cast<int>(r) == rank_) continue;
+    if (!outgoing_[r].queue.empty()) moved |= pump_out(outgoing_[r]);
+    moved |= pump_in(static_cast<int>(r), incoming_[r]);
+  }
+  return moved;
+}
+
+bool Messenger::pump_out(Outgoing& outgoing) {
+  bool moved = false;
+  while (!outgoing.queue.empty()) {
+    const TransferPointer transfer = outgoing.queue.front();
+    std::size_t room = 0;
+    try {
+      room = outgoing.box.room();
+    } catch (const Error& error) {  // no memory for the ring: nothing has left yet
+      outgoing.queue.pop_front();
+      finish(transfer, Error(error.kind(), prefix() + transfer->describe() + ": " + error.message()));
+      moved = true;
+      continue;
+    }
+    const Envelope& envelope = transfer->envelope();
+    if (room == 0) return moved;
+    if (!transfer->begun_) {
+      const Frame frame{.bytes = envelope.bytes, .tag = envelope.tag, .dtype = static_cast<std::uint8_t>(envelope.dtype)};
+      outgoing.box.write(&frame, sizeof(frame));
+      transfer->begun_ = true;
+      room -= sizeof(Frame);
+    }
+    const std::uint64_t left = envelope.bytes - transfer->moved_;
+    const auto stride = static_cast<std::size_t>(std::min<std::uint64_t>({left, room, kStride}));
+    if (stride > 0) outgoing.box.write(transfer->data_ + transfer->moved_, stride);
+    transfer->moved_ += stride;
+    // All positions but a message's last are multiples of the padding, so there is room for it where there is for that byte.
+    const bool whole = transfer->moved_ == envelope.bytes;
+    if (whole) outgoing.box.skip(padding_of(envelope.bytes));
+    outgoing.box.publish();
+    if (whole) {
+      outgoing.queue.pop_front();
+      finish(transfer, std::nullopt);
+    }
+    moved = true;
+  }
+  return moved;
+}
+
+bool Messenger::pump_in(int source, Incoming& incoming) {
+  bool moved = false;
+  for (;;) {
+    std::size_t available = incoming.box.available();
+    if (!incoming.current) {
+      if (available < sizeof(Frame)) return moved;
+      incoming.current = open_message(source, incoming.box);
+      available -= sizeof(Frame);
+      moved = true;
+    }
+    const std::shared_ptr<Message> message = incoming.current;
+    const std::uint64_t left = message->bytes - message->come;
+    const auto stride = static_cast<std::size_t>(std::min<std::uint64_t>({left, available, kStride}));
+    if (stride == 0 && left > 0) return moved;
+    std::byte* target = message->receiver ? message->receiver->data_ : message->memory.get();
+    if (target != nullptr) {
+      incoming.box.read(target + message->come, stride);
+    } else {
+      incoming.box.skip(stride);
+    }
+    message->come += stride;
+    if (message->come == message->bytes) {
+      incoming.box.skip(padding_of(message->bytes));
+      incoming.current.reset();
+      if (message->receiver) complete(message);
+    }
+    incoming.box.publish();
+    moved = true;
+  }
+}
+
+std::shared_ptr<Messenger::Message> Messenger::open_message(int source, Inbox& box) {
+  Frame frame;
+  box.read(&frame, sizeof(frame));
+  auto message = std::make_shared<Message>(
+      Message{source, frame.tag, static_cast<DType>(frame.dtype), frame.bytes, 0, {}, {}});
+  const auto posted = std::find_if(posted_.begin(), posted_.end(), [&](const TransferPointer& transfer) {
+    const Envelope& wanted = transfer->envelope();
+    return (wanted.peer == kAnyRank || wanted.peer == source) && wanted.tag == frame.tag;
+  });
+  if (posted == posted_.end()) {
+    try {
+      message->memory = std::make_unique_for_overwrite<std::byte[]>(frame.bytes);
+    } catch (const std::bad_alloc&) {
+      station_->abort("rank " + std::to_string(rank_) + " has no memory for a message of " +
+                      std::to_string(frame.bytes) + " bytes from rank " + std::to_string(source) +
+                      " for which no receive is posted yet");
+      return message;
+    }
+    unexpected_.push_back(message);
+  } else {
+    attach(message, *posted);
+  }
+  return message;
+}
+
+void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer transfer) {
+  posted_.remove(transfer);
+  const Envelope& wanted = transfer->envelope();
+  if (wanted.bytes != message->bytes || wanted.dtype != message->dtype) {
+    // The message has no target now, so its bytes are dropped as they come.
+    finish(transfer, Error(ErrorKind::mismatch, prefix() + transfer->describe() + " met a message of " +
+                                                    std::to_string(message->bytes) + " bytes (" +
+                                                    name_of(message->dtype) + ") from rank " +
+                                                    std::to_string(message->source) +
+                                                    "; the message is dropped and the group stays usable"));
+    return;
+  }
+  transfer->source_ = message->source;
+  message->receiver = std::move(transfer);
+}
+
+void Messenger::complete(const std::shared_ptr<Message>& message) { finish(message->receiver, std::nullopt); }
+
+void Messenger::finish(const TransferPointer& transfer, std::optional<Error> error) {
+  const TransferPointer alive = transfer;  // the lists may hold the last reference
+  outstanding_.remove(alive);
+  alive->finish(std::move(error));
+  if (waiters_ > 0) changed_.notify_all();
+}
+
+// ---- failing ----------------------------------------------------------------------------------------------------
+
+void Messenger::withdraw(Transfer& transfer) {
+  const auto is_it = [&](const TransferPointer& other) { return other.get() == &transfer; };
+  if (transfer.direction() == Transfer::Direction::send) {
+    std::erase_if(outgoing_[static_cast<std::size_t>(transfer.envelope().peer)].queue, is_it);
+    return;
+  }
+  posted_.remove_if(is_it);
+  for (Incoming& incoming : incoming_) {
+    if (incoming.current && incoming.current->receiver.get() == &transfer) incoming.current->receiver.reset();
+  }
+}
+
+void Messenger::fail_all(const Error& error) {
+  posted_.clear();
+  for (Outgoing& outgoing : outgoing_) outgoing.queue.clear();
+  for (Incoming& incoming : incoming_) {
+    if (incoming.current) incoming.current->receiver.reset();
+  }
+  while (!outstanding_.empty()) finish(outstanding_.front(), error);
+}
+
+void Messenger::look_around() {
+  try {
+    station_->check_unbroken();
+    const auto ranks = static_cast<std::size_t>(station_->size());
+    std::vector<bool> departed(ranks);
+    std::vector<bool> dead(ranks);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      if (static_cast<int>(r) == rank_) continue;
+      departed[r] = station_->departed(static_cast<int>(r));
+      dead[r] = !departed[r] && station_->dead(static_cast<int>(r));
+    }
+    pump();  // what a rank sent before it went has come by now, or never will
+    const std::list<TransferPointer> transfers = outstanding_;
+    for (const TransferPointer& transfer : transfers) {
+      if (transfer->finished()) continue;
+      const int peer = transfer->envelope().peer;
+      bool somebody = peer == rank_ || (peer == kAnyRank && ranks == 1);  // who could still complete it
+      for (std::size_t r = 0; r < ranks; ++r) {
+        const int rank = static_cast<int>(r);
+        if (rank == rank_ || (peer != kAnyRank && peer != rank)) continue;
+        if (dead[r]) station_->lose(rank, transfer->describe());
+        somebody = somebody || !departed[r];
+      }
+      if (!somebody) {
+        withdraw(*transfer);
+        const char* who = peer == kAnyRank ? "all other ranks have" : "that rank has";
+        finish(transfer,
+               Error(ErrorKind::peer_lost, prefix() + transfer->describe() + ": " + who + " left the group", peer));
+      } else if (now_ns() >= transfer->deadline()) {
+        time_out(transfer);
+      }
+    }
+  } catch (const Error& error) {
+    fail_all(error);
+  }
+}
+
+void Messenger::time_out(const TransferPointer& transfer) {
+  const int peer = transfer->envelope().peer;
+  const std::string text = transfer->describe() + " was not done after " +
+                           std::to_string(transfer->timeout() / kMillisecond) + " ms. Every rank:\n" +
+                           station_->report();
+  if (transfer->begun_) {
+    // A message that has left in part can be neither taken back nor completed: its memory is the caller's again.
+    station_->poison(ErrorKind::timeout, peer, text);
+    station_->check_unbroken();
+  }
+  withdraw(*transfer);
+  finish(transfer, Error(ErrorKind::timeout, prefix() + text, peer));
+}
+
+std::string Messenger::prefix() const {
+  return "[rank " + std::to_string(rank_) + "] " + station_->label() + ": ";
+}
+
+// ---- waiting ----------------------------------------------------------------------------------------------------
+
+Nanoseconds Messenger::nearest_deadline() const {
+  Nanoseconds nearest = kNever;
+  for (const TransferPointer& transfer : outstanding_) nearest = std::min(nearest, transfer->deadline());
+  return nearest;
+}
+
+void Messenger::poll() {
+  const Lock lock(mutex_);
+  if (station_ != nullptr && !closing_) pump();
+}
+
+bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
+  Lock lock(mutex_);
+  ++waiters_;
+  const auto leave = [&] {
+    --waiters_;
+    changed_.notify_all();
+  };
+  try {
+    while (!transfer.finished() && now_ns() < deadline) {
+      if (station_ == nullptr) break;  // closed: everything is finished
+      if (!driving_) {
+        drive(lock, [&] { return transfer.finished(); }, deadline, interrupt);
+        continue;
+      }
+      if (background_drives_) station_->ring_own_mail();
+      if (pump()) continue;
+      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSlice, deadline - now_ns())));
+      if (interrupt != nullptr && !transfer.finished()) {
+        lock.unlock();
+        const bool stop = interrupt->requested();
+        lock.lock();
+        if (stop) throw Error(ErrorKind::interrupted, "interrupted while waiting for a message");
+      }
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    leave();
+    throw;
+  }
+  leave();
+  return transfer.finished();
+}
+
+void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt) {
+  driving_ = true;
+  const auto hand_over = [this] {
+    driving_ = false;
+    changed_.notify_all();
+  };
+  int idle = 0;
+  Nanoseconds next_look = now_ns() + kSlice / 2;
+  try {
+    while (!done()) {
+      if (closing_) break;
+      if (pump()) {
+        idle = 0;
+        continue;
+      }
+      if (idle < kSpins + kYields) {
+        lock.unlock();
+        if (idle++ < kSpins) {
+          relax_processor();
+        } else {
+          sched_yield();
+        }
+        lock.lock();
+        continue;
+      }
+      doze(lock, std::min(deadline, nearest_deadline()));
+      const Nanoseconds now = now_ns();
+      if (station_ == nullptr || closing_) break;
+      if (now < next_look && now < nearest_deadline() && now < deadline && !station_->broken()) continue;
+      next_look = now + kSlice / 2;
+      look_around();
+      if (now >= deadline) break;
+      if (interrupt == nullptr || done()) continue;
+      lock.unlock();
+      const std::string site = interrupt->site();
+      const bool stop = interrupt->requested();
+      lock.lock();
+      if (station_ != nullptr && !closing_) station_->note_site(site);
+      if (stop) throw Error(ErrorKind::interrupted, "interrupted while waiting for a message");
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    hand_over();
+    throw;
+  }
+  hand_over();
+}
+
+void Messenger::doze(Lock& lock, Nanoseconds deadline) {
+  Bell& bell = station_->own().mail_bell;
+  Status& status = station_->status();
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
+  const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+  if (!pump() && !outstanding_.empty()) {
+    const Transfer& first = *outstanding_.front();
+    const int peer = first.envelope().peer;
+    const bool sends = first.direction() == Transfer::Direction::send;
+    status.mail_since.store(first.deadline() - first.timeout(), std::memory_order_relaxed);
+    status.mail_tag.store(first.envelope().tag, std::memory_order_relaxed);
+    status.mail_kind.store(sends ? 1 : 2, std::memory_order_relaxed);
+    status.mail_peer.store(peer == kAnyRank ? kNobody : static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+    lock.unlock();
+    futex_wait(bell.rings, rings, std::min(kSlice, deadline - now_ns()), FutexScope::machine);
+    lock.lock();
+    status.mail_peer.store(0, std::memory_order_relaxed);
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_release);
+}
+
+void Messenger::serve() {
+  Lock lock(mutex_);
+  int idle_ticks = 0;
+  while (!closing_) {
+    const bool needed = !outstanding_.empty();
+    if (needed && !driving_ && waiters_ == 0) {
+      idle_ticks = 0;
+      background_drives_ = true;
+      drive(lock, [this] { return closing_ || outstanding_.empty() || waiters_ > 0; }, kNever, nullptr);
+      background_drives_ = false;
+      continue;
+    }
+    idle_ticks = needed ? 0 : idle_ticks + 1;
+    if (idle_ticks < kIdleTicks) {
+      thread_wakes_.wait_for(lock, std::chrono::nanoseconds(kTick));
+      continue;
+    }
+    background_awake_ = false;
+    thread_wakes_.wait(lock, [this] { return closing_ || background_awake_; });
+    idle_ticks = 0;
+  }
+}
+
+// ---- ending -----------------------------------------------------------------------------------------------------
+
+void Messenger::flush() {
+  Lock lock(mutex_);
+  const auto receives_nothing = [&](const TransferPointer& transfer) {
+    return std::find(posted_.begin(), posted_.end(), transfer) != posted_.end();
+  };
+  ++waiters_;
+  while (station_ != nullptr && !closing_) {
+    pump();
+    const bool busy = std::any_of(outstanding_.begin(), outstanding_.end(),
+                                  [&](const TransferPointer& transfer) { return !receives_nothing(transfer); });
+    if (!busy) break;
+    if (driving_) {
+      if (background_drives_) station_->ring_own_mail();
+      changed_.wait_for(lock, std::chrono::nanoseconds(kSlice));
+      continue;
+    }
+    const std::size_t before = outstanding_.size();
+    drive(lock, [&] { return outstanding_.size() < before; }, now_ns() + kSlice, nullptr);
+  }
+  --waiters_;
+}
+
+bool Messenger::close(Nanoseconds deadline) {
+  {
+    Lock lock(mutex_);
+    if (station_ == nullptr) return true;
+    closing_ = true;
+    fail_all(Error(ErrorKind::aborted, prefix().substr(0, prefix().size() - 2) + " was shut down"));
+    station_->ring_own_mail();
+    changed_.notify_all();
+    thread_wakes_.notify_all();
+    while (driving_ && now_ns() < deadline) changed_.wait_for(lock, std::chrono::nanoseconds(kMillisecond));
+    if (driving_) {
+      thread_.abandon();
+      return false;
+    }
+    station_ = nullptr;
+  }
+  thread_.join();
+  return true;
+}
+
+}  // namespace collectives

@@ -1,0 +1,113 @@
+// Point-to-point messages of one rank: matching by sender, receiver and tag, in order.
+//
+// Words. A *message* is a frame and its bytes in the stream from one rank to another; messages of one stream follow each other whole.
+// A receive is *posted* until a message is attached to it. A message that finds no posted receive is *unexpected*: its bytes go to
+// memory of their own, so that it never holds up those behind it, whatever their tags. To *pump* is to move bytes as far as they
+// go without waiting. The *driver* is the one thread that pumps and sleeps on this rank's bell: a blocked caller if there is one,
+// else the background thread, which exists once an operation outlived the call that posted it.
+//
+// Thread safety: every method may be called from any thread.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/thread.hpp"
+#include "engine/transfer.hpp"
+#include "transport/mailbox.hpp"
+#include "transport/station.hpp"
+
+namespace collectives {
+
+class Messenger : public std::enable_shared_from_this<Messenger> {
+ public:
+  // The station must live until `close`.
+  explicit Messenger(Station& station);
+  Messenger(const Messenger&) = delete;
+  Messenger& operator=(const Messenger&) = delete;
+
+  // The memory must stay valid until the transfer is finished. Throws where the group is broken.
+  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
+  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
+
+  // See Task.
+  bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
+  void poll();
+
+  // Waits until all sends have left and all messages that began to come have come; gives up receives that nothing came for.
+  void flush();
+  // Fails what is outstanding and ends the background thread. Returns false where a thread does not leave before the deadline.
+  bool close(Nanoseconds deadline);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using TransferPointer = std::shared_ptr<Transfer>;
+
+  struct Message {
+    int source;
+    std::uint32_t tag;
+    DType dtype;
+    std::uint64_t bytes;
+    std::uint64_t come = 0;
+    std::unique_ptr<std::byte[]> memory;  // of an unexpected message
+    TransferPointer receiver;             // once attached; neither memory nor receiver: dropped
+  };
+  struct Incoming {
+    Inbox box;
+    std::shared_ptr<Message> current;  // the message whose bytes come next
+  };
+  struct Outgoing {
+    Outbox box;
+    std::deque<TransferPointer> queue;
+  };
+
+  // All below with the mutex held.
+  void check_open() const;
+  void start(const TransferPointer& transfer);
+  bool pump();
+  bool pump_out(Outgoing& outgoing);
+  bool pump_in(int source, Incoming& incoming);
+  std::shared_ptr<Message> open_message(int source, Inbox& box);
+  void send_to_self(const TransferPointer& transfer);
+  void match_unexpected(const TransferPointer& transfer);
+  void attach(const std::shared_ptr<Message>& message, TransferPointer transfer);
+  void complete(const std::shared_ptr<Message>& message);
+  void finish(const TransferPointer& transfer, std::optional<Error> error);
+  void withdraw(Transfer& transfer);
+  void drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt);
+  void doze(Lock& lock, Nanoseconds deadline);
+  void look_around();
+  void time_out(const TransferPointer& transfer);
+  void fail_all(const Error& error);
+  Nanoseconds nearest_deadline() const;
+  std::string prefix() const;
+  void serve();
+
+  Station* station_;  // null after close
+  const int rank_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;        // a transfer finished, or the driver's place is free
+  std::condition_variable thread_wakes_;   // for the background thread
+  std::vector<Incoming> incoming_;         // by sender
+  std::vector<Outgoing> outgoing_;         // by receiver
+  std::list<std::shared_ptr<Message>> unexpected_;  // in order of arrival, complete or not
+  std::list<TransferPointer> posted_;      // receives in order of issue
+  std::list<TransferPointer> outstanding_;  // every unfinished transfer
+  bool driving_ = false;
+  bool background_drives_ = false;
+  bool background_awake_ = false;
+  bool closing_ = false;
+  int waiters_ = 0;  // callers in `wait`
+  BackgroundThread thread_;
+};
+
+}  // namespace collectives

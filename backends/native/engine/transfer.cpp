@@ -1,0 +1,33 @@
+#include "engine/transfer.hpp"
+
+#include <string>
+#include <utility>
+
+#include "engine/messenger.hpp"
+
+namespace collectives {
+
+Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
+                   std::byte* data, Nanoseconds timeout)
+    : messenger_(std::move(messenger)),
+      direction_(direction),
+      envelope_(envelope),
+      data_(data),
+      timeout_(timeout),
+      deadline_(deadline_after(timeout)) {}
+
+void Transfer::poll() { messenger_->poll(); }
+
+bool Transfer::wait(Nanoseconds deadline, Interrupt* interrupt) {
+  return finished() || messenger_->wait(*this, deadline, interrupt);
+}
+
+std::string Transfer::describe() const {
+  const bool sends = direction_ == Direction::send;
+  std::string text = sends ? "send of " : "receive of ";
+  text += std::to_string(envelope_.bytes) + " bytes (" + name_of(envelope_.dtype) + ")" + (sends ? " to " : " from ");
+  text += envelope_.peer == kAnyRank ? "any rank" : "rank " + std::to_string(envelope_.peer);
+  return text + ", tag " + std::to_string(envelope_.tag);
+}
+
+}  // namespace collectives

@@ -1,0 +1,58 @@
+// A send or a receive in flight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "common/clock.hpp"
+#include "common/dtype.hpp"
+#include "engine/task.hpp"
+
+namespace collectives {
+
+class Messenger;
+
+inline constexpr int kAnyRank = -1;
+
+struct Envelope {
+  int peer = kAnyRank;  // receiver of a send; sender of a receive, or kAnyRank
+  std::uint32_t tag = 0;
+  DType dtype = DType::uint8;
+  std::uint64_t bytes = 0;
+};
+
+class Transfer final : public Task {
+ public:
+  enum class Direction { send, receive };
+
+  Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope, std::byte* data,
+           Nanoseconds timeout);
+
+  int source() const noexcept override { return finished() ? source_ : -1; }
+  void poll() override;
+  bool wait(Nanoseconds deadline, Interrupt* interrupt) override;
+
+  Direction direction() const noexcept { return direction_; }
+  const Envelope& envelope() const noexcept { return envelope_; }
+  Nanoseconds timeout() const noexcept { return timeout_; }
+  Nanoseconds deadline() const noexcept { return deadline_; }
+
+  // "send of 40 bytes (float32) to rank 1, tag 0".
+  std::string describe() const;
+
+ private:
+  friend class Messenger;  // which guards all of this by its mutex
+
+  std::shared_ptr<Messenger> messenger_;
+  const Direction direction_;
+  const Envelope envelope_;
+  std::byte* data_;
+  const Nanoseconds timeout_;
+  const Nanoseconds deadline_;
+  std::uint64_t moved_ = 0;  // bytes that have left or come
+  bool begun_ = false;       // its frame has left
+  int source_ = -1;
+};
+
+}  // namespace collectives
