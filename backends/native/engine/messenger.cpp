@@ -47,9 +47,11 @@ Messenger::Messenger(Station& station) : station_(&station), rank_(station.rank(
   }
 }
 
-// ---- posting ----------------------------------------------------------------------------------------------------
+// ---- posting
+// ----------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
+std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data,
+                                          Nanoseconds timeout) {
   // The bytes of a send are only read; the type is shared with receives.
   auto transfer = std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::send, envelope,
                                              const_cast<std::byte*>(data), timeout);
@@ -94,7 +96,8 @@ void Messenger::start(const TransferPointer& transfer) {
 
 void Messenger::send_to_self(const TransferPointer& transfer) {
   const Envelope& envelope = transfer->envelope();
-  auto message = std::make_shared<Message>(Message{rank_, envelope.tag, envelope.dtype, envelope.bytes, 0, {}, {}});
+  auto message =
+      std::make_shared<Message>(Message{rank_, envelope.tag, envelope.dtype, envelope.bytes, 0, {}, {}});
   const auto matches = [&](const TransferPointer& posted) {
     const Envelope& wanted = posted->envelope();
     return (wanted.peer == kAnyRank || wanted.peer == rank_) && wanted.tag == envelope.tag;
@@ -131,7 +134,8 @@ void Messenger::match_unexpected(const TransferPointer& transfer) {
   if (message->come == message->bytes) complete(message);
 }
 
-// ---- pumping ----------------------------------------------------------------------------------------------------
+// ---- pumping
+// ----------------------------------------------------------------------------------------------------
 
 bool Messenger::pump() {
   bool moved = false;
@@ -159,7 +163,8 @@ bool Messenger::pump_out(Outgoing& outgoing) {
     const Envelope& envelope = transfer->envelope();
     if (room == 0) return moved;
     if (!transfer->begun_) {
-      const Frame frame{.bytes = envelope.bytes, .tag = envelope.tag, .dtype = static_cast<std::uint8_t>(envelope.dtype)};
+      const Frame frame{
+          .bytes = envelope.bytes, .tag = envelope.tag, .dtype = static_cast<std::uint8_t>(envelope.dtype)};
       outgoing.box.write(&frame, sizeof(frame));
       transfer->begun_ = true;
       room -= sizeof(Frame);
@@ -168,7 +173,8 @@ bool Messenger::pump_out(Outgoing& outgoing) {
     const auto stride = static_cast<std::size_t>(std::min<std::uint64_t>({left, room, kStride}));
     if (stride > 0) outgoing.box.write(transfer->data_ + transfer->moved_, stride);
     transfer->moved_ += stride;
-    // All positions but a message's last are multiples of the padding, so there is room for it where there is for that byte.
+    // All positions but a message's last are multiples of the padding, so there is room for it where there is
+    // for that byte.
     const bool whole = transfer->moved_ == envelope.bytes;
     if (whole) outgoing.box.skip(padding_of(envelope.bytes));
     outgoing.box.publish();
@@ -242,11 +248,11 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
   const Envelope& wanted = transfer->envelope();
   if (wanted.bytes != message->bytes || wanted.dtype != message->dtype) {
     // The message has no target now, so its bytes are dropped as they come.
-    finish(transfer, Error(ErrorKind::mismatch, prefix() + transfer->describe() + " met a message of " +
-                                                    std::to_string(message->bytes) + " bytes (" +
-                                                    name_of(message->dtype) + ") from rank " +
-                                                    std::to_string(message->source) +
-                                                    "; the message is dropped and the group stays usable"));
+    finish(transfer,
+           Error(ErrorKind::mismatch,
+                 prefix() + transfer->describe() + " met a message of " + std::to_string(message->bytes) +
+                     " bytes (" + name_of(message->dtype) + ") from rank " + std::to_string(message->source) +
+                     "; the message is dropped and the group stays usable"));
     return;
   }
   transfer->source_ = message->source;
@@ -262,7 +268,8 @@ void Messenger::finish(const TransferPointer& transfer, std::optional<Error> err
   if (waiters_ > 0) changed_.notify_all();
 }
 
-// ---- failing ----------------------------------------------------------------------------------------------------
+// ---- failing
+// ----------------------------------------------------------------------------------------------------
 
 void Messenger::withdraw(Transfer& transfer) {
   const auto is_it = [&](const TransferPointer& other) { return other.get() == &transfer; };
@@ -311,8 +318,8 @@ void Messenger::look_around() {
       if (!somebody) {
         withdraw(*transfer);
         const char* who = peer == kAnyRank ? "all other ranks have" : "that rank has";
-        finish(transfer,
-               Error(ErrorKind::peer_lost, prefix() + transfer->describe() + ": " + who + " left the group", peer));
+        finish(transfer, Error(ErrorKind::peer_lost,
+                               prefix() + transfer->describe() + ": " + who + " left the group", peer));
       } else if (now_ns() >= transfer->deadline()) {
         time_out(transfer);
       }
@@ -328,7 +335,8 @@ void Messenger::time_out(const TransferPointer& transfer) {
                            std::to_string(transfer->timeout() / kMillisecond) + " ms. Every rank:\n" +
                            station_->report();
   if (transfer->begun_) {
-    // A message that has left in part can be neither taken back nor completed: its memory is the caller's again.
+    // A message that has left in part can be neither taken back nor completed: its memory is the caller's
+    // again.
     station_->poison(ErrorKind::timeout, peer, text);
     station_->check_unbroken();
   }
@@ -340,7 +348,8 @@ std::string Messenger::prefix() const {
   return "[rank " + std::to_string(rank_) + "] " + station_->label() + ": ";
 }
 
-// ---- waiting ----------------------------------------------------------------------------------------------------
+// ---- waiting
+// ----------------------------------------------------------------------------------------------------
 
 Nanoseconds Messenger::nearest_deadline() const {
   Nanoseconds nearest = kNever;
@@ -386,7 +395,8 @@ bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interr
   return transfer.finished();
 }
 
-void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt) {
+void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline,
+                      Interrupt* interrupt) {
   driving_ = true;
   const auto hand_over = [this] {
     driving_ = false;
@@ -446,7 +456,8 @@ void Messenger::doze(Lock& lock, Nanoseconds deadline) {
     status.mail_since.store(first.deadline() - first.timeout(), std::memory_order_relaxed);
     status.mail_tag.store(first.envelope().tag, std::memory_order_relaxed);
     status.mail_kind.store(sends ? 1 : 2, std::memory_order_relaxed);
-    status.mail_peer.store(peer == kAnyRank ? kNobody : static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
+    status.mail_peer.store(peer == kAnyRank ? kNobody : static_cast<std::uint32_t>(peer) + 1,
+                           std::memory_order_relaxed);
     lock.unlock();
     futex_wait(bell.rings, rings, std::min(kSlice, deadline - now_ns()), FutexScope::machine);
     lock.lock();
@@ -478,7 +489,8 @@ void Messenger::serve() {
   }
 }
 
-// ---- ending -----------------------------------------------------------------------------------------------------
+// ---- ending
+// -----------------------------------------------------------------------------------------------------
 
 void Messenger::flush() {
   Lock lock(mutex_);
@@ -488,8 +500,9 @@ void Messenger::flush() {
   ++waiters_;
   while (station_ != nullptr && !closing_) {
     pump();
-    const bool busy = std::any_of(outstanding_.begin(), outstanding_.end(),
-                                  [&](const TransferPointer& transfer) { return !receives_nothing(transfer); });
+    const bool busy =
+        std::any_of(outstanding_.begin(), outstanding_.end(),
+                    [&](const TransferPointer& transfer) { return !receives_nothing(transfer); });
     if (!busy) break;
     if (driving_) {
       if (background_drives_) station_->ring_own_mail();

@@ -1,10 +1,11 @@
 // Point-to-point messages of one rank: matching by sender, receiver and tag, in order.
 //
-// Words. A *message* is a frame and its bytes in the stream from one rank to another; messages of one stream follow each other whole.
-// A receive is *posted* until a message is attached to it. A message that finds no posted receive is *unexpected*: its bytes go to
-// memory of their own, so that it never holds up those behind it, whatever their tags. To *pump* is to move bytes as far as they
-// go without waiting. The *driver* is the one thread that pumps and sleeps on this rank's bell: a blocked caller if there is one,
-// else the background thread, which exists once an operation outlived the call that posted it.
+// Words. A *message* is a frame and its bytes in the stream from one rank to another; messages of one stream
+// follow each other whole. A receive is *posted* until a message is attached to it. A message that finds no
+// posted receive is *unexpected*: its bytes go to memory of their own, so that it never holds up those behind
+// it, whatever their tags. To *pump* is to move bytes as far as they go without waiting. The *driver* is the
+// one thread that pumps and sleeps on this rank's bell: a blocked caller if there is one, else the background
+// thread, which exists once an operation outlived the call that posted it.
 //
 // Thread safety: every method may be called from any thread.
 #pragma once
@@ -42,9 +43,11 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
   void poll();
 
-  // Waits until all sends have left and all messages that began to come have come; gives up receives that nothing came for.
+  // Waits until all sends have left and all messages that began to come have come; gives up receives that
+  // nothing came for.
   void flush();
-  // Fails what is outstanding and ends the background thread. Returns false where a thread does not leave before the deadline.
+  // Fails what is outstanding and ends the background thread. Returns false where a thread does not leave
+  // before the deadline.
   bool close(Nanoseconds deadline);
 
  private:
@@ -95,13 +98,13 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   const int rank_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;        // a transfer finished, or the driver's place is free
-  std::condition_variable thread_wakes_;   // for the background thread
-  std::vector<Incoming> incoming_;         // by sender
-  std::vector<Outgoing> outgoing_;         // by receiver
+  std::condition_variable changed_;                 // a transfer finished, or the driver's place is free
+  std::condition_variable thread_wakes_;            // for the background thread
+  std::vector<Incoming> incoming_;                  // by sender
+  std::vector<Outgoing> outgoing_;                  // by receiver
   std::list<std::shared_ptr<Message>> unexpected_;  // in order of arrival, complete or not
-  std::list<TransferPointer> posted_;      // receives in order of issue
-  std::list<TransferPointer> outstanding_;  // every unfinished transfer
+  std::list<TransferPointer> posted_;               // receives in order of issue
+  std::list<TransferPointer> outstanding_;          // every unfinished transfer
   bool driving_ = false;
   bool background_drives_ = false;
   bool background_awake_ = false;

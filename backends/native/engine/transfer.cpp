@@ -25,7 +25,8 @@ bool Transfer::wait(Nanoseconds deadline, Interrupt* interrupt) {
 std::string Transfer::describe() const {
   const bool sends = direction_ == Direction::send;
   std::string text = sends ? "send of " : "receive of ";
-  text += std::to_string(envelope_.bytes) + " bytes (" + name_of(envelope_.dtype) + ")" + (sends ? " to " : " from ");
+  text += std::to_string(envelope_.bytes) + " bytes (" + name_of(envelope_.dtype) + ")" +
+          (sends ? " to " : " from ");
   text += envelope_.peer == kAnyRank ? "any rank" : "rank " + std::to_string(envelope_.peer);
   return text + ", tag " + std::to_string(envelope_.tag);
 }

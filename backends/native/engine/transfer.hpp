@@ -26,8 +26,8 @@ class Transfer final : public Task {
  public:
   enum class Direction { send, receive };
 
-  Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope, std::byte* data,
-           Nanoseconds timeout);
+  Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
+           std::byte* data, Nanoseconds timeout);
 
   int source() const noexcept override { return finished() ? source_ : -1; }
   void poll() override;

@@ -10,8 +10,8 @@ std::size_t Outbox::room() {
     station_.commit_mailbox(receiver_);
     committed_ = true;
   }
-  // Sequentially consistent: acquire, so that the receiver's reads of what is overwritten next came before; and a sleeper's
-  // half of the bell's handshake.
+  // Sequentially consistent: acquire, so that the receiver's reads of what is overwritten next came before;
+  // and a sleeper's half of the bell's handshake.
   const std::uint64_t read = station_.read(receiver_, station_.rank()).load(std::memory_order_seq_cst);
   return station_.shape().mail_bytes - static_cast<std::size_t>(written_ - read);
 }
@@ -34,8 +34,8 @@ void Outbox::publish() {
 
 std::size_t Inbox::available() const noexcept {
   // Sequentially consistent: acquire of the bytes, and a sleeper's half of the bell's handshake.
-  return static_cast<std::size_t>(
-      station_.written(sender_, station_.rank()).load(std::memory_order_seq_cst) - read_);
+  return static_cast<std::size_t>(station_.written(sender_, station_.rank()).load(std::memory_order_seq_cst) -
+                                  read_);
 }
 
 void Inbox::read(void* bytes, std::size_t count) {

@@ -1,7 +1,8 @@
 // One direction of point-to-point bytes between two ranks: a stream through a ring in shared memory.
 //
-// Positions count bytes from the beginning of the stream; a position modulo the ring's size is where it lies. The sender publishes
-// how far it has written, the receiver how far it has read, and each wakes the other where it sleeps.
+// Positions count bytes from the beginning of the stream; a position modulo the ring's size is where it lies.
+// The sender publishes how far it has written, the receiver how far it has read, and each wakes the other
+// where it sleeps.
 //
 // Thread safety: one thread at a time uses an end.
 #pragma once

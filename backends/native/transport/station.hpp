@@ -136,7 +136,8 @@ class Station {
   }
   // Throws where the group is broken, before an operation begins.
   void check_usable() const {
-    if (broken()) [[unlikely]] throw_broken(false);
+    if (broken()) [[unlikely]]
+      throw_broken(false);
   }
   // The same for an operation that has begun; called by sleepers.
   void check_unbroken() const {
