@@ -111,7 +111,8 @@ def byte_count(tensor: torch.Tensor) -> int:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a dense tensor as a flat tensor of bytes."""
     if not tensor.is_quantized:
-        return tensor.detach().view(-1).view(torch.uint8)
+        # A tensor of one element or none counts as contiguous whatever its strides are.
+        return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     offset = tensor.storage_offset() * tensor.element_size()
     return torch.empty(0, dtype=torch.uint8).set_(
         tensor.untyped_storage(), offset, (byte_count(tensor),), (1,)

@@ -277,6 +277,7 @@ def _run(
     about: dict[str, Any],
 ) -> list[Any]:
     global _harness
+    __tracebackhide__ = True
     if "<" in function.__qualname__:
         raise TypeError(f"ranks run functions of module level, but {function.__qualname__} is none")
     if lost and not isolated:
@@ -346,6 +347,7 @@ class _Watch:
 
     def until(self, deadline: float, timeout: float) -> list[Any]:
         """Returns the results."""
+        __tracebackhide__ = True
         while self._waiting - self._lost:
             left = deadline - time.monotonic()
             if left <= 0 or not self._receive(left):
@@ -397,17 +399,20 @@ class _Watch:
                 sys.stdout.write(f"--- output of rank {number}\n{text}\n")
 
     def _fail(self) -> None:
+        __tracebackhide__ = True
         first = next(iter(self._errors))
         stuck = f"; still running: {sorted(self._waiting)}" if self._waiting else ""
         parts = [f"{self._what}: rank {first} failed{stuck}"]
+        shown: dict[str, int] = {}
         for rank, text in self._errors.items():
-            same = next((r for r, t in self._errors.items() if t == text and r < rank), None)
-            parts.append(f"--- rank {rank}\n{text if same is None else f'the same as rank {same}'}")
+            same = shown.setdefault(text, rank)
+            parts.append(f"--- rank {rank}\n{text if same == rank else f'the same as rank {same}'}")
         if self._waiting:
             parts += self._stacks()
         raise RankFailedError("\n".join(parts), first, self._errors) from self._raised
 
     def _fail_late(self, timeout: float) -> None:
+        __tracebackhide__ = True
         parts = [
             f"{self._what}: ranks {sorted(self._waiting)} did not finish within {timeout:g} s",
             *self._stacks(),
