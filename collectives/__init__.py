@@ -93,6 +93,14 @@ from collectives.p2p import (
 from collectives.process_group import (
     ProcessGroup,
 )
+from collectives.store import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    register_rendezvous_handler,
+    rendezvous,
+)
 from collectives.subgroups import (
     new_subgroups,
     new_subgroups_by_enumeration,
@@ -154,14 +162,18 @@ __all__ = [
     "GatherOptions",
     "GroupAbortedError",
     "GroupMember",
+    "HashStore",
     "P2POp",
     "PeerLostError",
+    "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "Store",
+    "TCPStore",
     "UnsupportedOperationError",
     "Work",
     "WorkResult",
@@ -223,6 +235,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "register_rendezvous_handler",
+    "rendezvous",
     "scatter",
     "scatter_object_list",
     "send",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -16,7 +17,12 @@ from typing import Any
 import torch
 
 from collectives.capabilities import Capabilities
-from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, DistBackendError
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistStoreError,
+)
 from collectives.joining import wait_for_keys
 from collectives.process_group import ProcessGroup
 from collectives.types import (
@@ -117,8 +123,9 @@ class CheckedGroup(ProcessGroup):
             self._report_missing(turn, keys, mine, limit)
         table = [json.loads(self._store.get(key)) for key in keys]
         if turn:
-            # All ranks have come to this turn, so none still reads the turn before.
-            self._store.delete_key(f"check/{turn - 1}/{self._rank}")
+            # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
+            with contextlib.suppress(DistStoreError, RuntimeError):
+                self._store.delete_key(f"check/{turn - 1}/{self._rank}")
         different = _aspects([entry[0] for entry in table])
         if different:
             self._report(turn, table, f"the ranks differ in {', '.join(different)}")

@@ -55,7 +55,7 @@ def set_debug_level(level: DebugLevel) -> None:
         TypeError: it is no :class:`DebugLevel`, neither ours nor that of ``torch.distributed``.
     """
     global _level
-    name = getattr(level, "name", None)
+    name = str(getattr(level, "name", None))
     if name not in DebugLevel.__members__:
         raise TypeError(f"level must be a DebugLevel, but is {level!r} of type {type(level).__name__}")
     _level = DebugLevel[name]

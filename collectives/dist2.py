@@ -13,11 +13,11 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from collectives.store import PrefixStore, rendezvous
 
 from collectives import registry
 from collectives.joining import join_world
 from collectives.process_group import ProcessGroup
+from collectives.store import PrefixStore, rendezvous
 from collectives.types import ReduceOp
 from collectives.validation import seconds
 

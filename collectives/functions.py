@@ -367,7 +367,7 @@ def barrier(
 
 def monitored_barrier(
     group: ProcessGroup | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
     """Barrier that names the ranks which did not come; blocks. For every backend.
@@ -385,7 +385,7 @@ def monitored_barrier(
     target = member_group(group, "monitored_barrier")
     if target is None:
         return
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+    if isinstance(timeout, (int, float)):
         warnings.warn(f"timeout is {timeout!r}, taken as seconds; give a datetime.timedelta", stacklevel=2)
         timeout = timedelta(seconds=timeout)
     target.monitored_barrier(timeout, wait_all_ranks)

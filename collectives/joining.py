@@ -34,6 +34,12 @@ _HERE = "here"
 _HEARING_LIMIT = timedelta(seconds=3)
 """How long rank 0, which may serve the store, stays for ranks that it has refused to read why."""
 
+_ROUND = timedelta(milliseconds=100)
+"""How long rank 0 waits for all before it looks for newer knocks."""
+
+_LATECOMERS_LIMIT = timedelta(seconds=5)
+"""How long rank 0 waits, after two ranks disagreed, for others to come and be told."""
+
 _VERDICT_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""
 
@@ -41,9 +47,9 @@ _VERDICT_GRACE = timedelta(seconds=5)
 def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelta) -> int:
     """Waits until all ranks of a world are here; returns the world's number, never used before on this store.
 
-    Rank 0 waits for one new knock of every other rank, compares what they bring, and answers each knock. An
-    answer belongs to one knock, so that neither a former world nor a try that failed can be taken for this
-    one, whatever process made it.
+    Every other rank knocks. Rank 0 calls the newest knock of each, hears from those who still live what they
+    bring, compares that, and answers. Calls and answers belong to one knock, so that neither a former world
+    nor a try that failed, nor one of a process that died, can be taken for this one.
 
     Args:
         store: any ``torch.distributed.Store``; the same on all ranks.
@@ -56,94 +62,119 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         DistStoreError: a rank did not come in time; names all that are missing.
         ValueError: ranks disagree about the number of ranks or the backend, or two processes claim one rank.
     """
-    about = json.dumps(
-        {
-            "protocol": _PROTOCOL,
-            "world_size": size,
-            "backend": backend,
-            "process": f"{socket.gethostname()}:{os.getpid()}",
-        }
-    )
+    about = {
+        "protocol": _PROTOCOL,
+        "world_size": size,
+        "backend": backend,
+        "process": f"{socket.gethostname()}:{os.getpid()}",
+    }
     knock = int(store.add(f"join/knocks/{rank}", 1))
-    store.set(f"join/knock/{rank}/{knock}", about)
     if rank == 0:
-        return _receive(store, size, json.loads(about), knock, timeout)
-    answer_key = f"join/answer/{rank}/{knock}"
-    if not wait_for_keys(store, [answer_key], timeout + _VERDICT_GRACE):
-        raise DistStoreError(
-            f"[rank {rank}] init_process_group: rank 0 did not answer within {timeout.total_seconds():g} s; "
-            "either it did not come, or it "
-            f"has taken another process as rank {rank}: look at rank 0, and start every rank once"
-        )
-    answer = json.loads(store.get(answer_key))
+        return _Reception(store, size, about, knock, timeout).receive()
+    own = f"{rank}/{knock}"
+    store.set(f"join/knock/{own}", "")
+    called = _hear(store, f"join/call/{own}", rank, timeout)
+    if called is not None:
+        raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
+    store.set(f"join/here/{own}", json.dumps(about))
+    answer = _hear(store, f"join/answer/{own}", rank, timeout)
     if "world" in answer:
         return int(answer["world"])
-    store.set(f"join/heard/{rank}/{knock}", "heard")
+    store.set(f"join/heard/{own}", "")
     kind = DistStoreError if answer["missing"] else ValueError
     raise kind(f"[rank {rank}] init_process_group: {answer['reason']}")
 
 
-def _receive(store: Any, size: int, about: dict[str, Any], knock: int, timeout: timedelta) -> int:
-    """Rank 0's part of :func:`join_world`."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    served = {r: int(store.add(f"join/served/{r}", 0)) for r in range(1, size)}
-    reason, missing = "", False
-    for r in range(1, size):
-        if not wait_for_keys(store, [f"join/knock/{r}/{served[r] + 1}"], _left(deadline)):
-            absent = [q for q in range(r, size) if not store.check([f"join/knock/{q}/{served[q] + 1}"])]
-            reason, missing = _absent(absent or [r], timeout), True
-            break
-        reason = _disagreement(about, r, _latest_knock(store, r)[1])
-        if reason:
-            break
-    newest = int(store.add("join/knocks/0", 0))
-    if not reason and newest != knock:
-        other = _latest_knock(store, 0)[1].get("process")
-        reason = f"another process has come as rank 0: {other}, beside {about['process']}"
-    world = int(store.add("join/worlds", 1))
-    answer = {"reason": reason, "missing": missing} if reason else {"world": world}
-    heard = [key for r in range(1, size) for key in _answer(store, r, served[r], answer)]
-    if reason:
-        wait_for_keys(store, heard, _HEARING_LIMIT)
-        kind = DistStoreError if missing else ValueError
-        raise kind(f"[rank 0] init_process_group: {reason}")
-    return world
+def _hear(store: Any, key: str, rank: int, timeout: timedelta) -> Any:
+    """Returns what rank 0 says under a key."""
+    if not wait_for_keys(store, [key], timeout + _VERDICT_GRACE):
+        raise DistStoreError(
+            f"[rank {rank}] init_process_group: rank 0 did not answer within {timeout.total_seconds():g} s; "
+            f"either it did not come, or it has taken another process as rank {rank}: look at rank 0, and "
+            "start every rank once"
+        )
+    return json.loads(store.get(key))
 
 
-def _answer(store: Any, rank: int, served: int, answer: dict[str, Any]) -> list[str]:
-    """Answers the newest knock of a rank, and refuses other processes that came as the same rank.
+class _Reception:
+    """Rank 0's part of :func:`join_world`.
 
-    Returns the keys that those who are refused will set.
+    Args:
+        store: the store.
+        size: number of ranks.
+        about: what rank 0 brings.
+        knock: rank 0's own knock.
+        timeout: time limit.
     """
-    newest, about = _latest_knock(store, rank)
-    heard = []
-    for knock in range(served + 1, newest + 1):
-        older = _knock(store, rank, knock)
-        if knock == newest:
-            text = json.dumps(answer)
-        elif older.get("process") != about.get("process"):
-            reason = f"another process has come as rank {rank}: {about['process']} after {older['process']}"
-            text = json.dumps({"reason": reason, "missing": False})
-        else:
-            continue
-        store.set(f"join/answer/{rank}/{knock}", text)
-        heard.append(f"join/heard/{rank}/{knock}")
-    if newest > served:
-        store.add(f"join/served/{rank}", newest - served)
-    return heard
 
+    def __init__(self, store: Any, size: int, about: dict[str, Any], knock: int, timeout: timedelta) -> None:
+        self._store = store
+        self._size = size
+        self._about = about
+        self._knock = knock
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._served = {r: int(store.add(f"join/served/{r}", 0)) for r in range(1, size)}
+        self._called = dict(self._served)
+        self._here: dict[int, dict[str, Any]] = {}
 
-def _latest_knock(store: Any, rank: int) -> tuple[int, dict[str, Any]]:
-    """Returns the newest knock of a rank whose content is there, and the content."""
-    number = int(store.add(f"join/knocks/{rank}", 0))
-    while number > 1 and not store.check([f"join/knock/{rank}/{number}"]):
-        number -= 1
-    return number, _knock(store, rank, number)
+    def receive(self) -> int:
+        """Returns the new world's number, or raises on all ranks."""
+        reason, missing = self._call_all(), False
+        absent = [r for r in range(1, self._size) if r not in self._here]
+        if not reason and absent:
+            reason, missing = _absent(absent, self._timeout), True
+        if not reason and int(self._store.add("join/knocks/0", 0)) != self._knock:
+            reason = f"another process has come as rank 0, beside {self._about['process']}"
+        world = int(self._store.add("join/worlds", 1))
+        self._answer({"reason": reason, "missing": missing} if reason else {"world": world})
+        if reason:
+            heard = [f"join/heard/{r}/{self._called[r]}" for r in self._here]
+            wait_for_keys(self._store, heard, _HEARING_LIMIT)
+            kind = DistStoreError if missing else ValueError
+            raise kind(f"[rank 0] init_process_group: {reason}")
+        return world
 
+    def _call_all(self) -> str:
+        """Calls the newest knock of every rank until all are here; returns how ranks disagree, if they do."""
+        reason = ""
+        deadline = self._deadline
+        while len(self._here) < self._size - 1 and time.monotonic() < deadline:
+            expected = {r: self._call(r) for r in range(1, self._size) if r not in self._here}
+            wait_for_keys(self._store, list(expected.values()), min(_left(deadline), _ROUND))
+            for r, key in expected.items():
+                if not key.startswith("join/here/") or not self._store.check([key]):
+                    continue
+                self._here[r] = json.loads(self._store.get(key))
+                reason = reason or _disagreement(self._about, r, self._here[r])
+            if reason:
+                deadline = min(deadline, time.monotonic() + _LATECOMERS_LIMIT.total_seconds())
+        return reason
 
-def _knock(store: Any, rank: int, number: int) -> dict[str, Any]:
-    key = f"join/knock/{rank}/{number}"
-    return dict(json.loads(store.get(key))) if number > 0 and store.check([key]) else {}
+    def _call(self, rank: int) -> str:
+        """Calls a rank that knocked since its last call; returns the key that is expected of it next."""
+        newest = int(self._store.add(f"join/knocks/{rank}", 0))
+        for knock in range(self._called[rank] + 1, newest):
+            self._refuse(rank, knock, f"a newer process has come as rank {rank}")
+        if newest > self._called[rank]:
+            self._called[rank] = newest
+            self._store.set(f"join/call/{rank}/{newest}", "null")
+        if self._called[rank] == self._served[rank]:
+            return f"join/knock/{rank}/{newest + 1}"
+        return f"join/here/{rank}/{self._called[rank]}"
+
+    def _refuse(self, rank: int, knock: int, reason: str) -> None:
+        self._store.set(f"join/call/{rank}/{knock}", json.dumps({"reason": reason}))
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        """Answers every rank, and refuses processes that came as the same rank meanwhile."""
+        for r, called in self._called.items():
+            self._store.set(f"join/answer/{r}/{called}", json.dumps(answer))
+            served = int(self._store.add(f"join/knocks/{r}", 0)) if r in self._here else called
+            for knock in range(called + 1, served + 1):
+                taken = f"rank {r} is taken by process {self._here[r]['process']}"
+                self._refuse(r, knock, f"{taken}; start every rank once")
+            self._store.add(f"join/served/{r}", served - self._served[r])
 
 
 def _disagreement(mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as _torch_distributed
-from collectives.store import PrefixStore, rendezvous
 
 from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
@@ -22,6 +21,7 @@ from collectives.coalescing import forget_coalescing
 from collectives.debug import checked
 from collectives.joining import join_group, join_world, leave_world, wait_for_leavers
 from collectives.process_group import ProcessGroup
+from collectives.store import PrefixStore, rendezvous
 from collectives.validation import seconds
 from collectives.world import (
     NON_GROUP_MEMBER,
@@ -42,6 +42,9 @@ logger = logging.getLogger("collectives")
 
 _LEAVERS_LIMIT = timedelta(seconds=10)
 """How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
+
+_RETRY_SECONDS = 0.05
+"""Pause before another try to reach rank 0 after a connection broke."""
 
 _LOCK_KEY = "collectives"
 """Prefix of all our keys in the user's store."""
@@ -103,6 +106,7 @@ def init_process_group(
             base, rank, world_size, number = _meet(
                 store, "env://" if init_method is None else init_method, rank, world_size, limit, repr(config)
             )
+            world.base = base
             world.store = PrefixStore(f"{_LOCK_KEY}/{number}", base)
             world.owns_store = store is None
             world.device = device
@@ -113,6 +117,8 @@ def init_process_group(
                 config, name, rank, ranks, limit, desc="default_pg", options=pg_options, device=device
             )
         except BaseException:
+            if world.owns_store:
+                close_store(world.base)
             world.clear()
             raise
     _at_exit_once()
@@ -138,6 +144,13 @@ def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) ->
             raise ValueError(f"with a store, rank must be given and not negative, but is {rank!r}")
     if size > 0 and rank >= size:
         raise ValueError(f"rank is {rank}, but world_size {size} has the ranks 0 to {size - 1}")
+
+
+def close_store(store: Any) -> None:
+    """Closes a store that was made here; those of torch close when nothing refers to them."""
+    close = getattr(store, "close", None)
+    if close is not None:
+        close()
 
 
 def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
@@ -173,17 +186,25 @@ def _meet(
         return store, rank, size, number
     deadline = time.monotonic() + limit.total_seconds()
     while True:
-        base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=limit)))
-        base.set_timeout(limit)
+        base = None
         try:
+            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=limit)))
+            base.set_timeout(limit)
             return base, own, count, join_world(PrefixStore(_LOCK_KEY, base), own, count, backend, limit)
-        except _torch_distributed.DistNetworkError:
-            # A rank that begins its next world may still reach the server of rank 0's former one, just before
-            # that ends.
+        except BaseException as error:
+            close_store(base)
             limit = timedelta(seconds=deadline - time.monotonic())
-            if limit <= timedelta(0) or own == 0:
+            broken = isinstance(error, _torch_distributed.DistNetworkError)
+            if not broken or limit <= timedelta(0) or _own_rank(rank) == 0:
                 raise
-            del base
+        # A rank that begins its next world may still reach the server of rank 0's former one, just before
+        # that ends; the next one is there soon.
+        time.sleep(_RETRY_SECONDS)
+
+
+def _own_rank(rank: int) -> int:
+    """Returns this rank where the arguments or the environment tell, else 0."""
+    return rank if rank >= 0 else int(os.environ.get("RANK", "0"))
 
 
 def make_group(
@@ -217,15 +238,20 @@ def make_group(
         )
 
     names = config.names()
-    if len(names) == 1:
-        group = create(names[0])
-    else:
-        made = {backend: create(backend, backend) for backend in names}
-        by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
-        group = importlib.import_module("collectives.backends.by_device").ProcessGroupByDevice(
-            by_device, store
-        )
-    group = checked(group)
+    made: dict[str, ProcessGroup] = {}
+    try:
+        for backend in names:
+            made[backend] = create(backend, backend if len(names) > 1 else "")
+        group = made[names[0]]
+        if len(names) > 1:
+            by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
+            module = importlib.import_module("collectives.backends.by_device")
+            group = module.ProcessGroupByDevice(by_device, store)
+        group = checked(group)
+    except BaseException:
+        for part in made.values():
+            part.abort()
+        raise
     register(group, name, config, ranks)
     logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
     return group
@@ -262,7 +288,8 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 def _end_world(*, gracefully: bool) -> None:
     """Ends all groups and forgets them; raises the first error after all have ended."""
-    default, groups, store, owns = default_group(), list(world.records), world.store, world.owns_store
+    default, groups, store = default_group(), list(world.records), world.store
+    owned = world.base if world.owns_store else None
     first: BaseException | None = None
     world.clear()
     for group in reversed(groups):
@@ -276,8 +303,10 @@ def _end_world(*, gracefully: bool) -> None:
             group.abort()
             first = first or error
     leave_world(store, default.rank())
-    if owns and default.rank() == 0 and default.size() > 1:
-        wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
+    if owned is not None:
+        if default.rank() == 0 and default.size() > 1:
+            wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
+        close_store(owned)
     if first is not None:
         raise first
 

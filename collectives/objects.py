@@ -56,7 +56,7 @@ def _pack(objects: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, t
 
 
 def _unpack(data: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
-    view = memoryview(data.cpu().numpy())
+    view = memoryview(data.cpu().numpy().data)
     objects, begin = [], 0
     for size in sizes:
         objects.append(pickle.loads(view[begin : begin + size]))

@@ -61,7 +61,8 @@ class World:
         default: the default group, ``None`` before ``init_process_group`` and after
             ``destroy_process_group``.
         records: all groups of this process, in order of creation.
-        store: the world's own part of the store that all ranks reach.
+        base: the store that all ranks reach.
+        store: the world's own part of it.
         created: number of groups made with all ranks, the default group included, whether this process is a
             member or not.
         local_turns: number of groups made with members only, under a key that the members share.
@@ -72,6 +73,7 @@ class World:
     """
 
     __slots__ = (
+        "base",
         "created",
         "default",
         "device",
@@ -91,6 +93,7 @@ class World:
         """Forgets everything; ends no group."""
         self.default: ProcessGroup | None = None
         self.records: dict[ProcessGroup, Record] = {}
+        self.base: Any = None
         self.store: Any = None
         self.created = 0
         self.local_turns: dict[str, int] = {}
@@ -137,7 +140,7 @@ def default_group() -> ProcessGroup:
     return default
 
 
-def is_member(group: ProcessGroup | None) -> bool:
+def is_member(group: Any) -> bool:
     """Returns whether ``group`` is a group of this process, or ``None``; ``False`` for ``NON_GROUP_MEMBER``.
 
     Raises:
