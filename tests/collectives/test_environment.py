@@ -1,0 +1,103 @@
+"""What the environment tells, scripts under a launcher, and the end of a process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import collectives as dist
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert dist.get_node_local_rank(3) == 3
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        dist.get_node_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert dist.get_node_local_rank() == dist.get_node_local_rank(1) == 5
+
+
+def test_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not dist.is_torchelastic_launched()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert dist.is_torchelastic_launched()
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    left_out = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"}
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**env, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+FORGETFUL = """
+import os, sys, torch, collectives as dist
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="1", RANK="0")
+dist.init_process_group("host")
+dist.new_group()
+if len(sys.argv) > 2:
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    print("fine")
+"""
+
+
+def test_what_is_forgotten_ends_with_one_line() -> None:
+    done = run_python("-c", FORGETFUL, str(free_port()))
+    assert done.returncode == 0
+    assert done.stderr.strip() == (
+        "[rank 0] the process ends with 2 process group(s) open; call collectives.destroy_process_group() "
+        "on all ranks"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_forked_child_leaves_its_parents_groups_alone() -> None:
+    done = run_python("-c", FORGETFUL, str(free_port()), "fork")
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "fine", "")
+
+
+LAUNCHED = """
+import torch, collectives as dist
+assert dist.is_torchelastic_launched()
+for life in range(2):
+    dist.init_process_group()
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3, tensor
+    assert dist.get_node_local_rank() == dist.get_rank()
+    dist.destroy_process_group()
+print(f"rank {dist.get_node_local_rank()} is done")
+"""
+
+
+def test_elastic_launcher_starts_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2")
+    done = run_python(*launcher, str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]

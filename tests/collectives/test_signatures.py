@@ -1,0 +1,113 @@
+"""The user functions are those of the installed torch.distributed: names, parameters, order and defaults."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+from torch.distributed import _dist2 as torch_dist2
+
+import collectives as dist
+from collectives import dist2
+
+# Public names of torch.distributed that are no part of collectives, with the reason.
+LEFT_OUT = {
+    "FileStore": "comes with the file:// rendezvous",
+    "GroupName": "a type alias for the names of torch's own groups",
+    "Logger": "internals of torch's DistributedDataParallel",
+    "ProcessGroupGloo": "a class of one backend; ours are in collectives.backends",
+    "RankType": "a type alias of torch's own typing",
+    "Reducer": "internals of torch's DistributedDataParallel",
+    "BuiltinCommHookType": "selects hooks written in C++ for torch's reducer",
+    "GradBucket": "part of collectives.ddp",
+    "DeviceMesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
+    "init_device_mesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
+    "record_comm": "names operations of torch's own groups in its profiler",
+    "shrink_group": "needs a backend that goes on after ranks are lost",
+    "remote_device": "part of rpc",
+}
+
+# Submodules and what they import; no names of the interface.
+MODULES = {
+    "algorithms", "autograd", "c10d_logger", "config", "constants", "device_mesh", "distributed_c10d", "log",
+    "logging", "logging_handlers", "rpc", "sys", "timedelta", "torch", "traceback", "typing", "utils",
+}  # fmt: skip
+
+PRIVATE = ("_all_gather_base", "_coalescing_manager", "_reduce_scatter_base")
+"""Names with an underscore that programs use all the same."""
+
+
+def public(module: Any) -> list[str]:
+    # By type(), because isinstance() looks into reduce_op, which warns.
+    return [n for n in dir(module) if not n.startswith("_") and type(getattr(module, n)) is not ModuleType]
+
+
+def signature(function: Any) -> list[tuple[str, Any, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in parameters]
+
+
+def compared() -> list[str]:
+    """Returns the functions and classes of torch.distributed that have a signature."""
+    names = []
+    for name in [*public(torch_dist), *PRIVATE]:
+        value = getattr(torch_dist, name)
+        if name in LEFT_OUT or name in MODULES or name in {"group", "GroupMember", "reduce_op"}:
+            continue
+        if not callable(value):
+            continue
+        try:
+            signature(value)
+        except ValueError:  # written in C++
+            continue
+        names.append(name)
+    return names
+
+
+@pytest.mark.parametrize("name", compared())
+def test_signature_is_that_of_torch(name: str) -> None:
+    assert signature(getattr(dist, name)) == signature(getattr(torch_dist, name))
+
+
+def test_comparison_covers_the_interface() -> None:
+    names = compared()
+    assert {"init_process_group", "new_group", "all_reduce", "broadcast_object_list", "P2POp"} <= set(names)
+    assert len(names) >= 60
+
+
+@pytest.mark.parametrize("name", sorted(set(public(torch_dist)) - set(LEFT_OUT) - MODULES))
+def test_every_public_name_is_here(name: str) -> None:
+    assert hasattr(dist, name)
+    assert name in dist.__all__
+
+
+def test_what_is_left_out_is_what_torch_has() -> None:
+    assert set(LEFT_OUT) - set(dir(torch_dist)) - {"remote_device"} == set()
+    assert not [name for name in LEFT_OUT if name in dist.__all__]
+
+
+def test_register_backend_has_the_signature_of_torch() -> None:
+    assert signature(dist.Backend.register_backend) == signature(torch_dist.Backend.register_backend)
+
+
+@pytest.mark.parametrize("name", sorted(set(torch_dist2.__all__) - {"ProcessGroup", "ReduceOp"}))
+def test_object_interface_is_that_of_torch(name: str) -> None:
+    assert signature(getattr(dist2, name)) == signature(getattr(torch_dist2, name))
+
+
+def test_names_are_sorted_and_documented() -> None:
+    assert dist.__all__ == sorted(dist.__all__)
+    for name in dist.__all__:
+        value = getattr(dist, name)
+        if value is dist.reduce_op:
+            continue
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__, name
+            lines = value.__doc__.strip().splitlines()
+            assert lines[0].endswith("."), name
