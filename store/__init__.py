@@ -4,9 +4,18 @@ See :class:`Store` for the contract that all stores keep, and :func:`rendezvous`
 """
 
 from collectives.store.base import Store
+from collectives.store.file import FileStore
 from collectives.store.memory import HashStore
 from collectives.store.prefix import PrefixStore
 from collectives.store.rendezvous import register_rendezvous_handler, rendezvous
 from collectives.store.tcp import TCPStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "register_rendezvous_handler", "rendezvous"]
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "register_rendezvous_handler",
+    "rendezvous",
+]

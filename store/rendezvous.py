@@ -6,6 +6,7 @@ A rendezvous yields a store that all processes share, the rank of this one, and 
 ``env://``           the variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE`` say all;
                      set by ``torchrun``, whose agent then runs the store, or by hand
 ``tcp://host:port``  rank 0 serves a :class:`~collectives.TCPStore` there
+``file:///path``     a :class:`~collectives.FileStore` that all processes can reach
 ===================  =====================================================================================
 
 Rank and world size are arguments, or part of the URL: ``tcp://10.0.0.1:29500?rank=0&world_size=4``. Every
@@ -24,6 +25,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 from torch.distributed.constants import default_pg_timeout
 
 from collectives.store.base import TorchStore
+from collectives.store.file import FileStore
 from collectives.store.tcp import TCPStore
 
 __all__ = ["Handler", "Rendezvous", "register_rendezvous_handler", "rendezvous"]
@@ -87,7 +89,10 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
         if query.get(name, str(number)) != str(number):
             raise ValueError(f"{name} is {query[name]} in {url!r}, but {number} as an argument")
         query[name] = str(number)
-    return _handlers[parts.scheme](parts._replace(query=urlencode(query)).geturl(), **kwargs)
+    # Not geturl(), which does not keep the number of slashes before a path.
+    start = url.partition("#")[0].partition("?")[0]
+    fragment = f"#{parts.fragment}" if parts.fragment else ""
+    return _handlers[parts.scheme](f"{start}?{urlencode(query)}{fragment}", **kwargs)
 
 
 def _env_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvous:
@@ -126,6 +131,29 @@ def _tcp_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
     rank, world_size = _place(url, *_given_place(query, url))
     yield _tcp_store(parts.hostname, port, rank, world_size, timeout), rank, world_size
     raise RuntimeError("a process cannot meet the others at tcp:// again through the same rendezvous")
+
+
+def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvous:
+    """The path is everything between the (empty) host and the query, as it stands.
+
+    Nothing is decoded, so that an ordinary path can be pasted. URLs written for Windows are thus Linux paths
+    here: ``file:///d:/dir/file`` is ``/d:/dir/file``, ``file://////machine/share/file`` is
+    ``////machine/share/file``.
+    """
+    parts = urlsplit(url)
+    query = _checked_query(url)
+    if parts.netloc not in {"", "localhost"}:
+        raise ValueError(
+            f"file:// rendezvous needs a path on this machine, but {url!r} names the host {parts.netloc!r}; "
+            f"three slashes begin a path: file:///{parts.netloc}{parts.path}"
+        )
+    if not parts.path or parts.fragment:
+        raise ValueError(f"file:// rendezvous needs a path without '#': file:///path, not {url!r}")
+    rank, world_size = _place(url, *_given_place(query, url))
+    store = FileStore(parts.path, world_size)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+    raise RuntimeError("a process cannot meet the others at file:// again through the same rendezvous")
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -204,4 +232,5 @@ def _is_multicast(host: str) -> bool:
 
 
 register_rendezvous_handler("env", _env_handler)
+register_rendezvous_handler("file", _file_handler)
 register_rendezvous_handler("tcp", _tcp_handler)

@@ -1,0 +1,113 @@
+"""Which process is meant, and whether it still runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import struct
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+__all__ = ["Life", "ProcessIdentity", "current_process"]
+
+_FIXED = struct.Struct("<16s16sQQQ")
+
+
+class Life(Enum):
+    """What can be told of another process from here."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"  # on another machine, or in another container
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, told from all others, of other machines and times too.
+
+    Attributes:
+        host: name of the machine.
+        machine: id of the installed system, 16 bytes; zero if it has none.
+        boot: id of the machine's current run, 16 bytes; zero if it has none.
+        namespace: number of the namespace of process ids (containers have their own).
+        pid: process id in that namespace.
+        start: when the process started, in clock ticks since the boot: process ids are used again.
+    """
+
+    host: str
+    machine: bytes
+    boot: bytes
+    namespace: int
+    pid: int
+    start: int
+
+    def to_bytes(self) -> bytes:
+        """Returns 56 bytes (machine, boot, then namespace, pid and start as u64), then the host's name."""
+        fixed = _FIXED.pack(self.machine, self.boot, self.namespace, self.pid, self.start)
+        return fixed + self.host.encode(errors="surrogateescape")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ProcessIdentity:
+        """Reads what :meth:`to_bytes` wrote; raises :class:`struct.error` if it is too short."""
+        machine, boot, namespace, pid, start = _FIXED.unpack_from(data)
+        host = data[_FIXED.size :].decode(errors="surrogateescape")
+        return cls(host, machine, boot, namespace, pid, start)
+
+    def life(self) -> Life:
+        """Tells whether the process still runs; a zombie does not."""
+        here = current_process()
+        if self.boot != here.boot:
+            same_machine = self.machine == here.machine != bytes(16) and self.host == here.host
+            return Life.DEAD if same_machine else Life.UNKNOWN
+        if self.namespace != here.namespace or self.host != here.host:
+            return Life.UNKNOWN
+        return Life.ALIVE if _start_of(self.pid) == self.start else Life.DEAD
+
+    def __str__(self) -> str:
+        here = "this machine" if self.host == current_process().host else "another machine"
+        return f"process {self.pid} on {self.host} ({here})"
+
+
+def current_process() -> ProcessIdentity:
+    """Returns the identity of this process."""
+    return _identity(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _identity(pid: int) -> ProcessIdentity:
+    return ProcessIdentity(
+        host=platform.node(),
+        machine=_id_in("/etc/machine-id"),
+        boot=_id_in("/proc/sys/kernel/random/boot_id"),
+        namespace=_namespace(),
+        pid=pid,
+        start=_start_of(pid) or 0,
+    )
+
+
+def _id_in(path: str) -> bytes:
+    try:
+        return bytes.fromhex(Path(path).read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def _namespace() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _start_of(pid: int) -> int | None:
+    """Returns the start time of a process in clock ticks, or ``None`` if none of that id runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, and may itself hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    state, start = fields[0], int(fields[19])
+    return None if state in {"Z", "X", "x"} else start
