@@ -23,6 +23,8 @@ _ADDRESS = "host/address"
 _FAILED = "host/failed/"
 _SLICE_S = 0.1
 """How often a waiting rank answers signals and looks whether another one failed."""
+_GRACE_S = 1.0
+"""How much longer than rank 0 the others wait, so that they hear from it who did not come."""
 
 
 def join(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _native.Membership:
@@ -93,6 +95,7 @@ class _Attempt:
             )
         try:
             guest = _native.BootstrapGuest(address, self.rank, self.size, self._left())
+            self.deadline += _GRACE_S
             self._until(lambda: [] if guest.answered(_SLICE_S) else [0], "did not answer")
             guest.attach(self._left())
             self._until(lambda: [] if guest.answered(_SLICE_S) else [0], "did not say that all are attached")
@@ -135,9 +138,12 @@ class _Attempt:
         """Raises another rank's failure where there is one, which is the cause of this rank's."""
         if isinstance(error, DistNetworkError) and error.args[0].startswith("[rank"):
             raise error
-        with contextlib.suppress(Exception):
+        cause = None
+        with contextlib.suppress(Exception):  # the store may have gone with rank 0
             if self.store.check([self.failed_key]):
-                raise type(error)(self.store.get(self.failed_key).decode()) from error
+                cause = self.store.get(self.failed_key).decode()
+        if cause is not None:
+            raise type(error)(cause) from error
         self._tell(f"[rank {self.rank}] {self.label}: {error}")
         raise type(error)(
             f"[rank {self.rank}] {self.label}: cannot join rank 0, which has died, or whose address in the "

@@ -53,17 +53,29 @@ ReduceOp op_from(std::uint8_t code) {
   return static_cast<ReduceOp>(code);
 }
 
+using OwnedGroup = ForkAware<Group>;
+
+Group& usable(OwnedGroup& group) {
+  if (group.inherited()) [[unlikely]] {
+    throw Error(ErrorKind::aborted,
+                "this group belongs to the parent of this forked process; make a new group in the child");
+  }
+  return *group.operator->();
+}
+
 // Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
 // returns its task.
-std::shared_ptr<Task> issue(Group& group, Request request, Nanoseconds timeout, bool wait) {
+std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, Nanoseconds timeout, bool wait) {
+  Group& group = usable(owned);
   PythonInterrupt interrupt;
   const nb::gil_scoped_release release;
   if (wait && group.run(request, timeout, &interrupt)) return nullptr;
   return group.enqueue(std::move(request), timeout);
 }
 
-std::shared_ptr<Task> all_reduce_tensor(Group& group, Address data, std::size_t count, std::uint8_t dtype,
-                                        std::uint8_t op, double factor, Nanoseconds timeout, bool wait) {
+std::shared_ptr<Task> all_reduce_tensor(OwnedGroup& group, Address data, std::size_t count,
+                                        std::uint8_t dtype, std::uint8_t op, double factor,
+                                        Nanoseconds timeout, bool wait) {
   Request request;
   request.kind = Kind::all_reduce;
   request.reduction = {dtype_from(dtype), op_from(op), factor};
@@ -72,7 +84,7 @@ std::shared_ptr<Task> all_reduce_tensor(Group& group, Address data, std::size_t 
   return issue(group, std::move(request), timeout, wait);
 }
 
-std::shared_ptr<Task> collective(Group& group, std::uint8_t kind, Address data, Address input,
+std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,
                                  std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
                                  int root, const Parts& outputs, const Parts& inputs, Nanoseconds timeout,
                                  bool wait) {
@@ -88,20 +100,20 @@ std::shared_ptr<Task> collective(Group& group, std::uint8_t kind, Address data, 
   return issue(group, std::move(request), timeout, wait);
 }
 
-std::shared_ptr<Task> send(Group& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
+std::shared_ptr<Task> send(OwnedGroup& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
                            std::uint32_t tag, Nanoseconds timeout) {
   const DType checked = dtype_from(dtype);
   const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
   const nb::gil_scoped_release release;
-  return group.send(envelope, pointer_from(data), timeout);
+  return usable(group).send(envelope, pointer_from(data), timeout);
 }
 
-std::shared_ptr<Task> receive(Group& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
-                              std::uint32_t tag, Nanoseconds timeout) {
+std::shared_ptr<Task> receive(OwnedGroup& group, Address data, std::size_t count, std::uint8_t dtype,
+                              int peer, std::uint32_t tag, Nanoseconds timeout) {
   const DType checked = dtype_from(dtype);
   const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
   const nb::gil_scoped_release release;
-  return group.receive(envelope, pointer_from(data), timeout);
+  return usable(group).receive(envelope, pointer_from(data), timeout);
 }
 
 bool wait_for(Task& task, std::optional<double> seconds) {
@@ -194,11 +206,11 @@ void bind_task(nb::module_& module) {
 }
 
 void bind_group(nb::module_& module) {
-  nb::class_<Group>(module, "HostGroup")
+  nb::class_<OwnedGroup>(module, "HostGroup")
       .def(
           "__init__",
-          [](Group* group, Membership& membership, std::string label) {
-            new (group) Group(std::move(membership), std::move(label));
+          [](OwnedGroup* group, Membership& membership, std::string label) {
+            new (group) OwnedGroup(std::make_unique<Group>(std::move(membership), std::move(label)));
           },
           nb::arg("membership"), nb::arg("label"))
       .def("all_reduce", all_reduce_tensor, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"),
@@ -211,12 +223,21 @@ void bind_group(nb::module_& module) {
       .def("receive", receive, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
            nb::arg("tag"), nb::arg("timeout_ns"))
       .def(
-          "abort", [](Group& group, const std::string& reason) { without_gil([&] { group.abort(reason); }); },
+          "abort",
+          [](OwnedGroup& group, const std::string& reason) {
+            if (!group.inherited()) without_gil([&] { group->abort(reason); });
+          },
           nb::arg("reason"))
       .def(
-          "shutdown", [](Group& group, bool finish) { without_gil([&] { group.shutdown(finish); }); },
+          "shutdown",
+          [](OwnedGroup& group, bool finish) {
+            if (!group.inherited()) without_gil([&] { group->shutdown(finish); });
+          },
           nb::arg("finish"))
-      .def("report", [](const Group& group) { return without_gil([&] { return group.report(); }); });
+      .def("report", [](OwnedGroup& group) {
+        Group& mine = usable(group);
+        return without_gil([&] { return mine.report(); });
+      });
   nb::dict kinds;
   for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Kind::all_to_all); ++code) {
     kinds[name_of(static_cast<Kind>(code))] = code;

@@ -17,26 +17,17 @@ Group::Group(Membership membership, std::string label)
     : rank_(membership.rank),
       size_(membership.size),
       label_(std::move(label)),
-      generation_(fork_generation()),
       station_(std::make_unique<Station>(std::move(membership), label_)),
       messenger_(std::make_shared<Messenger>(*station_)),
       sources_(static_cast<std::size_t>(size_)) {}
 
 Group::~Group() { shutdown(false); }
 
-void Group::check_process() const {
-  if (generation_ != fork_generation()) [[unlikely]] {
-    throw Error(ErrorKind::aborted,
-                label_ + " belongs to the parent of this forked process; make a new group in the child");
-  }
-}
-
 void Group::refuse() const {
   throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down");
 }
 
 bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
-  check_process();
   std::uint64_t idle = 0;
   // Acquire: takes over `sequence_` and the scratch space from the last holder of the turn.
   // Sequentially consistent together with `closed_`: either this call sees the closing, or the closer sees
@@ -92,7 +83,6 @@ void Group::return_turn() {
 }
 
 std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
-  check_process();
   auto task = std::make_shared<Task>();
   bool turn_free = false;
   {
@@ -108,12 +98,10 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
 }
 
 std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
-  check_process();
   return messenger_->send(envelope, data, timeout);
 }
 
 std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
-  check_process();
   return messenger_->receive(envelope, data, timeout);
 }
 
@@ -143,13 +131,11 @@ void Group::serve_queue() {
 }
 
 void Group::abort(const std::string& reason) {
-  if (generation_ != fork_generation()) return;
   const std::lock_guard lock(station_mutex_);
   if (station_) station_->abort(reason);
 }
 
 std::string Group::report() const {
-  check_process();
   const std::lock_guard lock(station_mutex_);
   if (!station_) refuse();
   return station_->report();
@@ -165,12 +151,6 @@ bool Group::await_idle(Nanoseconds deadline) const {
 }
 
 void Group::shutdown(bool finish) {
-  if (generation_ != fork_generation()) {
-    // The parent's group: its marks in shared memory are not ours to set, and its threads do not exist here.
-    static_cast<void>(station_.release());
-    static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
-    return;
-  }
   if (!finish) {
     // Also ends the patience of a shutdown that waits for operations.
     const std::lock_guard lock(station_mutex_);

@@ -70,13 +70,11 @@ class Group {
   void return_turn();
   void serve_queue();
   bool await_idle(Nanoseconds deadline) const;
-  void check_process() const;
   [[noreturn]] void refuse() const;
 
   const int rank_;
   const int size_;
   const std::string label_;
-  const unsigned generation_;
   // Whoever executes an operation is counted in `pending_` and uses it freely; everyone else under
   // `station_mutex_`.
   std::unique_ptr<Station> station_;

@@ -1,5 +1,7 @@
 #include "engine/task.hpp"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -20,7 +22,10 @@ std::uint64_t next_id() noexcept {
 }  // namespace
 
 CompletionQueue& CompletionQueue::instance() {
-  static auto* queue = new CompletionQueue();
+  // Never destroyed, so that no thread can outlive it. A forked child starts with a new one.
+  static CompletionQueue* queue = new CompletionQueue();
+  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { queue = new CompletionQueue(); });
+  static_cast<void>(registered);
   return *queue;
 }
 

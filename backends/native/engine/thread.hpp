@@ -2,12 +2,35 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <thread>
+#include <utility>
 
 namespace collectives {
 
 // Counts the forks between the start of the program and this process.
 unsigned fork_generation() noexcept;
+
+// Owns an object with threads. A forked child inherits it in whatever state those were, without them: there
+// it is neither used nor destroyed, for even the destructor of a condition variable would wait for them.
+template <class Object>
+class ForkAware {
+ public:
+  explicit ForkAware(std::unique_ptr<Object> object)
+      : object_(std::move(object)), generation_(fork_generation()) {}
+  ForkAware(const ForkAware&) = delete;
+  ForkAware& operator=(const ForkAware&) = delete;
+  ~ForkAware() {
+    if (inherited()) static_cast<void>(object_.release());
+  }
+
+  bool inherited() const noexcept { return generation_ != fork_generation(); }
+  Object* operator->() const noexcept { return object_.get(); }
+
+ private:
+  std::unique_ptr<Object> object_;
+  const unsigned generation_;
+};
 
 class BackgroundThread {
  public:
