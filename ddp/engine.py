@@ -7,7 +7,6 @@ nested.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -45,7 +44,7 @@ class TaskOwner(Protocol):
 
 
 class TaskGuard:
-    """Tells an owner, held weakly, how the current task ends.
+    """Tells an owner, and keeps it alive until then, how the current task ends.
 
     The engine holds the guard: it calls :meth:`finished` at the end of the task, or drops the guard uncalled
     where the task failed.
@@ -53,8 +52,8 @@ class TaskGuard:
 
     __slots__ = ("_open", "_owner", "_task")
 
-    def __init__(self, owner: weakref.ref[Any], task: int) -> None:
-        self._owner: weakref.ref[TaskOwner] = owner
+    def __init__(self, owner: TaskOwner, task: int) -> None:
+        self._owner = owner
         self._task = task
         self._open = False
         _queue_callback(self.finished)
@@ -63,14 +62,11 @@ class TaskGuard:
     def finished(self) -> None:
         """Called by the engine."""
         self._open = False
-        owner = self._owner()
-        if owner is not None:
-            owner.end_task(self._task)
+        self._owner.end_task(self._task)
 
     def __del__(self) -> None:
-        owner = self._owner() if self._open else None
-        if owner is not None:
-            owner.fail_task(self._task)
+        if self._open:
+            self._owner.fail_task(self._task)
 
 
 def accumulator(parameter: torch.nn.Parameter) -> Any:

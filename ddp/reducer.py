@@ -72,6 +72,8 @@ class Reducer:
     _sync: bool
     _committed: bool
     _broken: bool
+    _nested: bool
+    _ending: bool
     _counts: list[int]
 
     def __init__(
@@ -194,7 +196,7 @@ class Reducer:
             sync: whether gradients are averaged; ``False`` under ``no_sync``.
         """
         self._expect_sync = sync
-        hook = _output_hook(weakref.ref(self), sync)
+        hook = _OutputHook(self, sync)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -270,6 +272,8 @@ class Reducer:
         self._sync = False
         self._committed = False
         self._broken = False
+        self._nested = False
+        self._ending = False
         self._counts = [0] * len(self.gradients)
         self._order: list[int] = []
         self._absent: set[int] = set()
@@ -281,8 +285,9 @@ class Reducer:
         task = current_task()
         if task not in self._open:
             begins = not self._open
-            TaskGuard(weakref.ref(self), task)
+            TaskGuard(self, task)
             self._open.add(task)
+            self._nested = not begins
             if begins:
                 self._settle()
                 if self._expect_sync if sync is None else sync:
@@ -353,8 +358,9 @@ class Reducer:
         if expected is None:
             return
         if count != expected[index]:
-            if count == 2 and expected is self._once:
-                self._report.repeated.append(self.gradients.names[index])
+            if count == expected[index] + 1:
+                names = self._report.changed if self._static else self._report.repeated
+                names.append(self.gradients.names[index])
             return
         if not self._batched:
             self._collect(index)
@@ -383,7 +389,9 @@ class Reducer:
     def _launch_ready(self) -> None:
         """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper)."""
         buckets = self.gradients.buckets
-        while self._next < len(buckets) and not buckets[self._next].pending:
+        # Nested tasks may yet bring a gradient again; the flag that tells so leaves with the last bucket.
+        end = len(buckets) - (self._nested and not self._ending)
+        while self._next < end and not buckets[self._next].pending:
             bucket = buckets[self._next]
             if self._batched:
                 try:
@@ -422,6 +430,7 @@ class Reducer:
 
     def _finish(self) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
+        self._ending = True
         self._complete_buckets()
         self._launch_ready()
         self._start_usage()
@@ -511,10 +520,22 @@ def _gradient_hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch
     return hook
 
 
-def _output_hook(reducer: weakref.ref[Reducer], sync: bool) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor) -> None:  # noqa: ARG001
-        live = reducer()
-        if live is not None:
-            live.output_hook(sync)
+class _OutputHook:
+    """Called with the gradient of an output of forward.
 
-    return hook
+    Keeps the reducer alive until the first pass over that output, for a module given up after forward; then,
+    an old loss that somebody keeps does not hold on to buckets and group.
+    """
+
+    __slots__ = ("_kept", "_reducer", "_sync")
+
+    def __init__(self, reducer: Reducer, sync: bool) -> None:
+        self._kept: Reducer | None = reducer
+        self._reducer = weakref.ref(reducer)
+        self._sync = sync
+
+    def __call__(self, grad: torch.Tensor) -> None:  # noqa: ARG002
+        live = self._reducer()
+        if live is not None:
+            live.output_hook(self._sync)
+        self._kept = None

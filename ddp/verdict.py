@@ -55,7 +55,7 @@ class Report:
     total: int = 0
     missing: Sequence[str] = ()
     repeated: list[str] = field(default_factory=list)
-    changed: Sequence[str] = ()
+    changed: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
