@@ -1,0 +1,481 @@
+"""The wrapper as a module: arguments, agreement of the ranks, buffers, checkpoints, copies, lifetime."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from ddp_oracle import naive_average
+from harness import run_ranks, run_world
+from torch import nn
+
+import collectives
+from collectives import UnsupportedOperationError
+from collectives.ddp import DistributedDataParallel, ModelMismatchError
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.trees import map_tensors, tensors_in
+
+
+def test_arguments_are_those_of_torch() -> None:
+    theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters.values()
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+    assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
+    for method in ("forward", "no_sync", "register_comm_hook"):
+        theirs = inspect.signature(getattr(nn.parallel.DistributedDataParallel, method)).parameters
+        assert list(inspect.signature(getattr(DistributedDataParallel, method)).parameters) == list(theirs)
+
+
+def bad_arguments(group):
+    def error(module=None, **arguments):
+        with pytest.raises(Exception, match=r".") as caught:
+            DistributedDataParallel(module or nn.Linear(2, 2), **{"process_group": group, **arguments})
+        return type(caught.value).__name__, str(caught.value)
+
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    meta = nn.Linear(2, 2, device="meta")
+    found = {
+        "no gradients": error(frozen),
+        "lazy": error(nn.LazyLinear(2)),
+        "meta": error(meta),
+        "torch group": error(process_group=torch.distributed.ProcessGroup(0, 1)),
+        "no group": error(process_group=None),
+        "devices": error(device_ids=[0]),
+        "two devices": error(device_ids=[0, 1]),
+        "output": error(output_device=0),
+        "cap": error(bucket_cap_mb=-3),
+        "buffers": error(broadcast_buffers=True, forward_sync_buffers=False),
+    }
+    values = {
+        "delay_all_reduce_named_params": [("weight", None)],
+        "param_to_hook_all_reduce": nn.Parameter(torch.ones(1)),
+        "mixed_precision": object(),
+        "device_mesh": object(),
+        "skip_all_reduce_unused_params": True,
+    }
+    for name, value in values.items():
+        found[name] = error(**{name: value})
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group, check_reduction=True)
+    return found
+
+
+def test_bad_arguments_are_named() -> None:
+    (found,) = run_ranks(bad_arguments, 1, backend="host")
+    words = {
+        "no gradients": ("RuntimeError", "no parameter of Linear needs a gradient"),
+        "lazy": ("RuntimeError", "weight of LazyLinear is not initialised"),
+        "meta": ("RuntimeError", "weight of Linear is on the meta device"),
+        "torch group": ("TypeError", "must be a collectives.ProcessGroup"),
+        "no group": ("ValueError", "init_process_group"),
+        "devices": (
+            "ValueError",
+            "device_ids and output_device are for modules on one device that is not the CPU",
+        ),
+        "two devices": ("ValueError", "[0, 1]"),
+        "output": ("ValueError", "the parameters are on cpu"),
+        "cap": ("ValueError", "bucket_cap_mb must be zero or positive and finite, but is -3"),
+        "buffers": ("ValueError", "got True and False"),
+    }
+    for name, (kind, text) in words.items():
+        assert (found[name][0], text in found[name][1]) == (kind, True), found[name]
+    refused = found.keys() - words.keys()
+    assert len(refused) == 5
+    for name in refused:
+        assert found[name][0] == UnsupportedOperationError.__name__
+        assert f"does not offer {name}" in found[name][1]
+
+
+class Variant(nn.Module):
+    """A model that a rank may have in another variant."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5 if kind == "shape" else 4)
+        if kind == "order":
+            self.third = nn.Linear(2, 2)
+            self.second = nn.Linear(4, 2)
+        else:
+            self.second = nn.Linear(4, 2)
+            self.third = nn.Linear(2, 2)
+        if kind == "dtype":
+            self.second.double()
+        if kind == "frozen":
+            self.second.bias.requires_grad_(False)
+        if kind == "more":
+            self.extra = nn.Linear(1, 1)
+        if kind == "strides":
+            self.second.weight = nn.Parameter(self.second.weight.detach().t().contiguous().t())
+        self.register_buffer("count", torch.zeros(2 if kind == "buffer" else 1, dtype=torch.int64))
+
+
+def disagree(group, kind):
+    options = {"find_unused_parameters": True} if kind == "option" and group.rank() == 1 else {}
+    module = Variant(kind if group.rank() == 1 else "")
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(ModelMismatchError) as caught:
+        DistributedDataParallel(module, process_group=group, **options)
+    assert all(map(torch.equal, before, module.parameters()))
+    group.barrier().wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", "parameter first.weight: float32[4, 3] on ranks 0, 2; float32[5, 3] on rank 1"),
+        ("dtype", "parameter second.bias: float32[2] on ranks 0, 2; float64[2] on rank 1"),
+        ("frozen", "parameter second.bias: float32[2] on ranks 0, 2; float32[2] frozen on rank 1"),
+        ("more", "parameter extra.weight: absent on ranks 0, 2; float32[1, 1] on rank 1"),
+        (
+            "order",
+            "order of registration: parameter second.weight on ranks 0, 2; parameter third.weight on rank 1",
+        ),
+        ("strides", "float32[2, 4] on ranks 0, 2; float32[2, 4] strides [1, 2] on rank 1"),
+        ("buffer", "buffer count: int64[1] on ranks 0, 2; int64[2] on rank 1"),
+        ("option", "option find_unused_parameters: False on ranks 0, 2; True on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_on_the_model_all_say_where(kind, words) -> None:
+    for rank, message in enumerate(run_ranks(disagree, 3, kind, backend="host")):
+        assert message.startswith(f"[rank {rank}] DistributedDataParallel(Variant) over host group")
+        assert words in message
+
+
+def start_values(group, options):
+    torch.manual_seed(group.rank())
+    module = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Linear(2, 2).half(), nn.Linear(3, 3))
+    module[0].weight.data = module[0].weight.data.t()
+    module[3].requires_grad_(False)
+    module[1].running_mean.fill_(group.rank())
+    module[1].num_batches_tracked.fill_(group.rank() + 7)
+    mine = {name: value.clone() for name, value in module.state_dict().items()}
+    DistributedDataParallel(module, process_group=group, **options)
+    return mine, module.state_dict()
+
+
+def test_rank_0_gives_all_ranks_their_start_values() -> None:
+    results = run_ranks(start_values, 2, {}, backend="host")
+    for _, now in results:
+        assert all(torch.equal(value, results[0][0][name]) for name, value in now.items())
+    for options in ({"broadcast_buffers": False}, {"init_sync": False}, {"forward_sync_buffers": False}):
+        (first, _), (before, now) = run_ranks(start_values, 2, options, backend="host")
+        kept = {
+            name
+            for name in now
+            if torch.equal(now[name], before[name]) and not torch.equal(now[name], first[name])
+        }
+        buffers = {"1.running_mean", "1.num_batches_tracked"}
+        if options == {"broadcast_buffers": False}:
+            assert kept == buffers
+        elif options == {"init_sync": False}:
+            assert kept >= buffers | {"0.weight", "3.bias"}
+        else:
+            assert kept == set()
+
+
+class Counter(nn.Module):
+    """Buffers that every forward changes, one of them replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("hidden", torch.zeros(2, 2, dtype=torch.bool), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before = (self.seen.clone(), self.mean.clone(), self.hidden.clone())
+        self.seen += 1 + int(x[0, 0])
+        self.mean = self.mean + x.mean().double()
+        self.hidden[0, int(x[0, 0])] = True
+        return self.layer(x)
+
+
+def buffer_history(group, options):
+    ours = DistributedDataParallel(Counter(), process_group=group, **options)
+    x = torch.full((1, 2), float(group.rank()))
+    history = []
+    for kind in ("sync", "no_sync", "no_sync", "sync", "eval", "eval", "sync"):
+        predicted = ours.will_sync_module_buffers()
+        if kind == "no_sync":
+            with ours.no_sync():
+                ours(x).sum().backward()
+        elif kind == "eval":
+            with torch.no_grad():
+                ours(x)
+        else:
+            ours(x).sum().backward()
+        history.append((predicted, [b.tolist() for b in ours.module.before]))
+    return history
+
+
+def test_buffers_are_those_of_rank_0_before_each_forward_after_a_synchronised_one() -> None:
+    """Section 4.1 of the paper, "Model Buffers"."""
+    first, second = run_ranks(buffer_history, 2, {}, backend="host")
+    sent = [predicted for predicted, _ in second]
+    assert sent == [predicted for predicted, _ in first] == [True, True, False, False, True, False, False]
+    equal = [a == b for (_, a), (_, b) in zip(first, second, strict=True)]
+    assert equal == [True, True, False, False, True, False, False]
+    for options in ({"broadcast_buffers": False}, {"forward_sync_buffers": False}):
+        first, second = run_ranks(buffer_history, 2, options, backend="host")
+        assert [predicted for predicted, _ in second] == [False] * 7
+        assert [a == b for (_, a), (_, b) in zip(first, second, strict=True)] == [True] + [False] * 6
+
+
+def ignored(group):
+    torch.manual_seed(group.rank())
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module[1].running_mean.fill_(group.rank())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.bias", "1.running_mean"])
+    ours = DistributedDataParallel(module, process_group=group)
+    start = [module[0].bias.clone(), module[1].running_mean.clone(), module[0].weight.clone()]
+    ours(torch.randn(4, 2)).square().sum().backward()
+    return [*start, module[0].bias.grad.clone(), module[0].weight.grad.clone()]
+
+
+def test_ignored_parameters_and_buffers_are_left_alone() -> None:
+    first, second = run_ranks(ignored, 2, backend="host")
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def checkpoints(group):
+    """Exchanges state dictionaries with torch's own wrapper."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        theirs = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        ours = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+        keys = list(ours.state_dict()), list(theirs.state_dict())
+        saved = io.BytesIO()
+        torch.save(theirs.state_dict(), saved)
+        saved.seek(0)
+        ours.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+        same = [
+            torch.equal(a, b)
+            for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+        ]
+        with torch.no_grad():
+            ours.module[0].weight.add_(1)
+        theirs.load_state_dict(ours.state_dict())
+        same.append(torch.equal(theirs.module[0].weight, ours.module[0].weight))
+        plain = ours.state_dict()
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(plain, "module.")
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).load_state_dict(plain)
+        return keys, same
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpoints_go_both_ways_between_ours_and_torch() -> None:
+    ((keys, same),) = run_ranks(checkpoints, 1, backend="host")
+    assert keys[0] == keys[1]
+    assert keys[0][0] == "module.0.weight"
+    assert all(same)
+
+
+def averages(model, group, seed=0):
+    """Returns whether a pass leaves the averages in ``.grad``."""
+    module = model.module
+    naive = copy.deepcopy(module)
+    for each in (model, naive):
+        each.zero_grad()
+        each(torch.randn(2, 2, generator=torch.Generator().manual_seed(seed + group.rank()))).sum().backward()
+    naive_average(naive.parameters(), group)
+    return all(
+        torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), naive.parameters(), strict=True)
+    )
+
+
+def copies(rank, size):
+    world = collectives.GroupMember.WORLD
+    ours = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True, find_unused_parameters=True)
+    found = [averages(ours, world)]
+    twin = copy.deepcopy(ours)
+    found += [twin.process_group is world, twin.module.weight is not ours.module.weight]
+    found += [averages(twin, world), averages(ours, world)]
+    restored = pickle.loads(pickle.dumps(ours))
+    found += [restored.gradient_as_bucket_view, restored.find_unused_parameters, averages(restored, world)]
+
+    other = collectives.new_group(list(range(size)))
+    special = DistributedDataParallel(nn.Linear(2, 2), process_group=other)
+    found += [averages(copy.deepcopy(special), other)]
+    with pytest.raises(TypeError, match="not the default group, cannot be pickled; save state_dict"):
+        pickle.dumps(special)
+    ours.register_comm_hook(world, allreduce_hook)
+    with pytest.raises(TypeError, match="communication hook cannot be pickled"):
+        pickle.dumps(ours)
+    with pytest.raises(TypeError, match=r"deep-copy \.module"):
+        copy.deepcopy(ours)
+    return found
+
+
+def test_copies_and_pickles_work_or_say_why_not() -> None:
+    assert run_world(copies, 2) == [[True] * 9] * 2
+
+
+def lifetime(group):
+    gc.collect()
+    gc.disable()
+    try:
+        module = nn.Linear(2, 2)
+        ours = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+        loss = ours(torch.ones(1, 2)).sum()
+        loss.backward()
+        watched = [weakref.ref(ours), weakref.ref(ours.reducer)]
+        gradients = weakref.ref(ours.reducer.gradients)
+        del ours
+        dead = [ref() is None for ref in (*watched, gradients)]
+        with contextlib.suppress(AttributeError):
+            dead.append(not module.weight._post_accumulate_grad_hooks)
+        module.zero_grad()
+        module(torch.full((1, 2), float(group.rank()))).sum().backward()
+        local = module.weight.grad.tolist() == [[float(group.rank())] * 2] * 2
+        again = DistributedDataParallel(module, process_group=group)
+        return dead, local, averages(again, group)
+    finally:
+        gc.enable()
+
+
+def test_nothing_outlives_the_wrapper() -> None:
+    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
+    for dead, local, again in run_ranks(lifetime, 2, backend="host"):
+        assert dead == [True] * len(dead)
+        assert local
+        assert again
+
+
+def views(group):
+    ours = DistributedDataParallel(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), process_group=group, gradient_as_bucket_view=True
+    )
+    plain = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    x = torch.full((1, 2), float(group.rank() + 1))
+    buffers = set()
+    for step in range(4):
+        ours.zero_grad(set_to_none=step % 2 == 0)
+        ours(x).sum().backward()
+        buffers |= {p.grad.untyped_storage().data_ptr() for p in ours.parameters()}
+    with pytest.raises(RuntimeError, match="gradient_as_bucket_view") as caught:
+        ours.module[0].weight.grad.detach_()
+    plain(x).sum().backward()
+    plain.module.weight.grad.detach_()
+    return len(buffers), str(caught.value)
+
+
+def test_gradients_are_views_of_the_buckets_and_survive_zero_grad() -> None:
+    for buffers, message in run_ranks(views, 2, backend="host"):
+        assert buffers == 1
+        assert "zero_grad" in message
+
+
+def facts(group):
+    ours = DistributedDataParallel(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3).double()), process_group=group, bucket_cap_mb=0.00001
+    )
+    before = ours._get_ddp_logging_data()
+
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.double()
+
+    ours.module.insert(1, Cast())
+    for _ in range(2):
+        ours(torch.ones(1, 2)).sum().backward()
+    return before, ours._get_ddp_logging_data()
+
+
+def test_logging_data() -> None:
+    for rank, (before, after) in enumerate(run_ranks(facts, 2, backend="host")):
+        expected = {
+            "world_size": 2,
+            "rank": rank,
+            "backend_name": "host",
+            "module_name": "Sequential",
+            "dtypes": "float32, float64",
+            "num_parameter_tensors": 4,
+            "total_parameter_size_bytes": 24 + 72,
+            "bucket_sizes": "24, 48, 24",
+            "bucket_cap_bytes": 10,
+            "iteration": 0,
+            "can_set_static_graph": False,
+            "has_rebuilt_buckets": 0,
+            "unused_parameter_size": 0,
+            "output_device": -1,
+            "broadcast_buffers": 1,
+        }
+        assert expected.items() <= before.items()
+        changes = {
+            "iteration": 2,
+            "can_set_static_graph": True,
+            "has_rebuilt_buckets": 1,
+            "prev_iteration_grad_ready_order_indices": "3, 2, 1, 0",
+            "rebuilt_bucket_sizes": "24, 48, 24",
+            "rebuilt_per_bucket_param_indices": "3; 2; 1, 0",
+        }
+        assert changes.items() <= after.items()
+
+
+@dataclass
+class Answer:
+    main: torch.Tensor
+    rest: dict
+
+
+class Plain:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.me = self
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_tensors_are_found_in_any_container() -> None:
+    t = [torch.full((), float(i)) for i in range(8)]
+    nested = Answer(
+        t[0], OrderedDict(a=[t[1], (t[2], {"b": t[3]})], c=Pair(t[4], 5), d=Plain(t[5]), e={t[6]}, f="x")
+    )
+    assert [int(x) for x in tensors_in(nested)] == [0, 1, 2, 3, 4, 5, 6]
+    assert list(tensors_in((nn.Linear(1, 1), None, torch.float32, print))) == []
+    doubled = map_tensors(
+        lambda x: x * 2, Answer(t[1], {"a": [t[2], Pair(t[3], "x")], "b": OrderedDict(c=(t[4],))})
+    )
+    assert isinstance(doubled, Answer)
+    assert doubled.rest["a"][1] == Pair(t[6], "x")
+    assert isinstance(doubled.rest["b"], OrderedDict)
+    assert [int(x) for x in tensors_in(doubled)] == [2, 4, 6, 8]
+
+
+def subgroup(rank, size):
+    pair = collectives.new_group([1, 2])
+    if rank not in (1, 2):
+        return None
+    module = nn.Linear(2, 2)
+    with torch.no_grad():
+        module.weight.fill_(rank)
+    ours = DistributedDataParallel(module, process_group=pair)
+    return module.weight[0, 0].item(), averages(ours, pair)
+
+
+def test_a_group_of_some_ranks() -> None:
+    assert run_world(subgroup, 3) == [None, (1.0, True), (1.0, True)]

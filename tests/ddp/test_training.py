@@ -1,0 +1,198 @@
+"""Training equals the naive solution bit for bit, whatever the options, and one process on all data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from ddp_oracle import Zoo, differences, naive_average, naive_broadcast, snapshot
+from harness import run_ranks
+from torch import nn
+
+from collectives.ddp import DistributedDataParallel
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+
+STEPS = 5
+
+CHOICES = {
+    "bucket_cap_mb": [None, 0, 0.0005],
+    "find_unused_parameters": [False, True],
+    "gradient_as_bucket_view": [False, True],
+    "static_graph": [False, True],
+    "batched_grad_copy": [False, True],
+    "hook": [False, True],
+    "set_to_none": [True, False],
+    "micro_batches": [1, 3],
+}
+
+
+def combinations(count, seed):
+    """Returns the two plainest combinations and some others."""
+    every = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+    return [every[0], every[1], *random.Random(seed).sample(every, count - 2)]
+
+
+def train(group, wrap, micro_batches, set_to_none, skips):
+    """Trains a model on data that differ by rank; returns its state after each step.
+
+    ``wrap`` makes of a module one to call, a context for all micro-batches but the last, what ends a pass.
+    """
+    torch.manual_seed(group.rank())
+    module = Zoo()
+    model, no_sync, after_backward = wrap(module)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    states = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(micro_batches):
+            x = Zoo.inputs(seed=100 * step + 10 * micro + group.rank())
+            skip = skips and (step + group.rank()) % 3 != 0
+            if micro < micro_batches - 1:
+                with no_sync():
+                    model(x, skip=skip)["out"].sum().backward()
+            else:
+                model(x, skip=skip)["out"].sum().backward()
+        after_backward()
+        optimizer.step()
+        states.append(snapshot(module))
+    return states
+
+
+def train_naively(group, micro_batches, set_to_none, skips):
+    import contextlib
+
+    synchronised = [True]
+
+    def wrap(module):
+        naive_broadcast(module.state_dict().values(), group)
+
+        def model(*args, **kwargs):
+            if synchronised[0]:
+                naive_broadcast(module.buffers(), group)
+            synchronised[0] = True
+            return module(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def no_sync():
+            yield
+            synchronised[0] = False
+
+        return model, no_sync, lambda: naive_average(module.parameters(), group)
+
+    return train(group, wrap, micro_batches, set_to_none, skips)
+
+
+def train_with(group, micro_batches, set_to_none, skips, hook, **options):
+    made = []
+
+    def wrap(module):
+        model = DistributedDataParallel(module, process_group=group, **options)
+        if hook:
+            model.register_comm_hook(group, allreduce_hook)
+        made.append(model)
+        return model, model.no_sync, lambda: None
+
+    states = train(group, wrap, micro_batches, set_to_none, skips)
+    assert made[0].reducer.passes == STEPS
+    return states
+
+
+def compare(group, chosen, exact):
+    """Returns what was not equal to the naive solution, for each combination."""
+    references = {}
+    wrong = []
+    for combination in chosen:
+        options = dict(combination)
+        hook = options.pop("hook")
+        kind = {name: options.pop(name) for name in ("micro_batches", "set_to_none")}
+        kind["skips"] = options["find_unused_parameters"] and not options["static_graph"]
+        key = tuple(kind.values())
+        if key not in references:
+            references[key] = train_naively(group, **kind)
+        states = train_with(group, hook=hook, **kind, **options)
+        for step, (ours, theirs) in enumerate(zip(states, references[key], strict=True)):
+            if not exact:
+                names = [
+                    n for n in theirs if n not in ours or not torch.allclose(ours[n], theirs[n], 1e-3, 1e-4)
+                ]
+                names += sorted(ours.keys() - theirs.keys())
+            else:
+                names = differences(ours, theirs)
+            if names:
+                wrong.append((combination, step, names))
+                break
+    return wrong, {name: value for name, value in states[-1].items() if not name.startswith("norm.running")}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_the_naive_solution_bit_for_bit(size) -> None:
+    results = run_ranks(compare, size, combinations(24, size), True, backend="host")
+    assert [wrong for wrong, _ in results] == [[]] * size
+    assert all(differences(final, results[0][1]) == [] for _, final in results)
+
+
+@pytest.mark.parametrize("other", ["gloo", "round_robin"])
+def test_equals_the_naive_solution_on_other_backends(other) -> None:
+    """Gloo sums in an order that depends on the size of the message, so it is equal to tolerance only."""
+    results = run_ranks(compare, 3, combinations(8, 7), other != "gloo", backend=other)
+    assert [wrong for wrong, _ in results] == [[]] * 3
+    assert all(differences(final, results[0][1]) == [] for _, final in results)
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def global_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 6, generator=generator).double(), torch.randn(12, 1, generator=generator).double()
+
+
+def fit(model, share):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(20):
+        x, y = (part[share] for part in global_batch(step))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def fit_share(group, view):
+    rows = 12 // group.size()
+    share = slice(group.rank() * rows, (group.rank() + 1) * rows)
+    model = DistributedDataParallel(small_model(), process_group=group, gradient_as_bucket_view=view)
+    return fit(model, share)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_one_process_on_the_global_batch(size) -> None:
+    """Mathematical equivalence, section 3 of the paper."""
+    alone = fit(small_model(), slice(None))
+    for ranks in (run_ranks(fit_share, size, view, backend="host") for view in (False, True)):
+        for parameters in ranks:
+            for ours, single in zip(parameters, alone, strict=True):
+                torch.testing.assert_close(ours, single, rtol=1e-12, atol=1e-12)
+
+
+def channels_last_gradients(group):
+    module = Zoo()
+    model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+    reference = copy.deepcopy(module)
+    model(Zoo.inputs(group.rank()))["out"].sum().backward()
+    reference(Zoo.inputs(group.rank()))["out"].sum().backward()
+    return [
+        (p.grad.stride(), q.grad.stride())
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True)
+        if p.requires_grad
+    ]
+
+
+def test_gradients_keep_the_strides_that_autograd_gives_them() -> None:
+    for pairs in run_ranks(channels_last_gradients, 2, backend="host"):
+        assert all(ours == plain for ours, plain in pairs)
+        assert [ours for ours, _ in pairs if len(ours) == 4] == [(18, 1, 6, 2)]

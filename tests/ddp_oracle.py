@@ -1,0 +1,87 @@
+"""Data parallel training done naively: what DistributedDataParallel must equal, and models to try it on.
+
+The naive solution (PyTorch Distributed, VLDB 2020, section 3.2.1): after the backward pass, average the
+gradients one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
+
+AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
+
+
+def naive_broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Gives all ranks rank 0's values."""
+    with torch.no_grad():
+        for tensor in tensors:
+            group.broadcast([tensor.data], BroadcastOptions(rootRank=0)).wait()
+
+
+def naive_average(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+    """Averages ``.grad`` one by one; one that a rank lacks counts as zeros, one that all lack stays away."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            holders = torch.tensor([int(parameter.grad is not None)])
+            group.allreduce([holders]).wait()
+            if not int(holders):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            wire = torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad
+            group.allreduce([wire], AVERAGE).wait()
+
+
+class Zoo(nn.Module):
+    """A little of everything: buffers of two data types, channels_last, tied, frozen, double and complex
+    parameters, a scalar, a layer used twice, and a branch to leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.inner = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.inner.weight
+        self.wide = nn.Linear(16, 3).double()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.phase = nn.Parameter(torch.complex(torch.ones(3), torch.full((3,), 0.25)))
+        self.branch = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> dict[str, torch.Tensor]:
+        x = self.norm(self.conv(x)).flatten(1)
+        x = self.frozen(x) + self.inner(torch.tanh(self.inner(x))) + self.tied(x)
+        x = self.wide((x * self.scale).double())
+        x = (x.to(torch.complex64) * self.phase).abs()
+        return {"hidden": x, "out": x if skip else self.branch(x)}
+
+    @staticmethod
+    def inputs(seed: int) -> torch.Tensor:
+        return torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of parameters, buffers and gradients by name."""
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            state[f"{name}.grad"] = parameter.grad.detach().clone()
+    return state
+
+
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names that are not bitwise equal in both."""
+    return [
+        name
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]
