@@ -221,10 +221,10 @@ def gradients(rank, size):
     functional.all_to_all_single_autograd(x, [1] * size, [1] * size, world).mul(rank + 1).sum().backward()
     equal(x.grad, *range(1, size + 1))
     x = value(rank).requires_grad_()
-    differentiable.all_reduce(x).mul(rank + 1).sum().backward()
+    differentiable.all_reduce(x, group=world).mul(rank + 1).sum().backward()
     equal(x.grad, size * (size + 1) / 2)
     x = value(rank).requires_grad_()
-    torch.stack(differentiable.all_gather(x)).sum().backward()
+    torch.stack(differentiable.all_gather(x, group=world)).sum().backward()
     equal(x.grad, size)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import tempfile
 
 import torch.distributed as dist
-from harness import current_store, run_ranks
+from harness import run_ranks
 
 from collectives.bridge import register_backend
 
-_HOST = importlib.util.find_spec("collectives.backends.host") is not None
-BACKEND = os.environ.get("COLLECTIVES_TEST_TORCH_BACKEND", "collectives" if _HOST else "collectives_gloo")
+BACKEND = os.environ.get("COLLECTIVES_TEST_TORCH_BACKEND", "collectives")
 """Name in torch of the backend under test."""
 
 register_backend("collectives_gloo", "gloo")
@@ -28,11 +27,14 @@ def run_torch(body, size=2, *args, backend=BACKEND, init=None, **options):
         init: further arguments of ``init_process_group``.
         **options: as for :func:`harness.run_ranks`.
     """
-    return run_ranks(_in_world, size, body, args, backend, init or {}, **options)
+    # a file, because torch's TCPStore looks the name of every peer's address up, which can take seconds
+    with tempfile.TemporaryDirectory(prefix="collectives-torch-") as folder:
+        return run_ranks(_in_world, size, body, args, f"{folder}/store", backend, init or {}, **options)
 
 
-def _in_world(rank, size, body, args, backend, init):
-    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size, **init)
+def _in_world(rank, size, body, args, path, backend, init):
+    store = dist.FileStore(path, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **init)
     try:
         return body(rank, size, *args)
     finally:
