@@ -8,6 +8,7 @@ sections 3.3 and 5.4).
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,14 +60,16 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
     """Makes the groups and their composition; called by all its ranks, blocks until they are connected.
 
     Args:
-        options: ``pg_options`` may be :class:`RoundRobinOptions`; without them it is three host groups.
+        options: ``pg_options`` may be :class:`RoundRobinOptions`; without them the environment variables
+            ``COLLECTIVES_ROUND_ROBIN_LANES`` and ``COLLECTIVES_ROUND_ROBIN_BACKEND``, the same on every rank,
+            stand for its first two fields, and without those it is three host groups.
 
     Raises:
         TypeError: ``pg_options`` are something else.
         ValueError: a field of them is out of its range.
     """
     where = f"[rank {options.rank}] pg_options of the round_robin backend:"
-    given = RoundRobinOptions() if options.pg_options is None else options.pg_options
+    given = _from_environment() if options.pg_options is None else options.pg_options
     if not isinstance(given, RoundRobinOptions):
         raise TypeError(f"{where} they must be RoundRobinOptions, but are of type {type(given).__name__}")
     if isinstance(given.lanes, bool) or not isinstance(given.lanes, int) or given.lanes < 1:
@@ -95,6 +98,15 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
     return ProcessGroupRoundRobin(
         groups, store=options.store, group_name=options.group_name, group_desc=options.group_desc
     )
+
+
+def _from_environment() -> RoundRobinOptions:
+    """Returns the options that the environment asks for."""
+    default = RoundRobinOptions()
+    lanes = os.environ.get("COLLECTIVES_ROUND_ROBIN_LANES", str(default.lanes))
+    if not lanes.isdecimal() or int(lanes) < 1:
+        raise ValueError(f"COLLECTIVES_ROUND_ROBIN_LANES must be a number of at least 1, but is {lanes!r}")
+    return RoundRobinOptions(int(lanes), os.environ.get("COLLECTIVES_ROUND_ROBIN_BACKEND") or default.backend)
 
 
 def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRoundRobin:
