@@ -37,5 +37,5 @@ def create(name: str, backend: str, options: Any, pg_options: Any) -> TorchGroup
             pg_options=pg_options,
         ),
     )
-    kernels.install()
-    return TorchGroup(inner, name, options.group_id)
+    kernels.acquire()
+    return TorchGroup(inner, name, options.group_id, ended=kernels.release)

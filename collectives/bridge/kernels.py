@@ -2,7 +2,7 @@
 
 torch's own kernels look up the C++ backend of a group, which ours have not. An operator has one kernel for
 all groups of a process, so ours hand the groups of other backends on to the kernels that they replace. They
-are installed when the first group is made: a program that only imports this package pays nothing for them.
+are there while a group of ours is: that way costs the other groups some microseconds for every operation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from collectives.bridge.torch_work import TorchWork, held
 from collectives.errors import UnsupportedOperationError
 from collectives.work import CoalescedWork
 
-__all__ = ["install"]
+__all__ = ["acquire", "release"]
 
 _KEY = "CPU"
-_library: list[torch.library.Library] = []
-_lock = threading.Lock()
+_libraries: list[torch.library.Library] = []
+_users = 0
+_lock = threading.RLock()  # a group may be collected, and so released, while another is made
 
 
 def _limit(milliseconds: int) -> timedelta | None:
@@ -185,18 +186,34 @@ def _replace(library: torch.library.Library, name: str, kernel: Callable[..., An
     library.impl(name, kernel, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
 
 
-def install() -> None:
-    """Installs the kernels, once in a process."""
+def acquire() -> None:
+    """Puts the kernels in place for one more group."""
+    global _users
     with _lock:
-        if _library:
-            return
-        operators = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():
-            # the dispatcher warns that kernels are replaced: here that is meant
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            for name, run in _KERNELS.items():
-                _replace(operators, name, _kernel(name, run))
-            if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
-                _replace(functional, "batch_p2p_ops", _batch_p2p())
-        _library.extend((operators, functional))
+        if not _libraries:
+            _install()
+        _users += 1
+
+
+def release() -> None:
+    """Puts torch's own kernels back in place with the last group."""
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            for library in _libraries:
+                library._destroy()  # type: ignore[no-untyped-call]
+            _libraries.clear()
+
+
+def _install() -> None:
+    operators = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # the dispatcher warns that kernels are replaced: here that is meant
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, run in _KERNELS.items():
+            _replace(operators, name, _kernel(name, run))
+        if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+            _replace(functional, "batch_p2p_ops", _batch_p2p())
+    _libraries.extend((operators, functional))

@@ -33,9 +33,11 @@ def reduction(op: Any) -> ours.ReduceOp:
     Raises:
         TypeError: it is none of them.
     """
-    kind = getattr(op, "op", op)
-    plain = _REDUCTIONS.get(kind) if isinstance(kind, c10d.ReduceOp.RedOpType) else None
-    return ours.ReduceOp.of(op) if plain is None else plain
+    if type(op) is c10d.ReduceOp:
+        plain = _REDUCTIONS.get(op.op)  # type: ignore[attr-defined]
+        if plain is not None:
+            return plain
+    return ours.ReduceOp.of(op)
 
 
 def _barrier(opts: Any) -> ours.BarrierOptions:

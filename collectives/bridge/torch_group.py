@@ -16,7 +16,9 @@ of answering without having communicated.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -44,6 +46,7 @@ class TorchGroup(_Group):
         inner: the group that communicates.
         backend_name: name under which torch knows the backend.
         name: name of the group in torch.
+        ended: called once, when the group was shut down, aborted or collected.
     """
 
     # What the object that serves a device offers beyond the operations.
@@ -54,14 +57,18 @@ class TorchGroup(_Group):
     supports_reconfigure = False
     supports_window = False
 
-    def __init__(self, inner: ProcessGroup, backend_name: str, name: str) -> None:
+    def __init__(
+        self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner = inner
         self._backend_name = backend_name
         self._torch_name = name
         self._torch_desc = inner.group_desc
+        self._issued = itertools.count(1)
         self._sequence = 0
-        self._sequence_lock = threading.Lock()
+        self._ended = weakref.finalize(self, ended)
+        self._ended.atexit = False
         self._batches: dict[int, list[Work]] = {}
 
     # ---- identity ------------------------------------------------------------------------------------------
@@ -146,15 +153,20 @@ class TorchGroup(_Group):
     def abort(self) -> None:
         """Breaks the group at once: waiting operations raise."""
         self.inner.abort()
+        self._ended()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees the group's resources."""
-        self.inner.shutdown()
+        try:
+            self.inner.shutdown()
+        finally:
+            self._ended()
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
+        self._issued = itertools.count(1)
         self._sequence = 0
 
     getSequenceNumberForGroup = _get_sequence_number_for_group
@@ -214,8 +226,7 @@ class TorchGroup(_Group):
             if kinds:
                 raise UnsupportedOperationError(f"{error}{_missing(kinds.pop())}") from None
             raise
-        with self._sequence_lock:
-            self._sequence += 1
+        self._sequence = next(self._issued)
         if self._batches:
             batch = self._batches.get(threading.get_ident())
             if batch is not None:
