@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -43,7 +44,7 @@ from collectives.bench.table import header_lines, report_lines
 from collectives.cli import CommandError
 from collectives.ddp import DistributedDataParallel
 
-__all__ = ["Outcome", "add_arguments", "run", "train_in_parallel"]
+__all__ = ["Outcome", "add_arguments", "complaints_about", "run", "train_alone", "train_in_parallel"]
 
 COMPARED_STEPS = 50
 """Steps after which parameters are compared with those of one process."""
@@ -127,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
         outcome = train_in_parallel(arguments.nproc, arguments.steps)
-        complaints = _tell(outcome)
+        _tell(outcome)
+        complaints = complaints_about(outcome)
         options = Options(ranks=(arguments.nproc,), sizes=arguments.sizes, budget_s=SWEEP_BUDGET_S)
         report = measure(options, show_progress)
     except RankFailedError as error:
@@ -163,7 +165,7 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
         results = team.gather()
     first = results[0]
     torch.set_num_threads(usable_cores())
-    difference = (first["compared"] - _train_alone(ranks, recipe, compared)).abs().max().item()
+    difference = (first["compared"] - train_alone(ranks, recipe, compared)).abs().max().item()
     digits = load_digits()
     return Outcome(
         ranks=ranks,
@@ -192,6 +194,7 @@ def _train_rank(
     model = build_model(seed=rank)
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
     result: dict[str, Any] = {}
+    tqdm.set_lock(threading.RLock())  # tqdm's own spans processes, and is left over where a rank is ended
     with tqdm(total=recipe.steps, desc="training", unit="step", disable=rank != 0) as bar:
 
         def after_step(step: int, loss: float) -> None:
@@ -210,7 +213,7 @@ def _train_rank(
     connection.send(result)
 
 
-def _train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
+def train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
     """Returns the parameters after training the ranks' shares of each step together in this process."""
     data = load_digits().train
     model = build_model(seed=0)  # as on rank 0, whose parameters all ranks begin with
@@ -223,8 +226,8 @@ def _train_alone(ranks: int, recipe: Recipe, steps: int) -> torch.Tensor:
     return flat_parameters(model)
 
 
-def _tell(outcome: Outcome) -> list[str]:
-    """Prints what came of the training and returns what is wrong with it."""
+def _tell(outcome: Outcome) -> None:
+    """Prints what came of the training."""
     same = "bitwise the same" if outcome.ranks_identical else "DIFFERENT"
     print(
         f"\nTrained {outcome.steps} steps on {outcome.train_images} images, {outcome.ranks} ranks, "
@@ -236,8 +239,12 @@ def _tell(outcome: Outcome) -> list[str]:
         f"  parameters on all ranks              {same}\n",
         flush=True,
     )
+
+
+def complaints_about(outcome: Outcome) -> list[str]:
+    """Returns what is wrong with a training; nothing where all is well."""
     complaints = []
-    if not outcome.test_accuracy >= MIN_ACCURACY:
+    if not outcome.test_accuracy >= MIN_ACCURACY:  # so that NaN fails, too
         complaints.append(
             f"test accuracy is {outcome.test_accuracy:.2%} after {outcome.steps} steps, but must be "
             f"{MIN_ACCURACY:.0%} or more"
@@ -264,6 +271,6 @@ def _check_packages() -> None:
             and re.split(r"[<>=!~ ]", requirement)[0] in missing
         ]
         raise CommandError(
-            f"the demo needs {', '.join(missing)}, which is not installed; install with: "
+            f"the demo needs {', '.join(missing)}, not installed; install with: "
             f"python -m pip install {' '.join(wanted or missing)}"
         )

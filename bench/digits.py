@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,9 @@ def build_model(seed: int) -> nn.Sequential:
 
 def batches(data: TensorDataset, recipe: Recipe, rank: int, size: int) -> Iterator[list[int]]:
     """Yields a rank's share of every step's batch as places in ``data``; shares of a step are equal."""
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=recipe.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, num_replicas=size, rank=rank, seed=recipe.seed
+    )
     step = epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -121,7 +124,7 @@ def train(
     for step, share in enumerate(shares, start=1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[share]), digits[share])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if after_step is not None:
             after_step(step, loss.item())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import importlib
 import os
 import platform
@@ -82,9 +83,9 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "own host name", _own_name
     available, skipped = available_backends(None)
     for name in available:
-        yield f"all_reduce of 2 ranks, {name}", lambda name=name: _smoke(name)
+        yield f"all_reduce of 2 ranks, {name}", functools.partial(_smoke, name)
     for entry in skipped:
-        yield f"backend {entry.peer}", lambda entry=entry: f"not usable here: {entry.reason}"
+        yield f"backend {entry.peer}", functools.partial("not usable here: {}".format, entry.reason)
 
 
 def _native() -> str:

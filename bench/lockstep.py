@@ -12,7 +12,8 @@ LINE_BYTES = 128
 """Distance of the ranks' cells: two cache lines, because processors fetch lines in pairs."""
 
 SPINS_BEFORE_YIELD = 100
-"""Turns of the waiting loop, about 5 us, before the processor is offered to others: the rank waited for may need it."""
+"""Turns of the waiting loop, about 5 us, before the processor is offered to others: the rank that is waited
+for may need it."""
 
 
 def create_board(size: int) -> tuple[int, str]:

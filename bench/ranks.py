@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 __all__ = ["RankFailedError", "SpawnedTeam", "Team", "commands", "connect"]
 
@@ -178,7 +178,7 @@ class SpawnedTeam(Team):
 
     def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         super().__init__(size)
-        self._context = torch.multiprocessing.start_processes(
+        self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
             _body, (self.address, body, args), nprocs=size, join=False, daemon=True
         )
         try:

@@ -14,6 +14,7 @@ import torch
 
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
+from collectives.bench.doctor import _reduce as reduce_smoke
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.ranks import commands
 from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
@@ -85,3 +86,8 @@ register_backend_spec(
         "absent", ("cpu",), "no_such_module", ("no_such_package",), "python -m pip install no-such-package"
     )
 )
+
+
+def reduce_on_faulty(rank: int, connection: Connection, backend: str, port: int) -> None:
+    """What the doctor runs, where the faulty backend is registered."""
+    reduce_smoke(rank, connection, backend, port)

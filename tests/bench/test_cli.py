@@ -1,0 +1,116 @@
+"""The command ``collectives``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+
+import bench_bodies
+import pytest
+
+from collectives.bench import doctor
+from collectives.cli import main
+
+
+def ended(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return caught.value.code, capsys.readouterr()
+
+
+def test_version(capsys):
+    code, printed = ended(["--version"], capsys)
+    assert code == 0
+    assert printed.out.strip() == f"collectives {version('collectives')}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--help"], ("demo", "bench", "backends", "doctor")),
+        (["bench", "--help"], ("allreduce", "How long does an all-reduce take")),
+        (["bench", "allreduce", "--help"], ("--sizes", "--out-of-place", "#wrong")),
+        (["demo", "--help"], ("--nproc", "--steps", "--out")),
+        (["doctor", "--help"], ("two ranks",)),
+    ],
+)
+def test_help(words, expected, capsys):
+    code, printed = ended(words, capsys)
+    assert code == 0
+    for part in expected:
+        assert part in printed.out
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["bench"], ["bench", "nothing"], ["backends", "--x"]])
+def test_wrong_words(words, capsys):
+    code, printed = ended(words, capsys)
+    assert code == 2
+    assert "usage: collectives" in printed.err
+
+
+def test_backends(capsys):
+    assert main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["backend", "devices", "usable"]
+    table = {line.split()[0]: line for line in lines[1:]}
+    assert table["gloo"].split() == ["gloo", "cpu", "yes"]
+    assert table["absent"].split()[2] == "no"
+    assert "needs no_such_package" in table["absent"]
+    assert table["absent"].count("python -m pip install no-such-package") == 1
+
+
+def test_no_program_is_loaded_before_it_is_asked_for():
+    script = (
+        "import sys; from collectives.cli import main; main(['backends']);"
+        "print([name for name in sys.modules if name.startswith('collectives.bench')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m collectives backends | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False, env=os.environ
+    )
+    assert done.returncode in {0, 141}
+    assert done.stderr == ""
+
+
+def test_sigterm_unwinds(monkeypatch):
+    monkeypatch.setattr("collectives.cli.backend_names", lambda: os.kill(os.getpid(), signal.SIGTERM) or [])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(["backends"])
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.setenv("COLLECTIVES_SOMETHING", "x")
+    monkeypatch.setattr(doctor, "available_backends", lambda names: (["gloo"], []))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "FAIL" not in out
+    assert "COLLECTIVES_SOMETHING=x" in out
+    for part in ("memfd", "pidfd", "unix sockets", "lo 127.0.0.1", "all_reduce of 2 ranks, gloo: right"):
+        assert part in out
+
+
+def test_doctor_tells_what_fails(capsys, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(doctor, "available_backends", lambda names: (["faulty"], []))
+    monkeypatch.setattr(doctor, "_reduce", bench_bodies.reduce_on_faulty)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  shared memory without a name (memfd): OSError: [Errno 38] Function not implemented" in out
+    assert "FAIL  all_reduce of 2 ranks, faulty: RuntimeError: 3 elements of the results are wrong" in out
+    assert "2 of the checks failed" in out
