@@ -36,7 +36,7 @@ from collectives.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.validation import check_list, fail
+from collectives.validation import check_list, fail, seconds
 from collectives.work import Work
 from collectives.world import default_group, group_rank, member_group, world
 
@@ -80,7 +80,7 @@ def all_reduce(
             default_group()
         return None
     if op.__class__ is not ReduceOp:
-        op = ReduceOp.of(op)
+        op = _reduction(target, "all_reduce", op)
     if pending and keep_back(target, "all_reduce", op, tensor):
         return KeptBackWork() if async_op else None
     work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
@@ -136,7 +136,7 @@ def reduce(
     if target is None:
         return None
     root = group_rank(target, "reduce", dst, group_dst, "dst")
-    work = target.reduce(tensor, ReduceOptions(None, async_op, ReduceOp.of(op), root))
+    work = target.reduce(tensor, ReduceOptions(None, async_op, _reduction(target, "reduce", op), root))
     return _finish(work, async_op)
 
 
@@ -261,7 +261,8 @@ def reduce_scatter(
     if target is None:
         return None
     inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-    work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, ReduceOp.of(op)))
+    options = ReduceScatterOptions(None, async_op, _reduction(target, "reduce_scatter", op))
+    work = target.reduce_scatter(output, [inputs], options)
     return _finish(work, async_op)
 
 
@@ -284,7 +285,7 @@ def reduce_scatter_single(
     target = member_group(group, "reduce_scatter_single")
     if target is None:
         return None
-    op = ReduceOp.of(op)
+    op = _reduction(target, "reduce_scatter_single", op)
     if pending and keep_back(target, "reduce_scatter_single", op, output, input):
         return KeptBackWork() if async_op else None
     work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
@@ -355,6 +356,7 @@ def barrier(
     target = member_group(group, "barrier")
     if target is None:
         return None
+    _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)
     if device_ids is not None:
         if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
@@ -388,7 +390,24 @@ def monitored_barrier(
     if isinstance(timeout, (int, float)):
         warnings.warn(f"timeout is {timeout!r}, taken as seconds; give a datetime.timedelta", stacklevel=2)
         timeout = timedelta(seconds=timeout)
+    _check_timeout(target, "monitored_barrier", timeout)
     target.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _check_timeout(group: ProcessGroup, operation: str, timeout: timedelta | None) -> None:
+    if timeout is not None:
+        try:
+            seconds(timeout)
+        except (TypeError, ValueError) as error:
+            fail(group, operation, str(error), type(error))
+
+
+def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
+    """Returns a reduction of ours for one of ours or of ``torch.distributed``."""
+    try:
+        return ReduceOp.of(op)
+    except TypeError as error:
+        fail(group, operation, str(error), TypeError)
 
 
 def _finish(work: Work, async_op: bool) -> Work | None:

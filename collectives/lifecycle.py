@@ -40,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger("collectives")
 
-_LEAVERS_LIMIT = timedelta(seconds=10)
+_LEAVERS_LIMIT = timedelta(seconds=5)
 """How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
 
 _RETRY_SECONDS = 0.05
