@@ -1,0 +1,132 @@
+"""Messages between two ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import run_world
+
+import collectives as dist
+
+
+def exchanges(rank: int, size: int) -> None:
+    peer = 1 - rank
+    tensor = torch.empty(3)
+    if rank == 0:
+        assert dist.send(torch.arange(3.0), 1) is None
+        assert dist.recv(tensor, 1) == 1
+        assert tensor.tolist() == [3, 4, 5]
+        assert dist.recv(tensor) == 1  # from any rank
+        assert tensor.tolist() == [6, 7, 8]
+    else:
+        assert dist.recv(tensor, group_src=0) == 0
+        assert tensor.tolist() == [0, 1, 2]
+        dist.send(tensor + 3, group_dst=0)
+        dist.send(tensor + 6, 0)
+    # By tag, in another order than sent.
+    first, second = torch.empty(1), torch.empty(1)
+    works = [
+        dist.isend(torch.tensor([10.0 + rank]), peer, tag=1),
+        dist.isend(torch.tensor([20.0 + rank]), peer, tag=2),
+        dist.irecv(second, peer, tag=2),
+        dist.irecv(first, peer, tag=1),
+    ]
+    for work in works:
+        work.wait(timedelta(seconds=20))
+        assert work.is_completed()
+    assert (first.item(), second.item()) == (10 + peer, 20 + peer)
+    work = dist.irecv(first, peer)
+    dist.send(torch.tensor([30.0 + rank]), peer)
+    work.wait()
+    assert work.source_rank() == peer
+    # To itself, which only the forms that do not block may.
+    work = dist.irecv(first, rank)
+    dist.isend(torch.tensor([5.0]), rank).wait()
+    work.wait()
+    assert first.item() == 5
+
+
+def test_messages(backend: str) -> None:
+    run_world(exchanges, 2, backend=backend)
+
+
+def exchanges_in_a_part(rank: int, size: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    tensor = torch.zeros(1)
+    if rank == 1:
+        dist.send(tensor + 7, 2, group)
+        assert dist.recv(tensor, group=group) == 2
+    else:
+        assert dist.recv(tensor, 1, group) == 1
+        assert tensor.item() == 7
+        dist.send(tensor, group=group, group_dst=0)
+    with pytest.raises(ValueError, match="dst is global rank 0, but the group has the global ranks"):
+        dist.isend(tensor, 0, group)
+    with pytest.raises(ValueError, match="give dst or group_dst"):
+        dist.send(tensor, group=group)
+
+
+def test_ranks_of_messages_are_global() -> None:
+    run_world(exchanges_in_a_part, 3)
+
+
+def batches(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received = [torch.empty(2), torch.empty(1)]
+    ops = [
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), right),
+        dist.P2POp(dist.irecv, received[0], left),
+        dist.P2POp(dist.isend, torch.full((1,), 10.0 + rank), group_peer=right, tag=3),
+        dist.P2POp(dist.irecv, received[1], group_peer=left, tag=3),
+    ]
+    assert (ops[0].peer, ops[2].peer, ops[0].group_peer) == (right, right, right)
+    assert repr(ops[0]).startswith("P2POp(isend <ProcessGroup")
+    assert f"group_src={rank}, group_dst={right}" in repr(ops[0])
+    works = dist.batch_isend_irecv(ops)
+    assert len(works) == 4
+    for work in works:
+        work.wait()
+    assert received[0].tolist() == [left, left]
+    assert received[1].tolist() == [10 + left]
+
+
+def test_batch(backend: str) -> None:
+    run_world(batches, 3, backend=backend)
+
+
+def wrong_messages(rank: int, size: int) -> None:
+    tensor = torch.ones(1)
+    other = dist.new_group()
+    part = dist.new_group([1])
+    with pytest.raises(ValueError, match=rf"\[rank {rank}\] send .* is this rank itself .* use isend"):
+        dist.send(tensor, rank)
+    with pytest.raises(ValueError, match="the source is this rank itself"):
+        dist.recv(tensor, rank)
+    with pytest.raises(ValueError, match="tag is -1, but must be in 0 to"):
+        dist.isend(tensor, 1 - rank, tag=-1)
+    with pytest.raises(TypeError, match="tag must be an int"):
+        dist.irecv(tensor, 1 - rank, tag="x")
+    with pytest.raises(ValueError, match="destination is 9, but the ranks of this group are 0 to 1"):
+        dist.isend(tensor, 9)
+    with pytest.raises(ValueError, match="op must be isend or irecv, but is <function broadcast"):
+        dist.P2POp(dist.broadcast, tensor, 0)
+    with pytest.raises(TypeError, match=r"P2POp .*tensor must be a tensor, but is of type list"):
+        dist.P2POp(dist.isend, [tensor], 0)
+    if rank == 0:
+        with pytest.raises(ValueError, match="this rank is not in the given group"):
+            dist.P2POp(dist.isend, tensor, 1, part)
+    for wrong in ([], None, (dist.P2POp(dist.isend, tensor, 0),)):
+        with pytest.raises(ValueError, match="must be a list of at least one P2POp"):
+            dist.batch_isend_irecv(wrong)
+    with pytest.raises(ValueError, match="must hold P2POp objects only, but holds 1"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 0), 1])
+    with pytest.raises(ValueError, match="a batch runs on one group"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 0), dist.P2POp(dist.isend, tensor, 0, other)])
+
+
+def test_wrong_messages() -> None:
+    run_world(wrong_messages, 2)
