@@ -94,6 +94,7 @@ from collectives.process_group import (
     ProcessGroup,
 )
 from collectives.store import (
+    FileStore,
     HashStore,
     PrefixStore,
     Store,
@@ -159,6 +160,7 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DistributedBackendOptions",
+    "FileStore",
     "GatherOptions",
     "GroupAbortedError",
     "GroupMember",

@@ -16,7 +16,6 @@ from collectives import dist2
 
 # Public names of torch.distributed that are no part of collectives, with the reason.
 LEFT_OUT = {
-    "FileStore": "comes with the file:// rendezvous",
     "GroupName": "a type alias for the names of torch's own groups",
     "Logger": "internals of torch's DistributedDataParallel",
     "ProcessGroupGloo": "a class of one backend; ours are in collectives.backends",

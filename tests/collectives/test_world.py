@@ -80,6 +80,21 @@ def test_second_life_at_the_same_address(scheme: str) -> None:
     assert run_ranks(lives_at_one_address, 3, url, port, env=env) == [[3.0] * 3] * 3
 
 
+def rendezvous_by_file(rank: int, size: int, path: str) -> float:
+    sums = 0.0
+    for _ in range(2):
+        dist.init_process_group("host", f"file://{path}", LONG, size, rank)
+        sums += sum_of_ranks()
+        dist.destroy_process_group()
+    return sums
+
+
+def test_meeting_by_a_file(tmp_path: Path) -> None:
+    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "meet")) == [2.0, 2.0]
+    # A later run meets at the same path.
+    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "meet"), isolated=True) == [2.0, 2.0]
+
+
 def starts_as_it_should(rank: int, size: int) -> None:
     assert not dist.is_initialized()
     assert dist.group.WORLD is None
