@@ -1,0 +1,401 @@
+// The core without Python: ranks are threads. Made for sanitizers (CMake: -DCOLLECTIVES_TESTS=ON
+// -DCOLLECTIVES_SANITIZE=thread).
+//
+// "shared" ranks use one mapping, so that a thread sanitizer sees what they do to each other. "attached"
+// ranks go through sockets and descriptors and map the segment once each, as processes do.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/group.hpp"
+#include "kernels/kernels.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr Nanoseconds kLimit = 60 * kSecond;
+
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (false)
+
+template <class Function>
+Error error_of(Function&& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error;
+  }
+  std::fprintf(stderr, "expected an error\n");
+  std::abort();
+}
+
+using Groups = std::vector<std::unique_ptr<Group>>;
+
+Groups shared_ranks(int size) {
+  const Layout layout(shape_for(size));
+  const auto segment = std::make_shared<Segment>(Segment::create_private(layout.total_bytes()));
+  Groups groups;
+  for (int r = 0; r < size; ++r) {
+    Membership membership;
+    membership.rank = r;
+    membership.size = size;
+    membership.segment = segment;
+    membership.layout = layout;
+    membership.processes.resize(static_cast<std::size_t>(size));
+    groups.push_back(std::make_unique<Group>(std::move(membership), "shared group"));
+  }
+  return groups;
+}
+
+void on_all(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) threads.emplace_back(body, r);
+  for (std::thread& thread : threads) thread.join();
+}
+
+Groups attached_ranks(int size) {
+  Groups groups(static_cast<std::size_t>(size));
+  BootstrapHost host(size);
+  on_all(size, [&](int r) {
+    const Nanoseconds deadline = deadline_after(kLimit);
+    auto& mine = groups[static_cast<std::size_t>(r)];
+    if (r == 0) {
+      CHECK(host.accept(deadline).empty());
+      host.share(deadline);
+      CHECK(host.await_attached(deadline).empty());
+      mine = std::make_unique<Group>(host.release(deadline), "attached group");
+    } else {
+      BootstrapGuest guest(host.address(), r, size, deadline);
+      CHECK(guest.answered(deadline));
+      guest.attach(deadline);
+      mine = std::make_unique<Group>(guest.await_release(deadline), "attached group");
+    }
+  });
+  return groups;
+}
+
+class Rank {
+ public:
+  explicit Rank(Group& group) : group_(group) {}
+
+  int rank() const { return group_.rank(); }
+  int size() const { return group_.size(); }
+  std::size_t ranks() const { return static_cast<std::size_t>(group_.size()); }
+
+  // Alternates between the caller's thread and the group's.
+  void run(Request request) {
+    if (++turn_ % 2 == 0 && group_.run(request, kLimit, nullptr)) return;
+    const auto task = group_.enqueue(std::move(request), kLimit);
+    CHECK(task->wait(kNever, nullptr));
+    if (task->error() != nullptr) throw *task->error();
+  }
+
+ private:
+  Group& group_;
+  int turn_ = 0;
+};
+
+Request request_for(Kind kind, int root = 0) {
+  Request request;
+  request.kind = kind;
+  request.root = root;
+  request.reduction = {DType::int32, ReduceOp::sum, 1.0};
+  return request;
+}
+
+std::byte* bytes_of(std::vector<std::int32_t>& values) { return reinterpret_cast<std::byte*>(values.data()); }
+
+std::vector<std::int32_t> values_of(int rank, std::size_t count, int salt = 0) {
+  std::vector<std::int32_t> values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<std::int32_t>(i * 7) + rank * 1001 + salt;
+  return values;
+}
+
+std::vector<std::int32_t> sum_of(int size, std::size_t count) {
+  std::vector<std::int32_t> total(count);
+  for (int r = 0; r < size; ++r) {
+    const auto values = values_of(r, count);
+    for (std::size_t i = 0; i < count; ++i) total[i] += values[i];
+  }
+  return total;
+}
+
+void check_reductions(Rank& me, std::size_t count, int root) {
+  auto values = values_of(me.rank(), count);
+  Request request = request_for(Kind::all_reduce);
+  request.data = bytes_of(values);
+  request.count = count;
+  me.run(request);
+  CHECK(values == sum_of(me.size(), count));
+
+  values = values_of(me.rank(), count);
+  request = request_for(Kind::reduce, root);
+  request.data = bytes_of(values);
+  request.count = count;
+  me.run(request);
+  CHECK(values == (me.rank() == root ? sum_of(me.size(), count) : values_of(me.rank(), count)));
+
+  std::vector<std::vector<std::int32_t>> parts;
+  request = request_for(Kind::reduce_scatter);
+  for (std::size_t r = 0; r < me.ranks(); ++r) parts.push_back(values_of(me.rank(), count + r));
+  for (auto& part : parts) request.inputs.push_back({bytes_of(part), part.size() * 4});
+  const std::size_t mine = count + static_cast<std::size_t>(me.rank());
+  std::vector<std::int32_t> output(mine);
+  request.data = bytes_of(output);
+  request.count = mine;
+  me.run(request);
+  CHECK(output == sum_of(me.size(), mine));
+}
+
+void check_movements(Rank& me, std::size_t count, int root) {
+  auto values = values_of(me.rank(), count);
+  Request request = request_for(Kind::broadcast, root);
+  request.data = bytes_of(values);
+  request.count = count;
+  me.run(request);
+  CHECK(values == values_of(root, count));
+
+  std::vector<std::vector<std::int32_t>> outputs;
+  for (std::size_t r = 0; r < me.ranks(); ++r) outputs.emplace_back(count + 3 * r);
+  values = values_of(me.rank(), count + 3 * static_cast<std::size_t>(me.rank()));
+  request = request_for(Kind::all_gather);
+  for (auto& output : outputs) request.outputs.push_back({bytes_of(output), output.size() * 4});
+  request.input = bytes_of(values);
+  request.count = values.size();
+  me.run(request);
+  for (int r = 0; r < me.size(); ++r) {
+    const auto& output = outputs[static_cast<std::size_t>(r)];
+    CHECK(output == values_of(r, output.size()));
+  }
+
+  values = values_of(me.rank(), count);
+  for (auto& output : outputs) output.assign(count, -1);
+  request = request_for(Kind::gather, root);
+  for (auto& output : outputs) request.outputs.push_back({bytes_of(output), count * 4});
+  if (me.rank() != root) request.outputs.clear();
+  request.input = bytes_of(values);
+  request.count = count;
+  me.run(request);
+  for (int r = 0; r < me.size() && me.rank() == root; ++r) {
+    CHECK(outputs[static_cast<std::size_t>(r)] == values_of(r, count));
+  }
+
+  for (std::size_t r = 0; r < me.ranks(); ++r) outputs[r] = values_of(root, count, static_cast<int>(r));
+  values.assign(count, -1);
+  request = request_for(Kind::scatter, root);
+  for (auto& output : outputs) request.inputs.push_back({bytes_of(output), count * 4});
+  if (me.rank() != root) request.inputs.clear();
+  request.data = bytes_of(values);
+  request.count = count;
+  me.run(request);
+  CHECK(values == values_of(root, count, me.rank()));
+}
+
+void check_all_to_all(Rank& me, std::size_t count) {
+  const auto length = [&](std::size_t from, std::size_t to) {
+    return from == 0 ? count + to : (from + 2 * to) % 5;
+  };
+  const auto mine = static_cast<std::size_t>(me.rank());
+  std::vector<std::vector<std::int32_t>> inputs;
+  std::vector<std::vector<std::int32_t>> outputs;
+  Request request = request_for(Kind::all_to_all);
+  for (std::size_t r = 0; r < me.ranks(); ++r) {
+    inputs.push_back(values_of(me.rank(), length(mine, r), static_cast<int>(r)));
+    outputs.emplace_back(length(r, mine));
+  }
+  for (std::size_t r = 0; r < me.ranks(); ++r) {
+    request.inputs.push_back({bytes_of(inputs[r]), inputs[r].size() * 4});
+    request.outputs.push_back({bytes_of(outputs[r]), outputs[r].size() * 4});
+  }
+  me.run(request);
+  for (std::size_t r = 0; r < me.ranks(); ++r) {
+    CHECK(outputs[r] == values_of(static_cast<int>(r), length(r, mine), me.rank()));
+  }
+}
+
+void test_collectives(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Rank me(*groups[static_cast<std::size_t>(r)]);
+    int root = 0;
+    for (const std::size_t count : {0, 1, 22, 23, 4000, 16385, 70'001, 400'003}) {
+      root = (root + 1) % me.size();
+      me.run(request_for(Kind::barrier));
+      check_reductions(me, count, root);
+      check_movements(me, count, root);
+      check_all_to_all(me, count);
+    }
+    groups[static_cast<std::size_t>(r)]->shutdown(true);
+  });
+}
+
+void test_mismatch(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    for (int round = 0; round < 50; ++round) {
+      std::vector<std::int32_t> values(r == 1 ? 100'000 : 10, r);
+      Request request = request_for(round % 2 == 0 && r == 0 ? Kind::broadcast : Kind::all_reduce);
+      request.data = bytes_of(values);
+      request.count = values.size();
+      const Error error = error_of([&] { group.run(request, kLimit, nullptr); });
+      CHECK(error.kind() == ErrorKind::mismatch);
+      CHECK(values == std::vector<std::int32_t>(values.size(), r));
+    }
+    group.shutdown(true);
+  });
+}
+
+void test_messages(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    const int size = group.size();
+    // Several threads of a rank exchange with all others, with tags of their own, while collectives run.
+    const auto exchange = [&](std::uint32_t tag) {
+      std::minstd_rand random(tag);  // the same lengths on every rank
+      for (int round = 0; round < 20; ++round) {
+        const std::size_t count = random() % (round % 5 == 0 ? 300'000 : 3000);
+        std::vector<std::shared_ptr<Transfer>> transfers;
+        std::vector<std::vector<std::int32_t>> received(static_cast<std::size_t>(size),
+                                                        std::vector<std::int32_t>(count));
+        auto sent = values_of(r, count, round);
+        const auto envelope = [&](int peer) { return Envelope{peer, tag, DType::int32, count * 4}; };
+        for (int p = 0; p < size; ++p) transfers.push_back(group.send(envelope(p), bytes_of(sent), kLimit));
+        for (int p = size - 1; p >= 0; --p) {
+          transfers.push_back(
+              group.receive(envelope(p), bytes_of(received[static_cast<std::size_t>(p)]), kLimit));
+        }
+        for (const auto& transfer : transfers) {
+          CHECK(transfer->wait(kNever, nullptr));
+          CHECK(transfer->error() == nullptr);
+        }
+        for (int p = 0; p < size; ++p)
+          CHECK(received[static_cast<std::size_t>(p)] == values_of(p, count, round));
+      }
+    };
+    std::thread first(exchange, 1);
+    std::thread second(exchange, 2);
+    Rank me(group);
+    for (int i = 0; i < 50; ++i) check_reductions(me, 3000, 0);
+    first.join();
+    second.join();
+    group.shutdown(true);
+  });
+}
+
+void test_any_source_and_background(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    constexpr std::size_t kCount = 200'000;  // more than a ring
+    const Envelope to_first{0, 5, DType::int32, kCount * 4};
+    const Envelope from_any{kAnyRank, 5, DType::int32, kCount * 4};
+    auto values = values_of(r, kCount);
+    if (r != 0) {
+      const auto task = group.send(to_first, bytes_of(values), kLimit);
+      while (!task->finished()) std::this_thread::yield();  // nobody waits: the background thread drives
+    } else {
+      for (int i = 1; i < group.size(); ++i) {
+        const auto task = group.receive(from_any, bytes_of(values), kLimit);
+        CHECK(task->wait(kNever, nullptr));
+        CHECK(values == values_of(task->source(), kCount));
+      }
+    }
+    group.shutdown(true);
+  });
+}
+
+void test_abort(Groups groups) {
+  const int size = static_cast<int>(groups.size());
+  on_all(size, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::vector<std::int32_t> values(10);
+    Request request = request_for(Kind::all_reduce);
+    request.data = bytes_of(values);
+    request.count = values.size();
+    std::thread aborter;
+    if (r == 0) {
+      aborter = std::thread([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        group.abort("enough");
+      });
+    }
+    if (r != size - 1) {  // one never comes
+      const auto task = group.receive({size - 1, 1, DType::int32, 4}, bytes_of(values), kLimit);
+      CHECK(error_of([&] { group.run(request, kLimit, nullptr); }).kind() == ErrorKind::aborted);
+      CHECK(task->wait(kNever, nullptr));
+      CHECK(task->error()->kind() == ErrorKind::aborted);
+    }
+    if (r == 0) aborter.join();
+    group.shutdown(false);
+  });
+}
+
+void test_timeout_and_departure(Groups groups) {
+  const int size = static_cast<int>(groups.size());
+  Group& last = *groups.back();
+  on_all(size - 1, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::int32_t value = 0;
+    const auto task = group.receive({size - 1, 1, DType::int32, 4}, reinterpret_cast<std::byte*>(&value),
+                                    50 * kMillisecond);
+    CHECK(task->wait(kNever, nullptr));
+    CHECK(task->error()->kind() == ErrorKind::timeout);
+  });
+  on_all(size - 1, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::int32_t value = 0;
+    const auto other =
+        group.receive({size - 1, 1, DType::int32, 4}, reinterpret_cast<std::byte*>(&value), kLimit);
+    if (r == 0) last.shutdown(true);
+    CHECK(other->wait(kNever, nullptr));
+    CHECK(other->error()->kind() == ErrorKind::peer_lost && other->error()->rank() == size - 1);
+    const Error error = error_of([&] { group.run(request_for(Kind::barrier), kLimit, nullptr); });
+    CHECK(error.kind() == ErrorKind::peer_lost && error.rank() == size - 1);
+  });
+}
+
+void test_many_groups() {
+  for (int round = 0; round < 20; ++round) {
+    Groups groups = attached_ranks(3);
+    on_all(3, [&](int r) { Rank(*groups[static_cast<std::size_t>(r)]).run(request_for(Kind::barrier)); });
+    // Some end in order, some with the object.
+    if (round % 2 == 0) on_all(3, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
+  }
+}
+
+}  // namespace
+}  // namespace collectives
+
+int main() {
+  using namespace collectives;
+  const std::pair<const char*, std::function<void()>> tests[] = {
+      {"collectives, 1 rank", [] { test_collectives(shared_ranks(1)); }},
+      {"collectives, 2 ranks", [] { test_collectives(shared_ranks(2)); }},
+      {"collectives, 3 ranks", [] { test_collectives(shared_ranks(3)); }},
+      {"collectives, 5 attached ranks", [] { test_collectives(attached_ranks(5)); }},
+      {"mismatch", [] { test_mismatch(shared_ranks(3)); }},
+      {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
+      {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
+      {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
+      {"abort", [] { test_abort(shared_ranks(3)); }},
+      {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
+      {"many groups", [] { test_many_groups(); }},
+  };
+  for (const auto& [name, test] : tests) {
+    std::printf("%s\n", name);
+    std::fflush(stdout);
+    test();
+  }
+  std::printf("all passed\n");
+  return 0;
+}
