@@ -7,6 +7,7 @@ nested.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -15,10 +16,12 @@ import torch
 
 __all__ = [
     "NO_TASK",
+    "OutputHook",
+    "PassOwner",
     "TaskGuard",
-    "TaskOwner",
     "accumulator",
     "current_task",
+    "gradient_hook",
     "runs_backward",
     "will_accumulate",
 ]
@@ -33,8 +36,14 @@ _queue_callback: Callable[[Callable[[], None]], None]
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class TaskOwner(Protocol):
-    """Who wants to know how a task ends."""
+class PassOwner(Protocol):
+    """Who follows the tasks that deliver gradients."""
+
+    def autograd_hook(self, index: int) -> None:
+        """Called when the gradient of a parameter was accumulated."""
+
+    def output_hook(self, sync: bool) -> None:
+        """Called when the gradient of an output of forward was computed."""
 
     def end_task(self, task: int) -> None:
         """Called when the task is complete; what is raised here, ``backward()`` raises."""
@@ -52,7 +61,7 @@ class TaskGuard:
 
     __slots__ = ("_open", "_owner", "_task")
 
-    def __init__(self, owner: TaskOwner, task: int) -> None:
+    def __init__(self, owner: PassOwner, task: int) -> None:
         self._owner = owner
         self._task = task
         self._open = False
@@ -67,6 +76,44 @@ class TaskGuard:
     def __del__(self) -> None:
         if self._open:
             self._owner.fail_task(self._task)
+
+
+def gradient_hook(owner: PassOwner, index: int) -> Callable[[torch.Tensor], None]:
+    """Returns a hook on a parameter that tells an owner, held weakly, that its gradient was accumulated."""
+    reference = weakref.ref(owner)
+
+    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
+        live = reference()
+        if live is not None:
+            live.autograd_hook(index)
+
+    return hook
+
+
+class OutputHook:
+    """A hook on an output of forward; tells an owner that its gradient was computed.
+
+    Keeps the owner alive until the first pass over that output, for a module given up after forward; then, an
+    old loss that somebody keeps does not hold on to it.
+
+    Args:
+        owner: who is told.
+        sync: what it is told.
+    """
+
+    __slots__ = ("_kept", "_owner", "_sync")
+
+    def __init__(self, owner: PassOwner, sync: bool) -> None:
+        self._kept: PassOwner | None = owner
+        self._owner = weakref.ref(owner)
+        self._sync = sync
+
+    def __call__(self, grad: torch.Tensor) -> None:  # noqa: ARG002
+        """Called by the engine."""
+        live = self._owner()
+        if live is not None:
+            live.output_hook(self._sync)
+        self._kept = None
 
 
 def accumulator(parameter: torch.nn.Parameter) -> Any:

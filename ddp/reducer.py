@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,11 @@ from collectives.ddp.averaging import average, averaging_op
 from collectives.ddp.buckets import Bucket
 from collectives.ddp.engine import (
     NO_TASK,
+    OutputHook,
     TaskGuard,
     accumulator,
     current_task,
+    gradient_hook,
     runs_backward,
     will_accumulate,
 )
@@ -69,7 +70,6 @@ class Reducer:
     """
 
     _task: int
-    _sync: bool
     _committed: bool
     _broken: bool
     _nested: bool
@@ -120,14 +120,12 @@ class Reducer:
         self._expect_sync = False
         self._stale: list[Bucket | UsageMap | ReportExchange] = []
         self._open: set[int] = set()
+        self._sync = False
         self._reset()
 
         self._accumulators = [accumulator(parameter) for parameter in self.gradients.parameters]
-        reference = weakref.ref(self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _gradient_hook(reference, index)
-            )
+            parameter.register_post_accumulate_grad_hook(gradient_hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.gradients.parameters)
         ]
 
@@ -196,7 +194,7 @@ class Reducer:
             sync: whether gradients are averaged; ``False`` under ``no_sync``.
         """
         self._expect_sync = sync
-        hook = _OutputHook(self, sync)
+        hook = OutputHook(self, sync)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -267,6 +265,8 @@ class Reducer:
 
     def _reset(self) -> None:
         """Ends the pass."""
+        if self._sync:
+            self._used = [0] * len(self._used)
         self._open.clear()
         self._task = NO_TASK
         self._sync = False
@@ -444,7 +444,6 @@ class Reducer:
             self._idle = [index for index, count in enumerate(self._counts) if not count]
             self._unused_everywhere = frozenset(index for index in self._idle if not counts[index])
             self._usage = self._make_usage_map()
-        self._used = [0] * len(self._used)
         self._note_good_pass()
 
     def _complete_buckets(self) -> None:
@@ -509,33 +508,3 @@ class Reducer:
             self.ready_order = came + sorted(set(range(len(self.gradients))).difference(came))
         self._last_counts = self._counts
         self.passes += 1
-
-
-def _gradient_hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
-        live = reducer()
-        if live is not None:
-            live.autograd_hook(index)
-
-    return hook
-
-
-class _OutputHook:
-    """Called with the gradient of an output of forward.
-
-    Keeps the reducer alive until the first pass over that output, for a module given up after forward; then,
-    an old loss that somebody keeps does not hold on to buckets and group.
-    """
-
-    __slots__ = ("_kept", "_reducer", "_sync")
-
-    def __init__(self, reducer: Reducer, sync: bool) -> None:
-        self._kept: Reducer | None = reducer
-        self._reducer = weakref.ref(reducer)
-        self._sync = sync
-
-    def __call__(self, grad: torch.Tensor) -> None:  # noqa: ARG002
-        live = self._reducer()
-        if live is not None:
-            live.output_hook(self._sync)
-        self._kept = None

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 __all__ = ["map_tensors", "tensors_in"]
 
+_DEPTH = 3
+"""How many objects within objects are looked into; containers and dataclasses do not count."""
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in ``value``, however deep in containers and attributes of objects.
+    """Yields the tensors in ``value``, however deep in containers, and in attributes of objects.
 
     Modules, functions and classes are not looked into.
     """
-    return _walk(value, set())
+    return _walk(value, set(), _DEPTH)
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _walk(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -28,18 +31,18 @@ def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if id(value) in seen:
         return
     seen.add(id(value))
+    parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _walk(part, seen)
+        parts = value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for part in value:
-            yield from _walk(part, seen)
-    elif hasattr(value, "__dict__") and not callable(value):
-        for part in list(vars(value).values()):
-            yield from _walk(part, seen)
+        parts = value
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _walk(getattr(value, field.name), seen)
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        parts = list(vars(value).values())
+        depth -= 1
+    for part in parts:
+        yield from _walk(part, seen, depth)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

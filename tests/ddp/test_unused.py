@@ -216,3 +216,26 @@ def test_long_lists_of_names_are_cut() -> None:
         shown, more = reasons[0].rsplit(", and ", 1)
         assert len(shown) < 5000
         assert int(more.removesuffix(" more")) == 800 - shown.count("parts.")
+
+
+def forgotten(group):
+    """A pass that broke off on one rank does not count as use in the next."""
+    ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
+
+    def fail(grad):
+        raise ValueError("broken off")
+
+    out = ours(data(group.rank()), "3")
+    if group.rank() == 1:
+        out.register_hook(fail)
+    with ours.no_sync():
+        ours(data(group.rank()), "2").sum().backward()
+    with pytest.raises((ValueError, GradientSyncError)):
+        out.sum().backward()
+    ours.zero_grad()
+    ours(data(group.rank()), "0").sum().backward()
+    return [p.grad is None for p in ours.parameters()]
+
+
+def test_a_pass_that_failed_does_not_count_as_use() -> None:
+    assert run_ranks(forgotten, 2, backend="host") == [[False] * 2 + [True] * 6] * 2
