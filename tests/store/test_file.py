@@ -1,0 +1,552 @@
+"""The file store: whose file it is, what a crash leaves, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import select
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import harness
+import pytest
+import torch.distributed as dist
+
+import collectives
+from collectives.store import FileStore
+from collectives.store.file_log import HEADER_BYTES, MAGIC, DamagedError, Kind, encode_record, records
+from collectives.store.process import Life, ProcessIdentity, _start_of, current_process
+
+SHORT = timedelta(milliseconds=80)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "store"
+
+
+# Forks a process for each line, which joins a run and stays until it is killed, or ends in order on SIGTERM.
+SERVER = """
+import json, os, signal, sys
+from collectives.store import FileStore
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    path, world_size, variables = json.loads(line)
+    pid = os.fork()
+    if pid:
+        continue
+    os.environ.update(variables)
+    store = FileStore(path, world_size)
+    store.set("old", "left over")
+    signal.signal(signal.SIGTERM, lambda *_: (store.close(), os._exit(0)))
+    print(os.getpid(), flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def member_server():
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield server
+
+
+@pytest.fixture
+def join(member_server):
+    """Makes a process join a run, and returns its id; kills it in the end."""
+    pids = []
+
+    def join(path, world_size, variables=None):
+        member_server.stdin.write(json.dumps([str(path), world_size, variables or {}]) + "\n")
+        member_server.stdin.flush()
+        pids.append(int(member_server.stdout.readline()))
+        return pids[-1]
+
+    yield join
+    for pid in pids:
+        end(pid, signal.SIGKILL)
+
+
+def end(pid, number):
+    """Sends a signal, and returns when the process is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(pidfd, number)
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+
+
+class TestRuns:
+    def test_members_share_a_file_that_the_last_one_removes(self, path):
+        one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+        assert one.path == str(path)
+        one.set("key", "value")
+        assert two.get("key") == b"value"
+        one.close()
+        assert path.exists()
+        assert two.get("key") == b"value"
+        two.close()
+        two.close()
+        assert not path.exists()
+        with pytest.raises(collectives.DistStoreError, match="was closed"):
+            two.set("key", "value")
+
+    def test_a_store_that_is_forgotten_leaves(self, path):
+        store = FileStore(str(path), 1)
+        copy = store.clone()
+        del store
+        gc.collect()
+        copy.set("key", "value")
+        assert path.exists()
+        del copy
+        gc.collect()
+        assert not path.exists()
+
+    def test_only_its_user_may_read_it(self, path):
+        store = FileStore(str(path), 1)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        store.close()
+
+    def test_an_empty_file_is_taken(self, path):
+        path.touch()
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        store.close()
+        assert not path.exists()
+
+    def test_a_further_member_belongs_to_another_run(self, path):
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        with pytest.raises(collectives.DistStoreError) as caught:
+            FileStore(str(path), 1)
+        message = str(caught.value)
+        assert str(path) in message
+        assert "all 1 members have joined" in message
+        assert f"process {os.getpid()} on {os.uname().nodename}" in message
+        assert "which still runs" in message
+        assert " s ago" in message
+        assert "Name another file, or end that run" in message
+        assert store.get("key") == b"value"
+        store.close()
+
+    def test_another_world_size_is_another_run(self, path):
+        store = FileStore(str(path), 3)
+        with pytest.raises(collectives.DistStoreError, match="it has world_size 3, this process 2"):
+            FileStore(str(path), 2)
+        store.close()
+
+    def test_a_live_run_of_another_process_is_refused(self, path, join):
+        pid = join(path, 1)
+        with pytest.raises(collectives.DistStoreError, match=f"process {pid} on .*still runs"):
+            FileStore(str(path), 1)
+
+    @pytest.mark.parametrize("members", [1, 2], ids=["complete", "incomplete"])
+    def test_the_file_of_a_killed_run_is_taken_over(self, path, join, members):
+        end(join(path, members), signal.SIGKILL)
+        assert path.exists()
+        one = FileStore(str(path), 2)
+        assert one.list_keys() == []
+        two = FileStore(str(path), 2)
+        one.set("key", "value")
+        assert two.get("key") == b"value"
+        two.close()
+        one.close()
+        assert not path.exists()
+
+    def test_the_killed_creator_of_a_run_that_others_are_in(self, path, join):
+        creator, other = join(path, 3), join(path, 3)
+        end(creator, signal.SIGKILL)
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(FileStore, str(path), 3)
+            time.sleep(0.2)
+            assert not late.done()  # waits for the rest of the run to end
+            end(other, signal.SIGKILL)
+            store = late.result(20)
+        assert store.list_keys() == []
+        store.close()
+
+    def test_the_killed_creator_of_a_run_that_goes_on(self, path, join, monkeypatch):
+        monkeypatch.setattr("collectives.store.file._ENDING_GRACE_S", 0.1)
+        creator, _ = join(path, 3), join(path, 3)
+        end(creator, signal.SIGKILL)
+        with pytest.raises(
+            collectives.DistStoreError,
+            match=f"its member, process {creator} on .*, has died, others have not",
+        ):
+            FileStore(str(path), 3)
+
+    def test_all_take_over_at_once(self, path, join):
+        end(join(path, 2), signal.SIGKILL)
+        results = harness.run_ranks(meet, 3, str(path))
+        assert results == [[b"0", b"1", b"2"]] * 3
+        assert not path.exists()
+
+    def test_a_run_that_is_ending_is_waited_for(self, path):
+        one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+        one.close()
+        with ThreadPoolExecutor(1) as threads:
+            following = threads.submit(FileStore, str(path), 2)
+            time.sleep(0.1)
+            assert not following.done()
+            two.close()
+            store = following.result(10)
+        assert store.list_keys() == []
+        store.close()
+
+    def test_runs_may_follow_each_other_on_one_path(self, path):
+        for _ in range(3):
+            assert harness.run_ranks(meet, 2, str(path)) == [[b"0", b"1"]] * 2
+
+    def test_one_process_may_try_again(self, path):
+        for _ in range(3):
+            FileStore(str(path), 2).close()
+        one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+        one.close()
+        two.close()
+        assert not path.exists()
+
+    def test_a_value_for_one_who_comes_later(self, path):
+        FileStore(str(path), 2).set("key", "value")
+        assert FileStore(str(path), 2).get("key") == b"value"
+
+    def test_a_restart_by_the_launcher_is_another_run(self, path, join, monkeypatch):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        old = join(path, 2, {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"})
+        with pytest.raises(
+            collectives.DistStoreError, match="launched as 'job, start 0', this process as 'job, start 1'"
+        ):
+            FileStore(str(path), 2)
+        end(old, signal.SIGKILL)
+        FileStore(str(path), 2).close()
+
+
+class TestUnfixedSize:
+    def test_the_file_stays_and_keeps_its_keys(self, path):
+        one, two = FileStore(str(path)), FileStore(str(path), -7)
+        one.set("key", "value")
+        two.add("n", 1)
+        one.close()
+        two.close()
+        again = FileStore(str(path))
+        assert again.get("key") == b"value"
+        assert again.num_keys() == 2
+        again.close()
+        assert path.exists()
+
+    def test_keys_of_a_run_that_ended_stay(self, path, join):
+        end(join(path, -1), signal.SIGTERM)
+        store = FileStore(str(path))
+        assert store.get("old") == b"left over"
+        store.close()
+
+    def test_what_a_killed_member_has_left_does_not(self, path, join):
+        end(join(path, -1), signal.SIGKILL)
+        store = FileStore(str(path))
+        assert store.list_keys() == []
+        store.close()
+
+    def test_size_zero(self, path):
+        with pytest.raises(ValueError, match="cannot be 0"):
+            FileStore(str(path), 0)
+        assert not path.exists()
+
+
+class TestBadFiles:
+    def test_something_else(self, path):
+        path.write_bytes(b"my thesis")
+        with pytest.raises(collectives.DistStoreError, match=r"no file of a FileStore.*b'my thesis'"):
+            FileStore(str(path), 1)
+        assert path.read_bytes() == b"my thesis"
+
+    def test_torchs_file(self, path):
+        theirs = dist.FileStore(str(path), 2)
+        theirs.set("key", "value")
+        with pytest.raises(collectives.DistStoreError, match="no file of a FileStore"):
+            FileStore(str(path), 1)
+
+    @pytest.mark.parametrize("size", [3, 8, HEADER_BYTES - 1])
+    def test_a_header_that_was_not_finished(self, path, size):
+        store = FileStore(str(path), 2)
+        header = path.read_bytes()[:size]
+        store.close()
+        path.write_bytes(header)
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        store.close()
+
+    def test_a_record_that_was_not_finished(self, path):
+        one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+        one.set("key", "value")
+        record = encode_record(Kind.SET, "torn", b"x" * 100)
+        for size in (1, 7, 8, 9, len(record) - 1):
+            with path.open("ab") as file:
+                file.write(record[:size])
+            assert two.list_keys() == ["key"]
+            assert two.get("key") == b"value"
+            one.set("key", "value")
+            assert two.list_keys() == ["key"]
+            assert b"torn" not in path.read_bytes()
+        one.close()
+        two.close()
+
+    def test_a_damaged_record(self, path):
+        one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+        one.set("key", "value")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(collectives.DistStoreError, match=r"is damaged at byte \d+ of \d+: .*checksum"):
+            two.check(["key"])
+        one.close()
+        two.close()
+
+    def test_a_header_of_another_version(self, path):
+        store = FileStore(str(path), 2)
+        content = bytearray(path.read_bytes())
+        store.close()
+        content[8] = 2
+        path.write_bytes(content)
+        with pytest.raises(collectives.DistStoreError, match="version 2, this program knows 1"):
+            FileStore(str(path), 2)
+
+    def test_a_file_that_was_cut_off(self, path):
+        store = FileStore(str(path), 2)
+        store.set("key", "value")
+        os.truncate(path, HEADER_BYTES)
+        with pytest.raises(collectives.DistStoreError, match="cut off"):
+            store.get("key")
+        store.close()
+
+    def test_a_file_that_was_deleted(self, path):
+        store = FileStore(str(path), 2)
+        store.set("key", "value")
+        path.unlink()
+        assert store.get("key") == b"value"
+        with pytest.raises(collectives.DistStoreError, match="was deleted or replaced"):
+            store.wait(["other"], SHORT)
+        path.write_text("not ours")
+        store.close()
+        assert path.read_text() == "not ours"
+
+    def test_no_folder(self, path):
+        with pytest.raises(collectives.DistStoreError, match=f"the folder of {path}/x does not exist"):
+            FileStore(f"{path}/x", 1)
+
+    def test_a_folder(self, tmp_path):
+        with pytest.raises(collectives.DistStoreError, match="cannot open"):
+            FileStore(str(tmp_path), 1)
+
+    def test_no_plain_file(self, path):
+        os.mkfifo(path)
+        with pytest.raises(collectives.DistStoreError, match="needs a plain file"):
+            FileStore(str(path), 1)
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may do everything")
+    def test_no_permission(self, path):
+        path.touch(mode=0)
+        with pytest.raises(collectives.DistStoreError, match=r"no permission.*belongs to user"):
+            FileStore(str(path), 1)
+
+    def test_a_full_disk(self, path):
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        before = path.stat().st_size
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+        try:
+            with pytest.raises(collectives.DistStoreError, match=r"cannot write to .* is not stored"):
+                store.set("large", "x" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert path.stat().st_size == before
+        assert store.list_keys() == ["key"]
+        store.set("large", "x" * 100)
+        assert store.get("large") == b"x" * 100
+        store.close()
+
+    def test_keys_cannot_be_deleted(self, path):
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        with pytest.raises(collectives.DistStoreError, match="cannot delete keys, so 'key' stays"):
+            store.delete_key("key")
+        assert store.get("key") == b"value"
+        store.close()
+
+
+def meet(rank, size, path):
+    store = FileStore(path, size)
+    store.set(str(rank), str(rank))
+    values = store.multi_get([str(other) for other in range(size)])
+    store.barrier("done", size)
+    store.close()
+    return values
+
+
+def count(rank, size, path, rounds):
+    store = FileStore(path, size)
+    sums = [store.add("n", 1) for _ in range(rounds)]
+    for i in range(rounds):
+        store.queue_push("queue", f"{rank} {i}")
+    taken = [store.queue_pop("queue") for _ in range(rounds)]
+    store.append("all", f"{rank},")
+    store.barrier("done", size)
+    values = store.get("all")
+    store.barrier("read", size)
+    store.close()
+    return sums, taken, values
+
+
+class TestProcesses:
+    def test_nothing_is_lost_between_processes(self, path):
+        results = harness.run_ranks(count, 3, str(path), 40)
+        assert sorted(total for sums, _, _ in results for total in sums) == list(range(1, 121))
+        taken = [value for _, values, _ in results for value in values]
+        assert sorted(taken) == sorted(f"{rank} {i}".encode() for rank in range(3) for i in range(40))
+        assert {tuple(sorted(value.split(b","))) for _, _, value in results} == {(b"", b"0", b"1", b"2")}
+        assert not path.exists()
+
+    def test_a_writer_that_is_killed_spoils_nothing(self, path):
+        store = FileStore(str(path))
+        for number in range(3):
+            # The lost rank writes on until it is killed, which is when the other has answered.
+            assert harness.run_ranks(write_then_watch, 2, str(path), number, isolated=True, lost=(0,))[1] > 0
+            written = [key for key in store.list_keys() if key.startswith(f"{number} ")]
+            assert store.multi_get(written) == [b"x" * 5000] * len(written)
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+        store.close()
+
+    def test_in_a_forked_child(self, path):
+        store = FileStore(str(path), 1)
+        store.set("key", "value")
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=use_in_child, args=(store,))
+        child.start()
+        assert store.get("answer") == b"value"
+        child.join(20)
+        assert child.exitcode == 0
+        assert path.exists()
+        store.close()
+        assert not path.exists()
+
+
+def write_then_watch(rank, size, path, number):
+    store = FileStore(path)
+    for i in itertools.count() if rank == 0 else ():
+        store.multi_set([f"{number} {i} {part}" for part in range(5)], ["x" * 5000] * 5)
+    store.get(f"{number} 3 0")
+    return store.num_keys()
+
+
+def use_in_child(store):
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: store.add("n", 1), range(50)))
+    store.set("answer", store.get("key"))
+    store.close()
+
+
+class TestParts:
+    def test_the_life_of_processes(self):
+        here = current_process()
+        assert ProcessIdentity.from_bytes(here.to_bytes()) == here
+        assert here.life() is Life.ALIVE
+        assert changed(here, start=here.start + 1).life() is Life.DEAD
+        assert changed(here, pid=2**22 + 1).life() is Life.DEAD
+        assert changed(here, namespace=1).life() is Life.UNKNOWN
+        assert changed(here, host="elsewhere", boot=bytes(16), machine=b"x" * 16).life() is Life.UNKNOWN
+        rebooted = changed(here, boot=b"x" * 16)
+        assert rebooted.life() is (Life.UNKNOWN if here.machine == bytes(16) else Life.DEAD)
+
+    def test_a_zombie_is_dead(self):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(30)
+            os._exit(0)
+        zombie = changed(current_process(), pid=pid, start=_start_of(pid))
+        assert zombie.life() is Life.ALIVE
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert zombie.life() is Life.DEAD
+        os.waitpid(pid, 0)
+        assert zombie.life() is Life.DEAD
+
+    def test_the_header_as_documented(self, path):
+        store = FileStore(str(path), 5)
+        header = path.read_bytes()[:HEADER_BYTES]
+        store.close()
+        assert HEADER_BYTES == 64
+        assert header[:8] == MAGIC == b"\x8bCLSTORE"
+        version, checksum = struct.unpack("<II", header[8:16])
+        assert (version, checksum) == (1, zlib.crc32(header[16:64]))
+        created, world_size = struct.unpack("<Qq", header[32:48])
+        assert abs(created / 1e9 - time.time()) < 60
+        assert world_size == 5
+
+    def test_records_as_documented(self):
+        record = encode_record(Kind.SET, "kéy", b"value")
+        body = b"\x01" + struct.pack("<I", 4) + "kéy".encode() + b"value"
+        assert record == struct.pack("<II", len(body), zlib.crc32(body)) + body
+        (read, end), *rest = records(record + record[:-1])
+        assert (read.kind, read.key, read.value, end, rest) == (Kind.SET, "kéy", b"value", len(record), [])
+
+    @pytest.mark.parametrize(
+        "body", [b"", b"\x00", b"\x63", b"\x01\xff\xff\xff\xff", b"\x01\x02\0\0\0x", b"\x06abc", b"\x07abc"]
+    )
+    def test_records_that_cannot_be(self, body):
+        with pytest.raises(DamagedError):
+            list(records(struct.pack("<II", len(body), zlib.crc32(body)) + body))
+
+
+def changed(process, **fields):
+    return ProcessIdentity(**(vars(process) | fields))
+
+
+def test_reading_goes_on_from_the_last_position(path, monkeypatch):
+    from collectives.store.file_io import LockedFile
+
+    starts = []
+    read = LockedFile.read
+    one, two = FileStore(str(path), 2), FileStore(str(path), 2)
+    one.set("large", "x" * 100_000)
+    assert two.check(["large"])
+    monkeypatch.setattr(LockedFile, "read", lambda self, start: (starts.append(start), read(self, start))[1])
+    one.set("small", "")
+    assert two.check(["small"])
+    assert len(starts) == 1
+    assert starts[0] > 100_000
+    one.close()
+    two.close()
+
+
+def test_nothing_is_left_open(path):
+    def descriptors():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    for _ in range(50):
+        store = FileStore(str(path), 1)
+        store.clone().set("key", "value")
+        del store
+    with pytest.raises(collectives.DistStoreError):
+        FileStore(str(path.parent / "no" / "folder"), 1)
+    assert descriptors() == before
+    assert not path.exists()
