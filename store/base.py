@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -175,7 +176,7 @@ class Store(TorchStore):
         """
         if _integer("world_size", world_size) < 1:
             raise ValueError(f"a barrier needs a world_size of at least 1, not {world_size}")
-        self._barrier(_key(key), world_size.__index__(), self._seconds(timeout))
+        self._barrier(_key(key), operator.index(world_size), self._seconds(timeout))
 
     def has_extended_api(self) -> bool:
         """Tells whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` are supported."""
@@ -321,7 +322,7 @@ def _value(value: str | bytes) -> bytes:
 
 
 def _integer(name: str, number: int) -> int:
-    number = number.__index__()
+    number = operator.index(number)
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name} must fit in 64 bits, is {number}")
     return number

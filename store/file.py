@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import threading
@@ -290,7 +291,7 @@ class FileStore(Store):
         path = os.fspath(file_name)
         if not isinstance(path, str):
             raise TypeError(f"file_name must be a str, not {type(file_name).__name__}: {file_name!r}")
-        world_size = world_size.__index__()
+        world_size = operator.index(world_size)
         if world_size == 0:
             raise ValueError("world_size of a FileStore cannot be 0; negative means that it is not fixed")
         self._use(_Shared(path, max(world_size, -1)))

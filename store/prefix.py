@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as _torch_distributed
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
@@ -35,8 +35,9 @@ class PrefixStore(Store):
             raise TypeError(f"store must be a torch.distributed.Store, not {type(store).__name__}: {store!r}")
         self._prefix = prefix
         # Not torch's type from here on: its type stubs lack half of the methods.
-        self._store: Any = store
-        super().__init__(self.timeout)
+        self._store = cast("Any", store)
+        self._passed_on: timedelta = self._store.timeout
+        super().__init__(self._passed_on)
 
     @property
     def underlying_store(self) -> TorchStore:
@@ -55,13 +56,19 @@ class PrefixStore(Store):
     @property
     def timeout(self) -> timedelta:
         """Time limit of the underlying store."""
+        # A torch.distributed.PrefixStore around this one sets the limit of the C++ half only.
+        own = super().timeout
+        if own != self._passed_on:
+            self._passed_on = own
+            self._store.set_timeout(own)
         limit: timedelta = self._store.timeout
         return limit
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of the underlying store."""
         super().set_timeout(timeout)
-        self._store.set_timeout(timeout)
+        self._passed_on = super().timeout
+        self._store.set_timeout(self._passed_on)
 
     def has_extended_api(self) -> bool:
         """Tells whether the underlying store supports append, multi_get and multi_set."""

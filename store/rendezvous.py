@@ -16,6 +16,7 @@ process states its own rank; none is ever assigned. The timeout is also the stor
 from __future__ import annotations
 
 import ipaddress
+import operator
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +84,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
             f"no rendezvous handler for {url!r}; there are {known} (register_rendezvous_handler adds one)"
         )
     query = _query(parts)
-    for name, number in zip(_PLACES, (rank.__index__(), world_size.__index__()), strict=True):
+    for name, number in zip(_PLACES, (operator.index(rank), operator.index(world_size)), strict=True):
         if number == -1:
             continue
         if query.get(name, str(number)) != str(number):

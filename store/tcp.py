@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import threading
@@ -108,7 +109,7 @@ class TCPStore(Store):
         super().__init__(timeout)
         if not isinstance(host_name, str):
             raise TypeError(f"host_name must be a str, not {type(host_name).__name__}: {host_name!r}")
-        port = port.__index__()
+        port = operator.index(port)
         if not 0 <= port < 2**16:
             raise ValueError(f"port must be from 0 to 65535, is {port}")
         if world_size == 0:

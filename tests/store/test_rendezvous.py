@@ -1,0 +1,356 @@
+"""How processes find each other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import harness
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing
+
+import collectives
+from collectives.store import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    TCPStore,
+    register_rendezvous_handler,
+    rendezvous,
+)
+
+LONG = timedelta(seconds=30)
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Sets the variables of env://; all others of them are unset."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_all(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def meet(url, *place, **options):
+    """Returns store, rank and size."""
+    return next(rendezvous(url, *place, **options))
+
+
+def meet_all(urls, *args):
+    """Meets in threads; returns store, rank and size of each."""
+    with ThreadPoolExecutor(len(urls)) as threads:
+        met = [threads.submit(meet, url, *args, timeout=LONG) for url in urls]
+        return [found.result(30) for found in met]
+
+
+class TestTcp:
+    def test_place_in_the_url(self):
+        port = free_port()
+        met = meet_all([f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3" for rank in range(3)])
+        assert [(type(store), rank, size) for store, rank, size in met] == [
+            (TCPStore, rank, 3) for rank in range(3)
+        ]
+        met[2][0].set("key", "value")
+        assert met[0][0].get("key") == met[1][0].get("key") == b"value"
+        assert met[1][0].timeout == LONG
+        for store, _, _ in met:
+            store.close()
+
+    def test_place_in_arguments(self):
+        store, rank, size = meet(f"tcp://localhost:{free_port()}", 0, 1)
+        assert (rank, size, store.host) == (0, 1, "localhost")
+        store.close()
+
+    def test_both_if_they_agree(self):
+        store, rank, size = meet(f"tcp://localhost:{free_port()}?rank=0&world_size=1", 0, 1)
+        assert (rank, size) == (0, 1)
+        store.close()
+        with pytest.raises(ValueError, match=r"rank is 1 in 'tcp://.*', but 0 as an argument"):
+            rendezvous("tcp://localhost:1?rank=1&world_size=2", 0)
+
+    def test_ipv6(self):
+        try:
+            store, _, _ = meet(f"tcp://[::1]:{free_port()}", 0, 1)
+        except collectives.DistNetworkError as error:
+            pytest.skip(str(error))
+        assert store.host == "::1"
+        store.close()
+
+    def test_once_only(self):
+        met = rendezvous(f"tcp://localhost:{free_port()}", 0, 1)
+        next(met)[0].close()
+        with pytest.raises(RuntimeError, match="again"):
+            next(met)
+
+    @pytest.mark.parametrize(
+        ("url", "message"),
+        [
+            ("tcp://localhost?rank=0&world_size=1", "needs a host and a port"),
+            ("tcp://:29500?rank=0&world_size=1", "needs a host and a port"),
+            ("tcp://localhost:99999?rank=0&world_size=1", "Port out of range"),
+            ("tcp://localhost:1", "rank and world_size missing"),
+            ("tcp://localhost:1?rank=0", "world_size missing"),
+            ("tcp://localhost:1?rank=one&world_size=2", "rank must be a number, is 'one'"),
+            ("tcp://localhost:1?rank=2&world_size=2", "rank 2 is out of range .* world_size is 2, .* 0 to 1"),
+            ("tcp://localhost:1?rank=-2&world_size=2", "rank -2 is out of range"),
+            ("tcp://localhost:1?rank=0&world_size=0", "world_size must be at least 1 .* is 0"),
+            ("tcp://localhost:0?rank=0&world_size=2", "port 0 .* other 1 ranks cannot know"),
+            ("tcp://239.1.1.1:29500?rank=0&world_size=1", "239.1.1.1 is a multicast address"),
+            ("tcp://localhost:1?rank=0&world_size=1&group_name=x", "unknown parameters .*group_name"),
+            ("tcp://localhost:1?rank", "cannot read the query"),
+        ],
+    )
+    def test_bad_urls(self, url, message):
+        with pytest.raises(ValueError, match=message):
+            meet(url)
+
+    def test_port_zero_alone(self):
+        store, _, _ = meet("tcp://localhost:0", 0, 1)
+        assert store.port > 0
+        store.close()
+
+    def test_nobody_answers(self):
+        port = free_port()
+        with pytest.raises(collectives.DistNetworkError, match=f"localhost:{port}: gave up after 0.3 s"):
+            meet(f"tcp://localhost:{port}", 1, 2, timeout=timedelta(seconds=0.3))
+
+    def test_some_do_not_come(self):
+        with pytest.raises(collectives.DistStoreError, match="only 1 of 2 workers"):
+            meet(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=0.3))
+
+
+class TestEnv:
+    def test_all_from_the_environment(self, environ):
+        environ(MASTER_ADDR="localhost", MASTER_PORT=free_port(), RANK=0, WORLD_SIZE=1)
+        store, rank, size = meet("env://")
+        assert (type(store), rank, size) == (TCPStore, 0, 1)
+        store.close()
+
+    def test_place_in_arguments(self, environ):
+        environ(MASTER_ADDR="localhost", MASTER_PORT=free_port(), RANK=7, WORLD_SIZE=8)
+        store, rank, size = meet("env://", 0, 1)
+        assert (rank, size) == (0, 1)
+        store.close()
+
+    def test_rank_zero_need_not_be_told_its_address(self, environ):
+        environ(MASTER_PORT=free_port(), RANK=0, WORLD_SIZE=1)
+        store, _, _ = meet("env://")
+        assert TCPStore("127.0.0.1", store.port).add("n", 1) == 1
+        store.close()
+
+    def test_all_that_is_missing_is_named(self, environ):
+        with pytest.raises(
+            ValueError, match=r"not set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT\. torchrun"
+        ):
+            meet("env://")
+        environ(RANK=1, MASTER_ADDR="localhost")
+        with pytest.raises(ValueError, match=r"not set: WORLD_SIZE, MASTER_PORT\."):
+            meet("env://")
+        environ(WORLD_SIZE="")
+        with pytest.raises(ValueError, match=r"not set: WORLD_SIZE, MASTER_PORT\."):
+            meet("env://")
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"RANK": "x"}, "RANK must be a number, is 'x'"),
+            ({"MASTER_PORT": "http"}, "MASTER_PORT must be a number, is 'http'"),
+            ({"MASTER_PORT": 70000}, "the port must be from 0 to 65535, is 70000"),
+            ({"RANK": 2}, "rank 2 is out of range"),
+            ({"WORLD_SIZE": -1}, "world_size must be at least 1"),
+        ],
+    )
+    def test_bad_values(self, environ, values, message):
+        environ(**({"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "RANK": 0, "WORLD_SIZE": 2} | values))
+        with pytest.raises(ValueError, match=message):
+            meet("env://")
+
+    def test_the_agent_has_the_store(self, environ):
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        environ(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=agent.port,
+            RANK=0,
+            WORLD_SIZE=2,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        store, rank, size = meet("env://")
+        store.set("key", "value")
+        assert agent.get("key") == b"value"
+        assert (rank, size) == (0, 2)
+        store.close()
+
+
+class TestFile:
+    def test_meeting(self, tmp_path):
+        path = tmp_path / "store"
+        met = meet_all([f"file://{path}?rank={rank}&world_size=2" for rank in range(2)])
+        assert [(type(store), rank, size) for store, rank, size in met] == [
+            (FileStore, 0, 2),
+            (FileStore, 1, 2),
+        ]
+        met[0][0].set("key", "value")
+        assert met[1][0].get("key") == b"value"
+        assert met[1][0].timeout == LONG
+        assert met[1][0].path == str(path)
+        for store, _, _ in met:
+            store.close()
+        assert not path.exists()
+
+    def test_paths_are_taken_as_they_are(self, tmp_path):
+        folder = tmp_path / "with space" / "100%25" / "d:"
+        folder.mkdir(parents=True)
+        store, _, _ = meet(f"file://{folder}/file", 0, 1)
+        assert store.path == f"{folder}/file"
+        assert (folder / "file").exists()
+        store.close()
+
+    def test_urls_for_windows(self, tmp_path):
+        store, _, _ = meet(f"file:////////{tmp_path}/share?rank=0&world_size=1")
+        assert store.path == f"//////{tmp_path}/share"
+        store.close()
+
+    @pytest.mark.parametrize(
+        ("url", "message"),
+        [
+            ("file://tmp/store?rank=0&world_size=1", "names the host 'tmp'; .* file:///tmp/store"),
+            ("file://?rank=0&world_size=1", "needs a path"),
+            ("file:///tmp/a#b?rank=0&world_size=1", "without '#'"),
+            ("file:///tmp/store", "rank and world_size missing"),
+            ("file:///tmp/store?rank=3&world_size=2", "rank 3 is out of range"),
+        ],
+    )
+    def test_bad_urls(self, url, message):
+        with pytest.raises(ValueError, match=message):
+            meet(url)
+
+
+class TestSchemes:
+    def test_one_of_your_own(self, monkeypatch):
+        monkeypatch.setattr(sys.modules["collectives.store.rendezvous"], "_handlers", {})
+        shared = HashStore()
+
+        def handler(url, **options):
+            assert options == {"timeout": LONG}
+            yield PrefixStore(url, shared), 1, 2
+
+        register_rendezvous_handler("here", handler)
+        store, rank, size = meet("here://place", 1, 2, timeout=LONG)
+        assert (rank, size) == (1, 2)
+        store.set("key", "value")
+        assert shared.list_keys() == ["here://place?rank=1&world_size=2/key"]
+        with pytest.raises(RuntimeError, match="handler for here:// already"):
+            register_rendezvous_handler("here", handler)
+
+    def test_unknown(self):
+        with pytest.raises(ValueError, match=r"'etcd://h:1'; there are env://, file://, tcp://"):
+            rendezvous("etcd://h:1")
+        with pytest.raises(TypeError, match="must be a str"):
+            rendezvous(None)
+        with pytest.raises(TypeError, match="interpreted as an integer"):
+            rendezvous("tcp://localhost:1", "0")
+
+    def test_unknown_options(self):
+        with pytest.raises(TypeError, match="color"):
+            meet("tcp://localhost:1", 0, 1, color="red")
+
+    def test_signatures_are_torchs(self):
+        from torch.distributed import rendezvous as theirs
+
+        for ours, original in (
+            (rendezvous, theirs),
+            (
+                register_rendezvous_handler,
+                sys.modules["torch.distributed.rendezvous"].register_rendezvous_handler,
+            ),
+        ):
+            parameters = [inspect.signature(function).parameters.values() for function in (ours, original)]
+            names = [[(p.name, p.kind, p.default) for p in ps] for ps in parameters]
+            assert names[0] == names[1]
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from datetime import timedelta
+from collectives.store import FileStore, PrefixStore, rendezvous
+store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=30)))
+store.set(f"rank{rank}", str(rank))
+assert store.multi_get([f"rank{r}" for r in range(size)]) == [str(r).encode() for r in range(size)]
+store.barrier("all", size)
+ours = PrefixStore("group", store)
+dist.init_process_group("gloo", store=ours, rank=rank, world_size=size)
+tensor = torch.tensor([rank + 1.0])
+dist.all_reduce(tensor)
+assert tensor.item() == size * (size + 1) / 2
+dist.destroy_process_group()
+file = FileStore(sys.argv[1], size)
+file.barrier("all", size)
+print("done", rank, type(store).__name__, repr(store))
+"""
+
+
+class TestLaunchers:
+    def test_torchrun(self, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        port = free_port()
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--master-port", str(port), str(script), str(tmp_path / "store")),
+        ]
+        environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ, check=False)
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            assert f"done {rank} TCPStore TCPStore(127.0.0.1:{port}, client)" in done.stdout
+        assert not (tmp_path / "store").exists()
+
+    def test_spawn(self, environ, tmp_path):
+        environ(MASTER_ADDR="localhost", MASTER_PORT=free_port())
+        torch.multiprocessing.spawn(spawned, args=(2, str(tmp_path / "out")), nprocs=2)
+        assert (tmp_path / "out0").read_text() == (tmp_path / "out1").read_text() == "1"
+
+    @pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
+    def test_processes(self, scheme, tmp_path):
+        port = free_port()
+        url = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/store", "env": "env://"}[scheme]
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        for _ in range(2):  # again at the same place
+            assert harness.run_ranks(add_up, 3, url, env=variables) == [6, 6, 6]
+
+
+def spawned(rank, size, out):
+    store, _, _ = meet("env://", rank, size, timeout=LONG)
+    store.set(f"from{rank}", "1")
+    value = store.get(f"from{1 - rank}").decode()
+    with open(f"{out}{rank}", "w") as file:  # noqa: PTH123
+        file.write(value)
+    store.barrier("done", size)
+
+
+def add_up(rank, size, url):
+    store, *place = meet(url, rank, size, timeout=LONG)
+    assert place == [rank, size]
+    store.add("sum", rank + 1)
+    store.barrier("added", size)
+    total = store.add("sum", 0)
+    store.barrier("read", size)
+    store.close()
+    return total
