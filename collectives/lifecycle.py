@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as _torch_distributed
+from torch.distributed.distributed_c10d import Store as TorchStore
 
 from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
@@ -136,7 +137,7 @@ def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) ->
             raise ValueError(
                 f"give init_method or store, not both (init_method={init_method!r}, store={store!r})"
             )
-        if not isinstance(store, _torch_distributed.Store):
+        if not isinstance(store, TorchStore):
             raise TypeError(f"store must be a torch.distributed.Store, but is of type {type(store).__name__}")
         if not (isinstance(size, int) and size > 0):
             raise ValueError(f"with a store, world_size must be given and positive, but is {size!r}")

@@ -1,0 +1,306 @@
+"""Debug levels, groups that compare what their ranks call, and the breakpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from harness import current_store, run_ranks
+
+import collectives as dist
+from collectives.checked_group import CheckedGroup
+
+LONG = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    level, logger = dist.get_debug_level(), logging.getLogger("collectives")
+    log_level, handlers = logger.level, list(logger.handlers)
+    yield
+    dist.set_debug_level(level)
+    logger.setLevel(log_level)
+    logger.handlers = handlers
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [level.name for level in dist.DebugLevel] == ["OFF", "INFO", "DETAIL"]
+    for text, level in (("INFO", 1), ("detail", 2), ("OFF", 0), ("", 0)):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", text)
+        dist.set_debug_level_from_env()
+        assert dist.get_debug_level() == level
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    assert dist.get_debug_level() is dist.DebugLevel.INFO
+    dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
+    assert dist.get_debug_level() is dist.DebugLevel.DETAIL
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "LOUD")
+    with pytest.raises(ValueError, match="must be OFF, INFO or DETAIL, but is 'LOUD'"):
+        dist.set_debug_level_from_env()
+    with pytest.raises(TypeError, match="level must be a DebugLevel, but is 2 of type int"):
+        dist.set_debug_level(2)
+    assert dist.get_debug_level() is dist.DebugLevel.DETAIL
+
+
+@pytest.mark.parametrize(
+    ("chosen", "level", "logged"),
+    [
+        ("ERROR", dist.DebugLevel.DETAIL, logging.ERROR),
+        ("WARNING", dist.DebugLevel.INFO, logging.WARNING),
+        ("INFO", dist.DebugLevel.OFF, logging.INFO),
+        ("INFO", dist.DebugLevel.INFO, logging.DEBUG),
+        ("INFO", dist.DebugLevel.DETAIL, 5),
+    ],
+)
+def test_log_level_follows_both_variables(
+    chosen: str, level: dist.DebugLevel, logged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", chosen)
+    dist.set_debug_level(level)
+    assert logging.getLogger("collectives").level == logged
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    assert logging.getLogger("collectives").level == logged
+
+
+# ---- groups that compare -------------------------------------------------------------------------
+
+
+def begin(rank: int, size: int, timeout: timedelta = LONG) -> dist.ProcessGroup:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        dist.init_process_group("gloo", store=current_store(), rank=rank, world_size=size, timeout=timeout)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.group.WORLD
+    assert isinstance(group, CheckedGroup)
+    return group
+
+
+def agree(rank: int, size: int) -> None:
+    group = begin(rank, size)
+    assert (group.name(), dist.get_backend(), group.backend_type) == (
+        "gloo",
+        "gloo",
+        group.inner.backend_type,
+    )
+    group.set_timeout(timedelta(seconds=40))
+    assert group.inner.timeout == timedelta(seconds=40)
+    out = torch.empty(2 * size)
+    one, many = torch.ones(2), torch.ones(2 * size)
+    for _ in range(2):
+        dist.all_reduce(one)
+        dist.broadcast(one, 0)
+        dist.reduce(one, 1)
+        dist.all_gather([torch.empty(r + 1) for r in range(size)], torch.ones(rank + 1))
+        dist.all_gather_single(out, one)
+        dist.gather(one, list(out.split(2)) if rank == 0 else None)
+        dist.scatter(one, list(out.split(2)) if rank == 0 else None)
+        dist.reduce_scatter(torch.ones(rank + 1), [torch.ones(r + 1) for r in range(size)])
+        dist.reduce_scatter_single(one, many)
+        dist.all_to_all(list(torch.empty(2 * size).split(2)), list(many.split(2)))
+        # Rank r sends r + 1 rows to every rank.
+        rows = sum(r + 1 for r in range(size))
+        sent = torch.ones(size * (rank + 1))
+        dist.all_to_all_single(torch.empty(rows), sent, [r + 1 for r in range(size)], [rank + 1] * size)
+        dist.barrier()
+        dist.monitored_barrier()
+        if rank == 1:
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0)])[0].wait()
+        assert rank != 0 or dist.recv(torch.empty(2)) == 1
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, "x" * rank)
+        assert objects == ["x" * r for r in range(size)]
+    left = [key for key in group.get_group_store().list_keys() if key.startswith("check/")]
+    assert len(left) <= 2 * size  # what was compared is deleted
+    dist.destroy_process_group()
+
+
+def test_calls_that_agree_run() -> None:
+    run_ranks(agree, 3)
+
+
+def differ(rank: int, size: int, case: str) -> str:
+    group = begin(rank, size)
+    tensor = torch.full((2,), float(rank))
+    odd = rank == 1
+    calls: dict[str, Callable[[], Any]] = {
+        "function": lambda: dist.barrier() if odd else dist.all_reduce(tensor),
+        "shape": lambda: dist.all_reduce(torch.ones(2, 1) if odd else tensor),
+        "dtype": lambda: dist.all_reduce(tensor.int() if odd else tensor),
+        "op": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        "root": lambda: dist.broadcast(tensor, rank % 2),
+        "elements": lambda: dist.broadcast(torch.ones(3) if odd else tensor, 0),
+        "async": lambda: dist.all_reduce(torch.ones(3) if odd else tensor, async_op=True),
+        "lists": lambda: (
+            dist.all_gather([torch.ones(2), torch.ones(2), torch.ones(2 + (rank == 0))], tensor)
+            if rank < 2
+            else dist.all_gather([torch.ones(2)] * 3, tensor)
+        ),
+        "exchange": lambda: dist.all_to_all_single(
+            torch.empty(3 + odd), torch.ones(3), [1 + odd, 1, 1] if not odd else [2, 1, 1], [1, 1, 1]
+        ),
+    }
+    with pytest.raises(dist.CollectiveMismatchError) as caught:
+        calls[case]()
+    assert tensor.tolist() == [rank] * 2
+    dist.all_reduce(tensor)  # nothing was sent: the group goes on
+    assert tensor.tolist() == [3] * 2
+    assert group.size() == 3
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["function", "shape", "dtype", "op", "root", "elements"])
+def test_calls_that_differ_raise_on_all_ranks(case: str) -> None:
+    messages = run_ranks(differ, 3, case)
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"[rank {rank}] collective #0 on gloo group '0'")
+        assert f"the ranks differ in {case}; nothing was sent" in message
+        assert all(f"\n  rank {r}: " in message for r in range(3))
+        assert f"called at {__file__}:" in message
+    assert len({message.split(" ", 2)[2] for message in messages}) == 1
+
+
+def test_asynchronous_calls_are_compared_too() -> None:
+    assert all("differ in shape" in message for message in run_ranks(differ, 3, "async"))
+
+
+def test_lists_are_compared() -> None:
+    assert all("differ in elements" in message for message in run_ranks(differ, 3, "lists"))
+
+
+def test_exchanges_are_compared_pair_by_pair() -> None:
+    for message in run_ranks(differ, 3, "exchange"):
+        assert "rank 0 sends 1 elements to rank 1, which expects 2; nothing was sent" in message
+
+
+def one_stays_away(rank: int, size: int) -> str:
+    begin(rank, size, timedelta(milliseconds=500))
+    dist.barrier()
+    message = ""
+    if rank != 2:
+        with pytest.raises(dist.CollectiveTimeoutError) as caught:
+            dist.all_reduce(torch.ones(1))
+        message = str(caught.value)
+    store = current_store()
+    store.set(f"done{rank}", "")
+    store.wait([f"done{r}" for r in range(size)])
+    dist.destroy_process_group()
+    return message
+
+
+def test_rank_that_calls_nothing_is_named_with_its_last_call() -> None:
+    for rank, message in enumerate(run_ranks(one_stays_away, 3)[:2]):
+        assert message.startswith(f"[rank {rank}] collective #1 on gloo group '0'")
+        assert "this rank calls all_reduce(op <ReduceOp.SUM: 0>, shape [1], dtype torch.float32" in message
+        assert "but rank 2 called nothing within 0.5 s" in message
+        assert f"rank 2: last called barrier() at {__file__}:" in message
+
+
+def stack_is_logged(rank: int, size: int) -> str:
+    os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("collectives").addHandler(handler)
+    begin(rank, size)
+    with pytest.raises(dist.CollectiveMismatchError):
+        dist.all_reduce(torch.ones(rank + 1))
+    dist.destroy_process_group()
+    return "".join(records)
+
+
+def test_call_stack_is_logged_where_asked_for() -> None:
+    for text in run_ranks(stack_is_logged, 2, isolated=True):
+        assert "was called from" in text
+        assert "in stack_is_logged" in text
+
+
+def compares_by_itself(rank: int, size: int) -> bool:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    with pytest.raises(dist.CollectiveMismatchError):
+        dist.all_reduce(torch.ones(rank + 1))
+    wrapped = isinstance(dist.group.WORLD, CheckedGroup)
+    dist.destroy_process_group()
+    return wrapped
+
+
+def test_group_that_compares_by_itself_is_left_alone() -> None:
+    assert run_ranks(compares_by_itself, 2) == [False, False]
+
+
+# ---- the breakpoint ------------------------------------------------------------------------------
+
+SCRIPT = """
+    import sys, torch, collectives as dist
+    import torch.multiprocessing as mp
+
+    def main(rank, path):
+        dist.init_process_group("host", f"file://{path}", rank=rank, world_size=2)
+        for turn in range(3):
+            secret = 41 + rank
+            dist.breakpoint(rank=1, skip=1)
+            secret += 1
+            print(f"rank {rank} turn {turn} secret {secret}", flush=True)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(main, (sys.argv[1],), 2)
+"""
+
+
+def debugged(commands: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    return subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        input=commands,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_breakpoint_stops_one_rank_in_the_callers_frame(tmp_path: Path) -> None:
+    # In the first stop: print a local variable, change it, step to the line after it, go on.
+    done = debugged("p secret\nsecret = 90\nnext\np secret\ncontinue\ncontinue\n", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[rank 1] breakpoint; the other ranks wait until 'continue'") == 2
+    assert "(Pdb) 42" in done.stdout
+    turns = sorted(re.findall(r"rank \d turn \d secret \d+", done.stdout))
+    assert turns == [
+        "rank 0 turn 0 secret 42",
+        "rank 0 turn 1 secret 42",
+        "rank 0 turn 2 secret 42",
+        "rank 1 turn 0 secret 43",
+        "rank 1 turn 1 secret 91",
+        "rank 1 turn 2 secret 43",
+    ]
+
+
+def wrong_breakpoint(rank: int, size: int) -> None:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    with pytest.raises(
+        ValueError, match=r"\[rank 0\] breakpoint: rank is 1, but the ranks of the default group are 0 to 0"
+    ):
+        dist.breakpoint(1)
+    dist.destroy_process_group()
+
+
+def test_breakpoint_on_no_rank() -> None:
+    run_ranks(wrong_breakpoint, 1)
