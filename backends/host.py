@@ -129,6 +129,11 @@ class ProcessGroupHost(ProcessGroup):
         """CPU tensors; every dense data type."""
         return _CAPABILITIES
 
+    @property
+    def detects_mismatch(self) -> bool:
+        """``True``: every collective begins with a meeting that compares what the ranks call."""
+        return True
+
     def name(self) -> str:
         """Returns ``"host"``."""
         return "host"

@@ -176,6 +176,11 @@ class ProcessGroupRoundRobin(ProcessGroup):
         return self._capabilities
 
     @property
+    def detects_mismatch(self) -> bool:
+        """Whether all lanes do."""
+        return all(lane.detects_mismatch for lane in self._lanes)
+
+    @property
     def lanes(self) -> tuple[ProcessGroup, ...]:
         """The groups, in turn."""
         return self._lanes
