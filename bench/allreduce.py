@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 
-from collectives.bench import patterns
-from collectives.bench.machine import describe_machine
+from collectives.bench import mpi4py_peer, patterns
+from collectives.bench.machine import describe_machine, usable_cores
+from collectives.bench.mpi4py_peer import MPI4PY
 from collectives.bench.player import Workload
 from collectives.bench.plot import plot
 from collectives.bench.ranks import RankFailedError
@@ -74,9 +75,10 @@ class Options:
         budget_s: seconds that each run should take.
         limit: whether to measure ``tensor.add_(0)`` on all ranks, too.
         imports: modules that register further backends; imported here and on every rank.
+        bind: whether each rank stays on a core of its own.
 
     Raises:
-        ValueError: a backend is not known, or a size is no multiple of the element's.
+        ValueError: a backend is not known, a size is no multiple of the element's, or cores are too few.
     """
 
     backends: tuple[str, ...] | None = None
@@ -90,12 +92,14 @@ class Options:
     budget_s: float = 40.0
     limit: bool = False
     imports: tuple[str, ...] = ()
+    bind: bool = False
 
     def __post_init__(self) -> None:
         for module in self.imports:
             importlib.import_module(module)
         for name in self.backends or ():
-            backend_spec(name)
+            if name != MPI4PY:
+                backend_spec(name)
         item_bytes = getattr(torch, self.dtype).itemsize
         for size in self.sizes:
             if size % item_bytes:
@@ -103,6 +107,10 @@ class Options:
                     f"size {size} is no multiple of the {item_bytes} bytes of a {self.dtype} element; "
                     f"begin the sizes at {item_bytes} or more"
                 )
+        if self.bind and max(self.ranks) > usable_cores():
+            raise ValueError(
+                f"{max(self.ranks)} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
+            )
 
 
 def available_backends(names: Sequence[str] | None) -> tuple[list[str], list[Skipped]]:
@@ -119,6 +127,13 @@ def available_backends(names: Sequence[str] | None) -> tuple[list[str], list[Ski
     available: list[str] = []
     skipped: list[Skipped] = []
     for name in dict.fromkeys(names):
+        if name == MPI4PY:
+            reason = mpi4py_peer.why_unavailable()
+            if reason is None:
+                available.append(name)
+            else:
+                skipped.append(Skipped(name, reason, mpi4py_peer.INSTALL))
+            continue
         spec = backend_spec(name)
         reason = why_unavailable(name)
         if reason is None and "cpu" not in spec.devices:
@@ -150,6 +165,7 @@ def measure(options: Options, progress: Callable[[str], object] | None = None) -
         tuple(backends),
         options.limit,
         options.imports,
+        options.bind,
     )
     schedule = Schedule(options.sizes, options.calls, options.warmup, options.budget_s)
     if backends or options.limit:
@@ -166,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         type=_names,
         metavar="NAME,...",
-        help="backends to measure (default: all that this machine can run)",
+        help="backends, and mpi4py for plain mpi4py under mpirun (default: all backends usable here)",
     )
     parser.add_argument(
         "--nproc", type=_counts, default=(2,), metavar="N,...", help="numbers of ranks (default: 2)"
@@ -230,6 +246,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE,...",
         help="modules that register further backends",
     )
+    parser.add_argument(
+        "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size into FILE (PNG)"
@@ -257,6 +276,7 @@ def run(arguments: argparse.Namespace) -> int:
             budget_s=arguments.budget,
             limit=arguments.limit,
             imports=arguments.imports,
+            bind=arguments.bind,
         )
     except ValueError as error:
         raise CommandError(str(error)) from None

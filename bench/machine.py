@@ -11,12 +11,24 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["describe_machine", "usable_cores", "version_of"]
+__all__ = ["bind_to_core", "describe_machine", "usable_cores", "version_of"]
 
 
 def usable_cores() -> int:
     """Returns the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def bind_to_core(rank: int) -> None:
+    """Keeps this process and the threads it starts from now on on one core, the usable one number ``rank``.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if rank >= len(cores):
+        raise ValueError(f"rank {rank} cannot have a core of its own: {len(cores)} can be used")
+    os.sched_setaffinity(0, {cores[rank]})
 
 
 def version_of(distribution: str) -> str | None:

@@ -15,9 +15,10 @@ import collectives
 from collectives.bench import patterns
 from collectives.bench.groups import initialize
 from collectives.bench.lockstep import Lockstep
+from collectives.bench.machine import bind_to_core
 from collectives.bench.ranks import commands
 
-__all__ = ["LIMIT", "Player", "Turn", "TurnResult", "Workload", "play"]
+__all__ = ["LIMIT", "Player", "Turn", "TurnResult", "Workload", "play", "serve"]
 
 LIMIT = "limit"
 """Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
@@ -41,6 +42,7 @@ class Workload:
         backends: names of the peers to make groups of.
         limit: whether the peer :data:`LIMIT` is wanted too.
         imports: modules to import first, which register further backends.
+        bind: whether each rank, with all its threads, stays on a core of its own.
     """
 
     dtype: str
@@ -50,6 +52,7 @@ class Workload:
     backends: tuple[str, ...]
     limit: bool = False
     imports: tuple[str, ...] = ()
+    bind: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,21 +229,47 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         port: of the parent's store.
     """
     torch.set_num_threads(1)
+    if workload.bind:
+        bind_to_core(rank)
     for module in workload.imports:
         importlib.import_module(module)
     if workload.backends:
         initialize(rank, size, port, workload.backends[0])
     calls, refused = _peers(workload)
-    connection.send(refused)
-    if calls:
-        barrier = Lockstep(board, rank, size)
-        player = Player(rank, size, workload, barrier, calls)
-        gc.collect()
-        for turn in commands(connection):
-            connection.send(player.play(turn))
-        barrier.close()
+    serve(connection, rank, size, workload, board, calls, refused)
     if workload.backends:
         collectives.destroy_process_group()
+
+
+def serve(
+    connection: Connection,
+    rank: int,
+    size: int,
+    workload: Workload,
+    board: str,
+    calls: dict[str, Callable[[torch.Tensor], object]],
+    refused: dict[str, str],
+) -> None:
+    """Sends the peers that cannot be measured, with reasons, and then plays turns until the parent closes.
+
+    Args:
+        connection: to the parent.
+        rank: the rank that this process is.
+        size: number of ranks.
+        workload: what is reduced.
+        board: path of the memory for :class:`~collectives.bench.lockstep.Lockstep`.
+        calls: functions of the peers that can be measured, as in :class:`Player`.
+        refused: reasons by the names of the others.
+    """
+    connection.send(refused)
+    if not calls:
+        return
+    barrier = Lockstep(board, rank, size)
+    player = Player(rank, size, workload, barrier, calls)
+    gc.collect()
+    for turn in commands(connection):
+        connection.send(player.play(turn))
+    barrier.close()
 
 
 def _peers(workload: Workload) -> tuple[dict[str, Callable[[torch.Tensor], object]], dict[str, str]]:

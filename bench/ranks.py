@@ -7,13 +7,15 @@ being measured or tested. A rank that raises or dies ends the whole team at once
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-__all__ = ["RankFailedError", "SpawnedTeam", "Team", "commands", "connect"]
+__all__ = ["CommandTeam", "RankFailedError", "SpawnedTeam", "Team", "commands", "connect"]
 
 GRACE_S = 2.0
 """How long a rank that was told to end may take before it is killed."""
@@ -32,7 +34,7 @@ class RankFailedError(RuntimeError):
     """A rank raised an exception or died; the message holds the traceback of the first that failed.
 
     Attributes:
-        rank: that rank.
+        rank: that rank; -1 where it is not known.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -230,6 +232,73 @@ class SpawnedTeam(Team):
         super().close(at_once=at_once)
         for file in self._context.error_files:
             Path(file).unlink(missing_ok=True)
+
+
+class CommandTeam(Team):
+    """Ranks that one command starts, such as ``mpirun``; each calls :func:`connect`.
+
+    Args:
+        size: number of ranks.
+        command: the command; the address of the parent becomes its last word.
+        environment: its environment.
+        args: sent to every rank first.
+
+    Raises:
+        RankFailedError: the command ended before all ranks had connected.
+    """
+
+    def __init__(
+        self, size: int, command: Sequence[str], environment: Mapping[str, str], args: tuple[Any, ...]
+    ) -> None:
+        super().__init__(size)
+        self._output = (Path(self._directory.name) / "output").open("w+b")
+        self._name = command[0]
+        self._process = subprocess.Popen(
+            [*command, self.address],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        self._handle = os.pidfd_open(self._process.pid)
+        try:
+            self.gather_connections()
+            for connection in self._connections.values():
+                connection.send(args)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def _sentinels(self) -> Sequence[int]:
+        return [self._handle]
+
+    def _failure(self, ended: AbstractSet[object]) -> RankFailedError:  # noqa: ARG002
+        status = self._process.wait()
+        self._output.seek(0)
+        output = self._output.read().decode(errors="replace")
+        return RankFailedError(
+            f"{self._name} ended with status {status} before its work was done:\n\n{output}", -1
+        )
+
+    def _stop(self, grace_s: float) -> None:
+        for end_it, seconds in (
+            (None, grace_s),
+            (self._process.terminate, GRACE_S),
+            (self._process.kill, None),
+        ):
+            if end_it is not None:
+                end_it()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                return
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the team."""
+        super().close(at_once=at_once)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        self._output.close()
 
 
 def _body(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:

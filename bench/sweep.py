@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 
 from collectives.bench.groups import parent_store
 from collectives.bench.lockstep import create_board
+from collectives.bench.mpi4py_peer import MPI4PY, start_team
 from collectives.bench.player import LIMIT, Turn, TurnResult, Workload, play
 from collectives.bench.ranks import SpawnedTeam, Team
 from collectives.bench.records import Record, Skipped, Timing
@@ -60,33 +62,37 @@ class Schedule:
     budget_s: float
 
 
-@dataclass(slots=True)
 class _Peer:
-    """What is known of a peer at one size."""
+    """What is known of a peer at one size.
 
-    name: str
-    calls: int = 0
-    loop_calls: int = 0
-    cold: list[list[int]] = field(default_factory=list)
-    hot: list[list[int]] = field(default_factory=list)
-    loop: list[list[int]] = field(default_factory=list)
-    cold_wrong: int = 0
-    hot_wrong: int = 0
+    Args:
+        name: its name.
+        team: the ranks that play it.
+    """
 
-    def add(self, results: Sequence[TurnResult], *, timed: bool) -> None:
-        """Takes the ranks' results of a turn."""
+    def __init__(self, name: str, team: Team) -> None:
+        self.name = name
+        self.team = team
+        self.calls = 0
+        self.loop_calls = 0
+        # Nanoseconds by rank, then by call.
+        self.cold: list[list[int]] = [[] for _ in range(team.size)]
+        self.hot: list[list[int]] = [[] for _ in range(team.size)]
+        self.loop: list[list[int]] = [[] for _ in range(team.size)]
+        self.cold_wrong = 0
+        self.hot_wrong = 0
+
+    def play(self, turn: Turn, *, timed: bool = True) -> list[TurnResult]:
+        """Has the ranks play a turn and takes their results, the durations only where ``timed``."""
+        results: list[TurnResult] = self.team.ask(turn)
         self.cold_wrong += sum(result.cold_wrong for result in results)
         self.hot_wrong += sum(result.hot_wrong for result in results)
         if timed:
             for rank, result in enumerate(results):
-                for mine, theirs in (
-                    (self.cold, result.cold_ns),
-                    (self.hot, result.hot_ns),
-                    (self.loop, result.loop_ns),
-                ):
-                    if rank == len(mine):
-                        mine.append([])
-                    mine[rank] += theirs
+                self.cold[rank] += result.cold_ns
+                self.hot[rank] += result.hot_ns
+                self.loop[rank] += result.loop_ns
+        return results
 
 
 def sweep(
@@ -106,67 +112,73 @@ def sweep(
     Raises:
         RankFailedError: a rank failed.
     """
-    board, path = create_board(ranks)
+    own = replace(workload, backends=tuple(name for name in workload.backends if name != MPI4PY))
     store = parent_store()
-    try:
-        with SpawnedTeam(ranks, play, (ranks, workload, path, store.port)) as team:
-            return _conduct(team, workload, schedule, progress)
-    finally:
-        os.close(board)
+    with ExitStack() as stack:
+        teams: list[Team] = []
+        if own.backends or own.limit:
+            args = (ranks, own, _board(stack, ranks), store.port)
+            teams.append(stack.enter_context(SpawnedTeam(ranks, play, args)))
+        if MPI4PY in workload.backends:
+            other = replace(workload, backends=(MPI4PY,), limit=False)
+            teams.append(stack.enter_context(start_team(ranks, other, _board(stack, ranks))))
+        return _conduct(teams, workload, schedule, progress)
+
+
+def _board(stack: ExitStack, ranks: int) -> str:
+    descriptor, path = create_board(ranks)
+    stack.callback(os.close, descriptor)
+    return path
 
 
 def _conduct(
-    team: Team, workload: Workload, schedule: Schedule, progress: Progress | None
+    teams: Sequence[Team], workload: Workload, schedule: Schedule, progress: Progress | None
 ) -> tuple[list[Record], list[Skipped]]:
-    refused = team.gather()[0]
-    skipped = [Skipped(name, reason, ranks=team.size) for name, reason in refused.items()]
-    names = [name for name in workload.backends if name not in refused] + [LIMIT] * workload.limit
+    refused = {name: reason for team in teams for name, reason in team.gather()[0].items()}
+    ranks = teams[0].size
+    skipped = [Skipped(name, reason, ranks=ranks) for name, reason in refused.items()]
+    names = [*workload.backends, *[LIMIT] * workload.limit]
+    players = {name: teams[-1 if name == MPI4PY else 0] for name in names if name not in refused}
     item_bytes = getattr(torch, workload.dtype).itemsize
     records: list[Record] = []
-    if not names:
-        return records, skipped
     end = time.monotonic() + schedule.budget_s
-    for i, size in enumerate(schedule.sizes):
+    for i, size in enumerate(schedule.sizes if players else ()):
         if progress is not None:
-            progress(f"{team.size} ranks, {size} B ({i + 1} of {len(schedule.sizes)} sizes)")
+            progress(f"{ranks} ranks, {size} B ({i + 1} of {len(schedule.sizes)} sizes)")
         left_s = max(0.0, end - time.monotonic()) / (len(schedule.sizes) - i)
-        peers = _measure(team, names, size, size // item_bytes, schedule, left_s)
-        records += [_record(team.size, workload, size, size // item_bytes, peer) for peer in peers]
+        peers = _measure(players, size, size // item_bytes, schedule, left_s)
+        records += [_record(ranks, workload, size, size // item_bytes, peer) for peer in peers]
     return records, skipped
 
 
 def _measure(
-    team: Team, names: Sequence[str], size: int, count: int, schedule: Schedule, budget_s: float
+    players: Mapping[str, Team], size: int, count: int, schedule: Schedule, budget_s: float
 ) -> list[_Peer]:
     """Measures all peers at one size, turn by turn; each round begins with another peer."""
-    peers = [_Peer(name) for name in names]
+    peers = [_Peer(name, team) for name, team in players.items()]
     for peer in peers:
-        _prepare(team, peer, size, count, schedule, budget_s / len(peers))
+        _prepare(peer, size, count, schedule, budget_s / len(peers))
     for this in range(ROUNDS):
         first = this % len(peers)
         for peer in peers[first:] + peers[:first]:
             calls = peer.calls * (this + 1) // ROUNDS - peer.calls * this // ROUNDS
             if calls or peer.loop_calls:
-                turn = Turn(peer.name, count, calls, calls, peer.loop_calls)
-                peer.add(team.ask(turn), timed=True)
+                peer.play(Turn(peer.name, count, calls, calls, peer.loop_calls))
     return peers
 
 
-def _prepare(team: Team, peer: _Peer, size: int, count: int, schedule: Schedule, budget_s: float) -> None:
+def _prepare(peer: _Peer, size: int, count: int, schedule: Schedule, budget_s: float) -> None:
     """Warms a peer up at a size, and decides how often it is called."""
-    results = team.ask(Turn(peer.name, count, 1, 1))
-    peer.add(results, timed=False)
+    peer.play(Turn(peer.name, count, 1, 1), timed=False)
     begin = time.monotonic()
-    results = team.ask(Turn(peer.name, count, 1, 1))
-    peer.add(results, timed=False)
+    results = peer.play(Turn(peer.name, count, 1, 1), timed=False)
     both_s = time.monotonic() - begin  # a cold and a hot call, with all that is done around them
     warmup = schedule.warmup
     if warmup is None:
         warmup = min(WARMUP, int(WARMUP_SHARE * budget_s / both_s))
     if warmup > 2:
         begin = time.monotonic()
-        results = team.ask(Turn(peer.name, count, warmup - 2, warmup - 2))
-        peer.add(results, timed=False)
+        results = peer.play(Turn(peer.name, count, warmup - 2, warmup - 2), timed=False)
         both_s = (time.monotonic() - begin) / (warmup - 2)
     peer.calls = schedule.calls or max(MIN_CALLS, min(MAX_CALLS, int((1 - WARMUP_SHARE) * budget_s / both_s)))
     if size <= LOOP_MAX_BYTES:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
 from collectives.bench import table
 from collectives.bench.allreduce import DTYPES, Options, available_backends
+from collectives.bench.machine import bind_to_core
 from collectives.bench.records import Record, Report, Timing, read_report
 from collectives.bench.sweep import MAX_CALLS, MIN_CALLS
 from collectives.cli import main
@@ -174,3 +176,17 @@ def test_long_sweeps_have_a_short_header():
     header = table.header_lines(report)
     assert header[-1] == "# options: sizes 8 to 72 (9)"
     assert "last-level cache unknown" in header[1]
+
+
+def test_bound_ranks_have_a_core_each(monkeypatch):
+    with pytest.raises(ValueError, match="64000 ranks cannot have a core each"):
+        Options(ranks=(64000,), bind=True)
+    before = os.sched_getaffinity(0)
+    bound = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    for rank in range(len(before)):
+        bind_to_core(rank)
+    assert set().union(*bound) == before
+    assert all(len(cores) == 1 for cores in bound)
+    with pytest.raises(ValueError, match="cannot have a core of its own"):
+        bind_to_core(len(before))

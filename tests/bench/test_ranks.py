@@ -13,7 +13,7 @@ import bench_bodies
 import pytest
 
 from collectives.bench.lockstep import create_board
-from collectives.bench.ranks import RankFailedError, SpawnedTeam
+from collectives.bench.ranks import CommandTeam, RankFailedError, SpawnedTeam
 
 
 def gone(pid: int) -> bool:
@@ -123,3 +123,43 @@ def test_nobody_leaves_the_barrier_before_all_have_come():
     left = zip(*(leavings for _, leavings in crossings), strict=True)
     for arrivals, leavings in zip(arrived, left, strict=True):
         assert max(arrivals) <= min(leavings)
+
+
+def command_that_starts(ranks, code):
+    """Returns a command that starts Python processes, which know their rank and the parent's address."""
+    script = (
+        f"from collectives.bench.ranks import connect, commands; import sys; rank = int(sys.argv[1])\n{code}"
+    )
+    starts = " ".join(f'"{sys.executable}" -c "$0" {rank} "$1" &' for rank in range(ranks))
+    return ["bash", "-c", f"{starts} wait", script]
+
+
+def test_ranks_of_a_command():
+    code = (
+        "with connect(sys.argv[2], rank) as connection:\n"
+        "    (start,) = connection.recv()\n"
+        "    for command in commands(connection):\n"
+        "        connection.send(start + command + rank)\n"
+    )
+    with CommandTeam(2, command_that_starts(2, code), os.environ, (100,)) as team:
+        assert team.ask(10) == [110, 111]
+        assert team.ask(20) == [120, 121]
+    team.close()  # a second time
+
+
+def test_a_command_that_ends_too_early_is_an_error_with_its_output():
+    with pytest.raises(RankFailedError, match=r"(?s)bash ended with status 7 before its.*some words"):
+        CommandTeam(2, ["bash", "-c", "echo some words; exit 7"], os.environ, ())
+
+
+def test_a_command_that_does_not_listen_is_ended():
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "connection = connect(sys.argv[2], rank); connection.recv(); time.sleep(600)\n"
+    )
+    script = f"from collectives.bench.ranks import connect; import sys; rank = 0\n{code}"
+    begin = time.monotonic()
+    with CommandTeam(1, [sys.executable, "-c", script, "0"], os.environ, ()) as team:
+        pid = team._process.pid
+    assert gone(pid)
+    assert time.monotonic() - begin < 30
