@@ -80,11 +80,22 @@ class CollectiveGlooWork(Work):
         self._operation = operation
         self._lock = threading.Lock()
         self._error: Exception | None = None
+        self._noted = False
         self._future: Future[list[torch.Tensor]] | None = None
 
     def watch(self) -> None:
         """Lets the group learn of an error at once, also where nobody waits."""
-        self._inner.get_future().add_done_callback(lambda _: self.exception())
+        self._inner.get_future().add_done_callback(self._note)
+
+    def _note(self, done: Future[Any]) -> Exception | None:
+        """Takes the outcome from Gloo's future, which is done a moment before Gloo's Work says that it is."""
+        try:
+            done.value()
+        except RuntimeError as error:
+            return self._failure(error)
+        finally:
+            self._noted = True
+        return None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
@@ -103,7 +114,7 @@ class CollectiveGlooWork(Work):
         try:
             self._inner.wait(timeout)
         except RuntimeError as error:
-            if not self._inner.is_completed():
+            if not self.is_completed():
                 raise CollectiveTimeoutError(
                     f"{self._owner.where()} {self._operation}: not done after "
                     f"wait({timeout.total_seconds():g} s); it goes on"
@@ -118,11 +129,11 @@ class CollectiveGlooWork(Work):
 
     def is_completed(self) -> bool:
         """Returns whether the collective is done or failed."""
-        return bool(self._inner.is_completed())
+        return self._noted or bool(self._inner.is_completed())
 
     def exception(self) -> BaseException | None:
         """Returns the error of a failed collective."""
-        if not self._inner.is_completed():
+        if not self.is_completed():
             return None
         try:
             self._inner.wait()
@@ -132,7 +143,7 @@ class CollectiveGlooWork(Work):
 
     def result(self) -> list[torch.Tensor]:
         """Returns the output tensors."""
-        if not self._inner.is_completed():
+        if not self.is_completed():
             raise RuntimeError("the operation is still pending; call wait() before result()")
         self.wait()
         return list(self._operation.outputs)
@@ -145,8 +156,8 @@ class CollectiveGlooWork(Work):
             future: Future[list[torch.Tensor]] = Future()
             self._future = future
 
-        def complete(_: Any) -> None:
-            error = self.exception()
+        def complete(done: Future[Any]) -> None:
+            error = self._note(done)
             if error is None:
                 future.set_result(list(self._operation.outputs))
             else:
@@ -216,9 +227,12 @@ class MessageGlooWork(Work):
 
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
         if self._error is None:
-            future.set_result(list(self._operation.outputs))
+            future.set_result(self._results())
         else:
             future.set_exception(self._error)  # type: ignore[arg-type]
+
+    def _results(self) -> list[torch.Tensor]:
+        return [] if self._source is None else list(self._operation.outputs)
 
     def _observe(self) -> None:
         """Lets a thread drive the message, unless one does."""
@@ -254,12 +268,12 @@ class MessageGlooWork(Work):
         return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
-        """Returns the tensor that was received or sent."""
+        """Returns the tensor received; of a send, nothing."""
         if not self.is_completed():
             raise RuntimeError("the operation is still pending; call wait() before result()")
         if self._error is not None:
             raise self._error
-        return list(self._operation.outputs)
+        return self._results()
 
     def source_rank(self) -> int:
         """Returns the sender of a receive."""
@@ -268,7 +282,7 @@ class MessageGlooWork(Work):
         return self._source
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of the tensor that was received or sent."""
+        """Returns a future of the tensor received; of a send, of nothing."""
         with self._lock:
             if self._future is not None:
                 return self._future

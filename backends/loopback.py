@@ -46,7 +46,7 @@ class Loopback:
                 self._messages[tag].append(copy)
         if receive is not None:
             receive.deliver(copy)
-        return CompletedWork([message])
+        return CompletedWork()
 
     def receive(
         self,
