@@ -499,7 +499,7 @@ class ProcessGroupGloo(ProcessGroup):
             if self._cause is None:
                 aborted = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
                 self._break(aborted, "it aborted the group")
-            self._inner = None
+        self._release()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then closes the connections."""
@@ -513,8 +513,14 @@ class ProcessGroupGloo(ProcessGroup):
             self._ended = True
             self._liveness.farewell("it shut the group down")
             self._loopback.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
-            # The last reference: torch's group runs what is queued to its end before it goes.
-            self._inner = None
+        self._release()
+
+    def _release(self) -> None:
+        """Drops the last reference to torch's group, which ends its threads when they ran what is queued.
+
+        Without the lock, because callbacks of those threads may wait for it.
+        """
+        self._inner = None
 
 
 def _armed(work: Work, async_op: bool) -> Work:

@@ -21,7 +21,12 @@ from torch.futures import Future
 
 from collectives import ProcessGroup, Work
 from collectives.capabilities import Capabilities
-from collectives.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from collectives.registry import GroupOptions, backend_spec, create_group
 from collectives.types import (
     AllgatherOptions,
@@ -134,7 +139,8 @@ class ProcessGroupRoundRobin(ProcessGroup):
     **Numerics.** Where all lanes are of one kind, the result of a collective does not depend on its lane.
 
     **Errors.** An error that breaks one lane breaks the others too: the next call raises
-    :class:`~collectives.errors.GroupAbortedError`. Wrong arguments and mismatches break nothing.
+    :class:`~collectives.errors.GroupAbortedError`. Wrong arguments break nothing, nor do mismatches, except
+    that of a barrier with something else.
 
     Args:
         groups: the lanes, in the same order on every rank; their time limit becomes that of the first.
@@ -275,7 +281,27 @@ class ProcessGroupRoundRobin(ProcessGroup):
         return self._run(self._lanes[0], lambda lane: lane._recv(tensor, src, tag))
 
     def _barrier(self, opts: BarrierOptions) -> Work:
-        return CoalescedWork([self._run(lane, lambda lane: lane._barrier(opts)) for lane in self._lanes])
+        # All at once, also for one that blocks: a rank that issues something else has it on one lane only,
+        # and must be found there while this rank waits on the others.
+        started = BarrierOptions(opts.timeout, True, opts.device_ids, opts.device)
+        try:
+            works = [self._run(lane, lambda lane: lane._barrier(started)) for lane in self._lanes]
+        except CollectiveMismatchError as error:
+            self._break(error)
+            raise
+        for work in works:
+            if not work.is_success():
+                work.get_future().add_done_callback(self._note_barrier)
+        return CoalescedWork(works)
+
+    def _note_barrier(self, done: Future[Any]) -> None:
+        """Breaks the lanes after a mismatch in a barrier: the lanes are no longer in step."""
+        try:
+            done.value()
+        except CollectiveMismatchError as error:
+            self._break(error)
+        except Exception:  # noqa: BLE001, S110 - raised by wait()
+            pass
 
     def abort(self) -> None:
         """Breaks all lanes at once."""

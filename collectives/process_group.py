@@ -37,6 +37,10 @@ _Record = TypeVar("_Record", AllreduceOptions, ReduceScatterOptions)
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
+_UNSET_TIMEOUT = timedelta(milliseconds=-1)
+"""What the records of ``torch.distributed`` hold where the user names no limit."""
+
+
 class ProcessGroup(Primitives):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
@@ -185,7 +189,7 @@ class ProcessGroup(Primitives):
         """
         tensor = check.only_tensor(self, "all_reduce", tensors)
         record = opts if type(opts) is AllreduceOptions else _reduction(AllreduceOptions, opts, op, timeout)
-        self._admit("all_reduce", tensor, record.reduceOp)
+        self._admit("all_reduce", tensor, record.reduceOp, record.timeout)
         return self._allreduce(tensor, record)
 
     def allreduce_coalesced(
@@ -195,7 +199,9 @@ class ProcessGroup(Primitives):
         opts = opts or AllreduceCoalescedOptions()
         opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
         for tensor in tensors:
-            self._admit("all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp)
+            self._admit(
+                "all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp, opts.timeout
+            )
         return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
 
     def broadcast(
@@ -219,7 +225,7 @@ class ProcessGroup(Primitives):
         if not isinstance(opts, BroadcastOptions):
             opts = BroadcastOptions(timeout=timeout, rootRank=_first(opts, root, 0))
         check.check_rank(self, "broadcast", opts.rootRank, "root")
-        self._admit("broadcast", tensor)
+        self._admit("broadcast", tensor, None, opts.timeout)
         return self._broadcast(tensor, opts)
 
     def reduce(
@@ -246,7 +252,7 @@ class ProcessGroup(Primitives):
                 timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=_first(opts, root, 0)
             )
         check.check_rank(self, "reduce", opts.rootRank, "root")
-        self._admit("reduce", tensor, opts.reduceOp)
+        self._admit("reduce", tensor, opts.reduceOp, opts.timeout)
         return self._reduce(tensor, opts)
 
     def allgather(
@@ -278,8 +284,9 @@ class ProcessGroup(Primitives):
             "the size of this rank's input",
         )
         self._check_even(what, outputs, "outputs")
-        self._admit(what, tensor)
-        return self._allgather(outputs, tensor, opts or AllgatherOptions(timeout))
+        opts = opts or AllgatherOptions(timeout)
+        self._admit(what, tensor, None, opts.timeout)
+        return self._allgather(outputs, tensor, opts)
 
     def all_gather_single(
         self,
@@ -303,8 +310,9 @@ class ProcessGroup(Primitives):
         check.check_numel(
             self, what, output, "output", numel, f"{input.numel()} from each of {self._size} ranks"
         )
-        self._admit(what, input)
-        return self._allgather_single(output, input, opts or AllgatherOptions(timeout))
+        opts = opts or AllgatherOptions(timeout)
+        self._admit(what, input, None, opts.timeout)
+        return self._allgather_single(output, input, opts)
 
     def allgather_coalesced(
         self,
@@ -359,7 +367,7 @@ class ProcessGroup(Primitives):
             opts = GatherOptions(timeout=timeout, rootRank=_first(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
         outputs = self._rooted_list(what, output_tensors, tensor, opts.rootRank, "output list")
-        self._admit(what, tensor)
+        self._admit(what, tensor, None, opts.timeout)
         return self._gather(outputs, tensor, opts)
 
     def scatter(
@@ -387,7 +395,7 @@ class ProcessGroup(Primitives):
             opts = ScatterOptions(timeout=timeout, rootRank=_first(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
         inputs = self._rooted_list(what, input_tensors, tensor, opts.rootRank, "input list")
-        self._admit(what, tensor)
+        self._admit(what, tensor, None, opts.timeout)
         return self._scatter(tensor, inputs, opts)
 
     def reduce_scatter(
@@ -422,7 +430,7 @@ class ProcessGroup(Primitives):
             if isinstance(opts, ReduceScatterOptions)
             else _reduction(ReduceScatterOptions, opts, op, timeout)
         )
-        self._admit(what, output, record.reduceOp)
+        self._admit(what, output, record.reduceOp, record.timeout)
         return self._reduce_scatter(output, inputs, record)
 
     def reduce_scatter_single(
@@ -455,7 +463,7 @@ class ProcessGroup(Primitives):
             if isinstance(opts, ReduceScatterOptions)
             else _reduction(ReduceScatterOptions, opts, op, timeout)
         )
-        self._admit(what, outputTensor, record.reduceOp)
+        self._admit(what, outputTensor, record.reduceOp, record.timeout)
         return self._reduce_scatter_single(outputTensor, inputTensor, record)
 
     def reduce_scatter_single_coalesced(
@@ -494,8 +502,9 @@ class ProcessGroup(Primitives):
             self, what, outputs[self._rank], f"output {self._rank}", mine, f"the size of input {self._rank}"
         )
         self._check_even(what, [*inputs, *outputs], "inputs and outputs")
-        self._admit(what, inputs[0])
-        return self._alltoall(outputs, inputs, opts or AllToAllOptions(timeout))
+        opts = opts or AllToAllOptions(timeout)
+        self._admit(what, inputs[0], None, opts.timeout)
+        return self._alltoall(outputs, inputs, opts)
 
     def alltoall_base(
         self,
@@ -530,15 +539,18 @@ class ProcessGroup(Primitives):
             check.fail(
                 self, what, f"parts of different sizes are not taken: {sent} sent, {received} received"
             )
-        self._admit(what, input)
-        return self._alltoall_single(output, input, received, sent, opts or AllToAllOptions(timeout))
+        opts = opts or AllToAllOptions(timeout)
+        self._admit(what, input, None, opts.timeout)
+        return self._alltoall_single(output, input, received, sent, opts)
 
     def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> Work:
         """Completes when every rank has called it."""
         reason = self.capabilities.why_not("barrier")
         if reason is not None:
             check.fail(self, "barrier", reason, UnsupportedOperationError)
-        return self._barrier(opts or BarrierOptions(timeout))
+        opts = opts or BarrierOptions(timeout)
+        check.check_limit(self, "barrier", opts.timeout)
+        return self._barrier(opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks.
@@ -594,8 +606,16 @@ class ProcessGroup(Primitives):
 
     # ---- checks ----------------------------------------------------------------------------------
 
-    def _admit(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None) -> None:
+    def _admit(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        op: ReduceOp | None = None,
+        limit: timedelta | None = None,
+    ) -> None:
         """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
+        if limit is not None:
+            check.check_limit(self, operation, limit)
         key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
         if key in self._admitted:
             return
@@ -672,7 +692,8 @@ def _reduction(
 ) -> _Record:
     """Returns a record of the given kind, from a record of another kind or from the form without one."""
     if opts is not None and hasattr(opts, "reduceOp"):
-        return record(opts.timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
+        timeout = None if opts.timeout == _UNSET_TIMEOUT else opts.timeout
+        return record(timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
     return record(timeout=timeout, reduceOp=ReduceOp.of(_first(opts, op, ReduceOp.SUM)))
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collectives.process_group import ProcessGroup
 
 __all__ = [
+    "check_limit",
     "check_list",
     "check_numel",
     "check_rank",
@@ -137,6 +138,26 @@ def check_tag(group: ProcessGroup, operation: str, tag: object) -> int:
     if not 0 <= tag < 2**31:
         fail(group, operation, f"tag is {tag}, but must be in 0 to {2**31 - 1}")
     return tag
+
+
+def check_limit(group: ProcessGroup, operation: str, timeout: object) -> None:
+    """Checks the time limit of one operation; ``None`` is the group's.
+
+    Raises:
+        TypeError: it is no timedelta.
+        ValueError: it is not positive.
+    """
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        fail(
+            group,
+            operation,
+            f"timeout must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}",
+            TypeError,
+        )
+    if timeout <= timedelta(0):
+        fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
 
 
 def check_splits(
