@@ -161,13 +161,14 @@ class _Harness:
     """Fork server, store and idle ranks of this pytest process; all made on first use."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
+        from collectives.store import TCPStore
 
         os.environ.setdefault(SESSION_VARIABLE, uuid.uuid4().hex)
         os.environ["OMP_NUM_THREADS"] = "1"
         self._folder = tempfile.TemporaryDirectory(prefix="collectives-tests-")
         self._server = _ForkServer()
-        self._store = dist.TCPStore(
+        # Not torch's: its clients now and then need five seconds to connect.
+        self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.address = ("127.0.0.1", self._store.port)
@@ -191,7 +192,7 @@ class _Harness:
         for rank in self._idle:
             rank.close(kill=False)
         self._server.close()
-        del self._store
+        self._store.close()
         self._folder.cleanup()
 
 
@@ -280,6 +281,8 @@ def _run(
     __tracebackhide__ = True
     if "<" in function.__qualname__:
         raise TypeError(f"ranks run functions of module level, but {function.__qualname__} is none")
+    if rank_server.is_rank():
+        raise RuntimeError("a rank cannot start ranks; is there a call at the level of a module?")
     if lost and not isolated:
         raise ValueError("lost ranks need isolated=True")
     if _harness is None:

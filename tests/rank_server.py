@@ -75,15 +75,20 @@ class Outcome:
 _current: Task | None = None
 
 
+def is_rank() -> bool:
+    """Returns whether this process is a rank that runs a task."""
+    return _current is not None
+
+
 def current_store() -> Any:
     """Returns a store shared by the ranks of the current call, empty when the call began."""
-    import torch.distributed as dist
+    from collectives.store import PrefixStore, TCPStore
 
     if _current is None:
         raise RuntimeError("only a rank that runs a task has a store")
     host, port = _current.store
-    client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    return dist.PrefixStore(_current.call, client)
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return PrefixStore(_current.call, client)
 
 
 def load_module(name: str, path: str) -> None:

@@ -146,6 +146,15 @@ def test_a_result_that_cannot_travel_is_an_error() -> None:
         run_ranks(unpicklable, 1)
 
 
+def nested(rank: int, size: int) -> None:
+    run_ranks(pid_of, 1)
+
+
+def test_ranks_start_no_ranks() -> None:
+    with pytest.raises(RankFailedError, match="a rank cannot start ranks"):
+        run_ranks(nested, 1)
+
+
 def test_local_functions_are_refused() -> None:
     with pytest.raises(TypeError, match="module level"):
         run_ranks(lambda rank, size: None, 1)
