@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NoReturn
@@ -11,6 +11,7 @@ from typing import NoReturn
 from torch.distributed.distributed_c10d import Store as TorchStore
 
 from collectives.errors import DistStoreError, QueueEmptyError
+from collectives.store.keep_alive import keep_if_held, sweep
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "TorchStore"]
 
@@ -18,7 +19,6 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 """Time limit of a new store, as in torch."""
 
 _KEYS_NAMED = 8
-_CLONES_KEPT = 256
 
 
 class Store(TorchStore):
@@ -44,20 +44,21 @@ class Store(TorchStore):
     :class:`~collectives.DistNetworkError` for a broken connection, :class:`ValueError` and :class:`TypeError`
     for wrong arguments; the latter three leave every key as it was.
 
-    **Use in torch.** All methods may be reached from torch's C++ code. One limit comes from torch's binding:
-    C++ code keeps only the C++ half of a Python store alive, so keep a reference to a store that you hand to
-    torch for as long as torch uses it (``init_process_group("gloo", store=HashStore())`` fails at the next
-    ``new_group``).
+    **Use in torch.** All methods but those of queues may be reached from torch's C++ code; a store lives as
+    long as that code holds it.
 
     Subclasses implement the underscored methods, which get checked arguments, and the limit in seconds.
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__()
+        sweep()
         self.set_timeout(timeout)
-        # A clone that only torch's C++ code asked for has no other Python reference (see the class's last
-        # note).
-        self._clones: deque[Store] = deque(maxlen=_CLONES_KEPT)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and not keep_if_held(self):
+            self._release()
+            sweep()
 
     # Public operations.
 
@@ -184,9 +185,7 @@ class Store(TorchStore):
 
     def clone(self) -> Store:
         """Returns a store on the same data with a time limit of its own."""
-        copy = self._clone()
-        self._clones.append(copy)
-        return copy
+        return self._clone()
 
     def close(self) -> None:
         """Releases what the store holds (connections, files); it must not be used any more. Idempotent."""
@@ -211,6 +210,9 @@ class Store(TorchStore):
         return self.delete_key(key)
 
     # What a store implements. Limits are in seconds and never negative.
+
+    def _release(self) -> None:
+        """Gives back what the store holds when nobody uses it any more; may be called in any thread."""
 
     def _clone(self) -> Store:
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import operator
 import os
@@ -140,7 +141,13 @@ class _Shared:
         """Ends the use by one store; the last one leaves the run."""
         with self._lock:
             self.users -= 1
-            if self.users > 0 or self._file.closed:
+            if self.users == 0:
+                self.leave()
+
+    def leave(self) -> None:
+        """Leaves the run, and closes the file. Idempotent."""
+        with self._lock:
+            if self._file.closed:
                 return
             if self._owner == os.getpid():
                 # Best effort: a run that was not left in order is recognised by its dead processes.
@@ -252,7 +259,13 @@ def _after_fork() -> None:
         shared.after_fork()
 
 
+def _leave_all() -> None:
+    for shared in list(_opened):
+        shared.leave()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_leave_all)
 
 
 class FileStore(Store):
@@ -294,11 +307,8 @@ class FileStore(Store):
         world_size = operator.index(world_size)
         if world_size == 0:
             raise ValueError("world_size of a FileStore cannot be 0; negative means that it is not fixed")
-        self._use(_Shared(path, max(world_size, -1)))
-
-    def _use(self, shared: _Shared) -> None:
-        self._shared = shared
-        self._finalizer = weakref.finalize(self, shared.release)
+        self._shared = _Shared(path, max(world_size, -1))
+        self._closed = False
 
     @property
     def path(self) -> str:
@@ -307,7 +317,13 @@ class FileStore(Store):
 
     def close(self) -> None:
         """Leaves the run; the last member removes the file if the size was fixed. Idempotent."""
-        self._finalizer()
+        if not self._closed:
+            self._closed = True
+            self._shared.release()
+
+    def _release(self) -> None:
+        if hasattr(self, "_shared"):  # unless the constructor failed
+            self.close()
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
@@ -317,7 +333,8 @@ class FileStore(Store):
         Store.__init__(copy, self.timeout)
         with self._shared.locked(False, self._seconds(None)):
             self._shared.users += 1
-        copy._use(self._shared)
+        copy._shared = self._shared
+        copy._closed = False
         return copy
 
     def _reading(self) -> contextlib.AbstractContextManager[_Content]:

@@ -75,11 +75,6 @@ class PrefixStore(Store):
         supported: bool = self._store.has_extended_api()
         return supported
 
-    def close(self) -> None:
-        """Closes the underlying store, if it is one of ours; torch's have nothing to close."""
-        if isinstance(self._store, Store):
-            self._store.close()
-
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix!r}, {self._store!r})"
 

@@ -141,3 +141,78 @@ def test_what_is_no_store():
         PrefixStore("a", {})
     with pytest.raises(TypeError, match="prefix must be a str"):
         PrefixStore(1, HashStore())
+
+
+def alive(kind):
+    return [thing for thing in gc.get_objects() if type(thing) is kind]
+
+
+class TestLife:
+    """torch's binding lets the Python half of a store go while C++ code still holds the other."""
+
+    def test_a_store_that_only_torch_holds(self, store):
+        kind, copy = type(store), store.clone()
+        before = len(alive(kind))
+        prefix = dist.PrefixStore("a", dist.PrefixStore("b", copy))
+        del copy
+        gc.collect()
+        assert len(alive(kind)) == before
+        prefix.set("key", "value")
+        assert store.get("b/a/key") == b"value"
+        assert type(prefix._underlying_non_prefix_store) is kind
+        del prefix
+        gc.collect()
+        assert len(alive(kind)) == before - 1
+
+    def test_a_server_ends_when_torch_lets_it_go(self):
+        prefix = dist.PrefixStore("a", TCPStore("127.0.0.1", 0, is_master=True))
+        gc.collect()
+        client = TCPStore("127.0.0.1", prefix.underlying_store.port)
+        prefix.set("key", "value")
+        assert client.get("a/key") == b"value"
+        del prefix
+        gc.collect()
+        with pytest.raises(dist.DistNetworkError):
+            client.get("a/key")
+
+    def test_a_file_is_left_when_torch_lets_it_go(self, tmp_path):
+        path = tmp_path / "store"
+        prefix = dist.PrefixStore("a", FileStore(str(path), 1))
+        gc.collect()
+        prefix.set("key", "value")
+        assert path.exists()
+        del prefix
+        HashStore()  # looks after others too
+        assert not path.exists()
+
+    def test_the_python_half_may_come_back(self):
+        store = HashStore()
+        prefix = dist.PrefixStore("a", store)
+        del store
+        store = prefix.underlying_store
+        prefix.set("key", "value")
+        assert store.get("a/key") == b"value"
+        del prefix
+        gc.collect()
+        assert store.get("a/key") == b"value"
+
+    @pytest.mark.parametrize("kind", ["hash", "tcp"])
+    def test_a_group_on_a_store_that_nobody_else_holds(self, kind):
+        assert harness.run_ranks(group_on_a_store_of_nobody, 1, kind, isolated=True) == [[1.0, 1.0]]
+
+
+def group_on_a_store_of_nobody(rank, size, kind):
+    def made():
+        return HashStore() if kind == "hash" else TCPStore("localhost", 0, is_master=True)
+
+    dist.init_process_group("gloo", store=made(), rank=rank, world_size=size)
+    gc.collect()
+    group = dist.new_group([0])
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)
+    dist.barrier()
+    dist.destroy_process_group()
+    del group
+    gc.collect()
+    assert alive(HashStore) == alive(TCPStore) == []
+    return tensor.tolist()

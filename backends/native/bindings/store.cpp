@@ -28,8 +28,8 @@ void bind_store(nanobind::module_& module) {
             }
           },
           nb::arg("listeners"), "Takes over descriptors of sockets that are bound and listening.")
-      .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>(),
-           "Closes all connections and ends the thread; idempotent.")
+      // Keeps the GIL, so that nobody asks for a property meanwhile; the thread ends within its current turn.
+      .def("stop", &Server::stop, "Closes all connections and ends the thread; idempotent.")
       .def_prop_ro("running", &Server::running)
       .def_prop_ro("connections", &Server::connections, "Open connections; for diagnosis.")
       .def_prop_ro("waiting", &Server::waiting, "Clients in a wait or a barrier; for diagnosis.");
