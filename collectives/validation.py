@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -26,6 +27,10 @@ __all__ = [
 ]
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that have memory of their own."""
+
+
 def fail(group: ProcessGroup, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
     raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
@@ -39,13 +44,34 @@ def check_tensor(group: ProcessGroup, operation: str, value: object, what: str =
     """
     if not isinstance(value, torch.Tensor):
         fail(group, operation, f"{what} must be a tensor, but is of type {type(value).__name__}", TypeError)
+    if value.__class__ not in _PLAIN:
+        _check_memory(group, operation, value, what)
     return value
+
+
+def _check_memory(group: ProcessGroup, operation: str, tensor: torch.Tensor, what: str) -> None:
+    """Refuses what stands for a tensor without memory of its own: fake tensors, and those made of others."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            missing = tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:
+        missing = True
+    if missing:
+        fail(
+            group,
+            operation,
+            f"{what} is a {type(tensor).__name__} without memory of its own; give the tensors inside it",
+            TypeError,
+        )
 
 
 def only_tensor(group: ProcessGroup, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
     """Returns the tensor in a list of one, or a tensor given as it is."""
-    if isinstance(tensors, torch.Tensor):
+    if tensors.__class__ is torch.Tensor:
         return tensors
+    if isinstance(tensors, torch.Tensor):
+        return check_tensor(group, operation, tensors, what)
     if not isinstance(tensors, (list, tuple)):
         fail(
             group,
