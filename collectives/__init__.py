@@ -77,6 +77,7 @@ from collectives.objects import (
 )
 from collectives.older import (
     _all_gather_base,
+    _make_nccl_premul_sum,
     _reduce_scatter_base,
     all_gather_coalesced,
     all_reduce_coalesced,
@@ -182,6 +183,7 @@ __all__ = [
     "_CoalescingManager",
     "_all_gather_base",
     "_coalescing_manager",
+    "_make_nccl_premul_sum",
     "_reduce_scatter_base",
     "all_gather",
     "all_gather_coalesced",

@@ -11,13 +11,14 @@ from torch.futures import Future
 
 from collectives.functions import all_gather_single, reduce_scatter_single
 from collectives.process_group import ProcessGroup
-from collectives.types import AllgatherOptions, AllreduceCoalescedOptions, ReduceOp
+from collectives.types import AllgatherOptions, AllreduceCoalescedOptions, ReduceOp, make_premul_sum
 from collectives.validation import check_tensor, fail
 from collectives.work import Work
 from collectives.world import member_group
 
 __all__ = [
     "_all_gather_base",
+    "_make_nccl_premul_sum",
     "_reduce_scatter_base",
     "all_gather_coalesced",
     "all_reduce_coalesced",
@@ -124,6 +125,9 @@ def _reduce_scatter_base(
     """Deprecated name of :func:`reduce_scatter_single`."""
     _warn("_reduce_scatter_base", "reduce_scatter_single")
     return reduce_scatter_single(output, input, op, group, async_op)
+
+
+_make_nccl_premul_sum = make_premul_sum
 
 
 class _ReduceOpOfOld:

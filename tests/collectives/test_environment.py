@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,36 @@ def test_what_is_forgotten_ends_with_one_line() -> None:
 def test_forked_child_leaves_its_parents_groups_alone() -> None:
     done = run_python("-c", FORGETFUL, str(free_port()), "fork")
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "fine", "")
+
+
+LEAVES_EARLY = """
+import sys, time, torch, collectives as dist
+rank = int(sys.argv[1])
+dist.init_process_group("host", f"file://{sys.argv[2]}", rank=rank, world_size=2)
+tensor = torch.ones(1_000_000)
+dist.all_reduce(tensor)
+if rank == 1:
+    time.sleep(0.5)
+    dist.recv(tensor, 0)
+    dist.destroy_process_group()
+else:
+    dist.send(tensor + 1, 1)
+print(tensor[0].item())
+"""
+
+
+def test_rank_that_ends_early_leaves_what_it_sent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_EARLY)
+    command = [sys.executable, str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    store = str(tmp_path / "store")
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    with subprocess.Popen([*command, "0", store], **piped) as first:
+        second = subprocess.run([*command, "1", store], timeout=60, check=False, **piped)
+        first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert (second.returncode, second.stdout.strip()) == (0, "3.0"), second.stderr
 
 
 LAUNCHED = """

@@ -293,3 +293,49 @@ def test_monitored_barrier_names_who_is_missing(backend: str) -> None:
     for rank in (0, 2):
         assert results[rank].startswith(f"[rank {rank}] monitored_barrier")
         assert "rank 1 did not come within 0.2 s" in results[rank]
+
+
+class Labelled(torch.Tensor):
+    """A subclass with memory."""
+
+
+def stand_ins(rank: int, size: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    pair = TwoTensor(torch.ones(3), torch.ones(3))
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        dist.all_reduce,
+        lambda tensor: dist.broadcast(tensor, 0),
+        lambda tensor: dist.all_gather([filled(1), tensor], filled(1)),
+        lambda tensor: dist.all_gather_single(torch.empty(6), tensor),
+        lambda tensor: dist.isend(tensor, 1 - rank),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="is a FakeTensor without memory of its own"):
+            call(fake)
+        with pytest.raises(TypeError, match="is a TwoTensor without memory of its own"):
+            call(pair)
+    labelled = filled(rank).as_subclass(Labelled)
+    dist.all_reduce(labelled)
+    assert labelled.tolist() == [1] * 3
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    run_world(stand_ins, 2)
+
+
+def takes_torch_reductions(rank: int, size: int) -> None:
+    tensor = filled(rank + 1)
+    dist.all_reduce(tensor, torch.distributed.ReduceOp.PRODUCT)
+    assert tensor.tolist() == [2] * 3
+    dist.all_reduce(tensor, dist.make_premul_sum(0.5))
+    assert tensor.tolist() == [2] * 3
+    dist.all_reduce(tensor.fill_(rank), dist.ReduceOp.AVG)
+    assert tensor.tolist() == [0.5] * 3
+
+
+def test_reductions_of_torch_and_of_factors() -> None:
+    run_world(takes_torch_reductions, 2)
