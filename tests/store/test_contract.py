@@ -12,6 +12,10 @@ from store_pairs import EVERY, LONG, OURS, SHORT, over, without
 
 import collectives
 
+QUICK = 15.0
+"""More than a call may take that does not wait. torch's TCPStore looks names of addresses up for its log, which
+takes 5 s where no name server answers."""
+
 # torch's PrefixStore does not hand queues on to a store that is written in Python.
 QUEUES = without(EVERY, "torch-prefix")
 # A prefix over a store of torch's is no better than that: its TCPStore wakes early for a queue and hangs
@@ -142,7 +146,7 @@ def test_wait_that_times_out(pair):
     start = time.monotonic()
     with pytest.raises(dist.DistStoreError):
         one.wait(["there", "missing"], SHORT)
-    assert SHORT.total_seconds() * 0.9 <= time.monotonic() - start < 5
+    assert SHORT.total_seconds() * 0.9 <= time.monotonic() - start < QUICK
     one.set("missing", "")
     one.wait(["there", "missing"], SHORT)
     one.wait([], SHORT)
@@ -185,7 +189,7 @@ def test_no_time_means_no_waiting(pair, limit):
     start = time.monotonic()
     with pytest.raises(collectives.DistStoreError):
         one.wait(["missing"], limit)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < QUICK
 
 
 WRITES = {
@@ -233,7 +237,7 @@ def test_a_waiting_thread_delays_no_other(pair):
         start = time.monotonic()
         assert one.add("n", 1) == 1
         assert not one.check(["key0"])
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < QUICK
         one.queue_push("queue", "value")
         assert pop.result(10) == b"value"
         for i in range(3):
