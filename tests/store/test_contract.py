@@ -13,8 +13,8 @@ from store_pairs import EVERY, LONG, OURS, SHORT, over, without
 import collectives
 
 QUICK = 15.0
-"""More than a call may take that does not wait. torch's TCPStore looks names of addresses up for its log, which
-takes 5 s where no name server answers."""
+"""More than a call may take that does not wait. torch's TCPStore looks names up for its log, which takes 5 s
+where no name server answers."""
 
 # torch's PrefixStore does not hand queues on to a store that is written in Python.
 QUEUES = without(EVERY, "torch-prefix")

@@ -7,7 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <exception>
@@ -196,7 +195,7 @@ bool Loop::execute(ClientId client, Connection& connection, Request& request) {
       return true;
     }
     case Command::kCheck:
-      put(output, table_.check(request.keys) ? kReady : kNotReady);
+      put(output, table_.check(request.keys) ? kAllThere : kNotAllThere);
       return true;
     case Command::kWait:
       if (table_.wait(client, request.keys)) put(output, kStopWaiting);

@@ -67,8 +67,8 @@ enum class Command : std::uint8_t {
 inline constexpr char kServerKey[] = "collectives";
 inline constexpr char kServerVersion[] = "1";
 
-inline constexpr std::uint8_t kReady = 0;         // answer of Check
-inline constexpr std::uint8_t kNotReady = 1;      // answer of Check
+inline constexpr std::uint8_t kAllThere = 0;      // answer of Check
+inline constexpr std::uint8_t kNotAllThere = 1;   // answer of Check
 inline constexpr std::uint8_t kStopWaiting = 0;   // answer of Wait and Barrier
 inline constexpr std::uint8_t kWaitCanceled = 1;  // answer of CancelWait
 
