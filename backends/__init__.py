@@ -1,1 +1,8 @@
-"""x."""
+"""The backends: modules that make process groups of one kind each.
+
+Nobody imports them by hand: :mod:`collectives.registry` loads the one that is asked for by name.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -119,7 +119,7 @@ def init_process_group(
             )
         except BaseException:
             if world.owns_store:
-                close_store(world.base)
+                _close_store(world.base)
             world.clear()
             raise
     _at_exit_once()
@@ -147,7 +147,7 @@ def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) ->
         raise ValueError(f"rank is {rank}, but world_size {size} has the ranks 0 to {size - 1}")
 
 
-def close_store(store: Any) -> None:
+def _close_store(store: Any) -> None:
     """Closes a store that was made here; those of torch close when nothing refers to them."""
     close = getattr(store, "close", None)
     if close is not None:
@@ -193,7 +193,7 @@ def _meet(
             base.set_timeout(limit)
             return base, own, count, join_world(PrefixStore(_LOCK_KEY, base), own, count, backend, limit)
         except BaseException as error:
-            close_store(base)
+            _close_store(base)
             limit = timedelta(seconds=deadline - time.monotonic())
             broken = isinstance(error, _torch_distributed.DistNetworkError)
             if not broken or limit <= timedelta(0) or _own_rank(rank) == 0:
@@ -307,7 +307,7 @@ def _end_world(*, gracefully: bool) -> None:
     if owned is not None:
         if default.rank() == 0 and default.size() > 1:
             wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
-        close_store(owned)
+        _close_store(owned)
     if first is not None:
         raise first
 

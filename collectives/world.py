@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
+    "Record",
+    "World",
     "get_backend",
     "get_backend_config",
     "get_global_rank",

@@ -203,10 +203,12 @@ class Store(TorchStore):
 
     # Names under which torch's C++ code looks two of the methods up.
 
-    def getNumKeys(self) -> int:  # noqa: D102
+    def getNumKeys(self) -> int:
+        """Returns :meth:`num_keys`."""
         return self.num_keys()
 
-    def deleteKey(self, key: str) -> bool:  # noqa: D102
+    def deleteKey(self, key: str) -> bool:
+        """Deletes a key as :meth:`delete_key`."""
         return self.delete_key(key)
 
     # What a store implements. Limits are in seconds and never negative.
