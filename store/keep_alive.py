@@ -23,7 +23,7 @@ from typing import Protocol
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-__all__ = ["keep_if_held", "sweep"]
+__all__ = ["Releasable", "keep_if_held", "sweep"]
 
 _aside: dict[int, Releasable] = {}
 _REFERENCES = 4
