@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 from collectives.bench import mpi4py_peer, patterns
-from collectives.bench.machine import describe_machine, usable_cores
+from collectives.bench.machine import describe_machine, memory_available_bytes, usable_cores
 from collectives.bench.mpi4py_peer import MPI4PY
-from collectives.bench.player import Workload
+from collectives.bench.player import Workload, memory_bytes
 from collectives.bench.plot import plot
 from collectives.bench.ranks import RankFailedError
 from collectives.bench.records import Report, Skipped, write_json
-from collectives.bench.sizes import parse_sizes
+from collectives.bench.sizes import format_bytes, parse_sizes
 from collectives.bench.sweep import Schedule, sweep
 from collectives.bench.table import header_lines, report_lines
 from collectives.cli import CommandError
@@ -78,7 +78,8 @@ class Options:
         bind: whether each rank stays on a core of its own.
 
     Raises:
-        ValueError: a backend is not known, a size is no multiple of the element's, or cores are too few.
+        ValueError: a backend is not known, a size is no multiple of the element's, or there is too little
+            memory or too few cores.
     """
 
     backends: tuple[str, ...] | None = None
@@ -110,6 +111,12 @@ class Options:
         if self.bind and max(self.ranks) > usable_cores():
             raise ValueError(
                 f"{max(self.ranks)} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
+            )
+        needed, available = max(self.ranks) * memory_bytes(max(self.sizes)), memory_available_bytes()
+        if needed > available:
+            raise ValueError(
+                f"{max(self.ranks)} ranks with tensors of {format_bytes(max(self.sizes))} need "
+                f"{needed / 2**30:.1f} GiB of memory, but {available / 2**30:.1f} GiB are available"
             )
 
 

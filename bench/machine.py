@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["bind_to_core", "describe_machine", "usable_cores", "version_of"]
+__all__ = ["bind_to_core", "describe_machine", "memory_available_bytes", "usable_cores", "version_of"]
 
 
 def usable_cores() -> int:
@@ -29,6 +29,15 @@ def bind_to_core(rank: int) -> None:
     if rank >= len(cores):
         raise ValueError(f"rank {rank} cannot have a core of its own: {len(cores)} can be used")
     os.sched_setaffinity(0, {cores[rank]})
+
+
+def memory_available_bytes() -> int:
+    """Returns how much memory the kernel thinks can be had without swapping."""
+    for line in _lines(Path("/proc/meminfo")):
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def version_of(distribution: str) -> str | None:

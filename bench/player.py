@@ -18,7 +18,7 @@ from collectives.bench.lockstep import Lockstep
 from collectives.bench.machine import bind_to_core
 from collectives.bench.ranks import commands
 
-__all__ = ["LIMIT", "Player", "Turn", "TurnResult", "Workload", "play", "serve"]
+__all__ = ["LIMIT", "Player", "Turn", "TurnResult", "Workload", "memory_bytes", "play", "serve"]
 
 LIMIT = "limit"
 """Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
@@ -210,6 +210,11 @@ class Player:
             self._arena[begin + i * stride : begin + i * stride + size_bytes].view(self._dtype)
             for i in range(number)
         ]
+
+
+def memory_bytes(max_bytes: int) -> int:
+    """Returns the memory of each rank's tensors, where the largest message has so many bytes."""
+    return 3 * max_bytes + max(2 * _stride(max_bytes), ARENA_MIN_BYTES)
 
 
 def _stride(size_bytes: int) -> int:

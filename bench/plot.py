@@ -70,7 +70,7 @@ def _draw(time_axes: Any, rate_axes: Any, line: Sequence[Record], look: dict[str
     if not line:
         return
     sizes = [record.size_bytes for record in line]
-    label = f"{line[0].peer}, {line[0].ranks} ranks"
+    label = f"{line[0].peer}, {line[0].ranks} {'rank' if line[0].ranks == 1 else 'ranks'}"
     time_axes.plot(sizes, [record.cold.median_us for record in line], label=label, **look)
     time_axes.fill_between(
         sizes,

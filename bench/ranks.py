@@ -73,7 +73,9 @@ class Team(ABC):
     def __init__(self, size: int) -> None:
         self.size = size
         self._directory = tempfile.TemporaryDirectory(prefix="collectives-")
-        self.address = str(Path(self._directory.name) / "parent")
+        # By way of a descriptor, because the address of a socket has no room for a long TMPDIR.
+        self._descriptor = os.open(self._directory.name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}/parent"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen(size)
@@ -163,6 +165,9 @@ class Team(ABC):
         self._connections.clear()
         self._listener.close()
         self._stop(0.0 if at_once else GRACE_S)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self._directory.cleanup()
 
 

@@ -87,7 +87,8 @@ def record_lines(records: Sequence[Record]) -> Iterator[str]:
     """
     first = records[0]
     how = "in-place" if first.in_place else "out-of-place (with the copy)"
-    yield f"# {first.operation} by {first.peer}, {first.ranks} ranks, {how}; slowest rank, median over calls"
+    run = f"{_ranks(first.ranks)}, {how}"
+    yield f"# {first.operation} by {first.peer}, {run}; slowest rank, median over calls"
     yield "#" + _over()
     yield "#" + "".join(name.rjust(width) for name, _, width in _COLUMNS)
     yield "#" + "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
@@ -154,12 +155,16 @@ def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
     times = {(record.size_bytes, record.peer): record.cold.median_us for record in records}
     ratios = [f"{peer}/{first}" for peer in others]
     widths = [max(12, len(name) + 2) for name in (*peers, *ratios)]
-    yield f"# cold time (us) of each peer with {records[0].ranks} ranks, then relative to {first}"
+    yield f"# cold time (us) of each peer with {_ranks(records[0].ranks)}, then relative to {first}"
     yield "#" + "size (B)".rjust(10) + _row([*peers, *ratios], widths)
     for size in dict.fromkeys(record.size_bytes for record in records):
         cells = [_number(times[size, peer]) for peer in peers]
         cells += [f"{times[size, peer] / times[size, first]:.3g}x" for peer in others]
         yield str(size).rjust(11) + _row(cells, widths)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -169,7 +174,7 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
     """Yields why peers were not measured and what would add them."""
     for entry in skipped:
-        run = "" if entry.ranks is None else f" with {entry.ranks} ranks"
+        run = "" if entry.ranks is None else f" with {_ranks(entry.ranks)}"
         yield f"# skipped {entry.peer}{run}: {entry.reason}"
         if entry.install and entry.install not in entry.reason:
             yield f"#   to add it: {entry.install}"

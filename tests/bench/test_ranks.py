@@ -29,25 +29,22 @@ def test_answers_come_in_rank_order():
     with SpawnedTeam(2, bench_bodies.multiply, (10,)) as team:
         assert team.ask(1) == [10, 11]
         assert team.ask(2) == [20, 21]
-        directory = Path(team.address).parent
+        pids = [process.pid for process in team._context.processes]
+        directory = Path(team.address).parent.resolve()
         assert directory.exists()
     assert not directory.exists()
+    assert all(gone(pid) for pid in pids)
 
 
 def test_ranks_end_with_the_team():
     with SpawnedTeam(2, bench_bodies.send_pid) as team:
         pids = team.gather()
-    assert all(gone(pid) for pid in pids)
-    team.close()  # a second time
-
-
-def test_a_command_after_the_work_is_an_error():
-    with SpawnedTeam(1, bench_bodies.send_pid) as team:
-        team.gather()
         with pytest.raises(
-            RankFailedError, match="rank 0 has done its work, but was given another command: 5"
+            RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
         ):
             team.ask(5)
+    assert all(gone(pid) for pid in pids)
+    team.close()  # a second time
 
 
 @pytest.mark.parametrize(
