@@ -24,7 +24,7 @@ from collectives.types import (
     ReduceScatterOptions,
 )
 from collectives.work import Work
-from collectives.world import default_group
+from collectives.world import default_group, is_member
 
 __all__ = ["_CoalescingManager", "_coalescing_manager"]
 
@@ -125,6 +125,9 @@ def _coalescing_manager(
     Raises:
         ValueError: a manager of this group is open in this thread, or the group does not serve ``device``.
     """
+    if not is_member(group):
+        yield _CoalescingManager()  # the calls inside warn
+        return
     target = default_group() if group is None else group
     if device is not None and torch.device(device).type not in target.capabilities.devices:
         raise ValueError(

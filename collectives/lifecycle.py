@@ -111,6 +111,7 @@ def init_process_group(
             world.store = PrefixStore(f"{_LOCK_KEY}/{number}", base)
             world.owns_store = store is None
             world.device = device
+            world.pid = os.getpid()
             world.created = 1
             name = _hashed_name(_ranks, "") if _ranks else "0"
             ranks = range(world_size)

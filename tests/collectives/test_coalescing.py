@@ -64,6 +64,19 @@ def coalesces(rank: int, size: int) -> None:
         dist.barrier(group)
 
 
+def coalesces_outside(rank: int, size: int) -> None:
+    group = dist.new_group([1])
+    tensor = torch.ones(1)
+    if rank == 0:
+        with pytest.warns(UserWarning, match="does nothing"), dist._coalescing_manager(group):
+            dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 1
+
+
+def test_coalescing_on_a_rank_outside() -> None:
+    run_world(coalesces_outside, 2)
+
+
 def test_coalescing_manager(backend: str) -> None:
     run_world(coalesces, 3, backend=backend)
 
