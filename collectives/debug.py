@@ -15,7 +15,6 @@ from collections import Counter
 from datetime import timedelta
 from types import FrameType
 
-from collectives.checked_group import CheckedGroup
 from collectives.process_group import ProcessGroup
 from collectives.types import BarrierOptions
 from collectives.world import default_group
@@ -91,6 +90,8 @@ def checked(group: ProcessGroup) -> ProcessGroup:
     """Returns ``group``; at level DETAIL, unless it compares by itself, inside a group that does."""
     if get_debug_level() < DebugLevel.DETAIL or group.detects_mismatch or group.size() == 1:
         return group
+    from collectives.checked_group import CheckedGroup
+
     return CheckedGroup(group)
 
 
