@@ -333,6 +333,7 @@ class ProcessGroupHost(ProcessGroup):
     def abort(self) -> None:
         """Breaks the group at once, for this rank and its peers; operations in flight raise."""
         self._native.abort(f"rank {self._rank} aborted it")
+        self._native.shutdown(False)
 
     def shutdown(self) -> None:
         """Ends the group: operations already issued come to their end, then threads and memory are freed."""

@@ -63,12 +63,18 @@ Group& usable(OwnedGroup& group) {
   return *group.operator->();
 }
 
+// Bytes that move in less time than Python takes to hand its lock over and back.
+constexpr std::size_t kShort = 32 << 10;
+
 // Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
 // returns its task.
-std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, Nanoseconds timeout, bool wait) {
+std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t bytes, Nanoseconds timeout,
+                            bool wait) {
   Group& group = usable(owned);
-  PythonInterrupt interrupt;
-  const nb::gil_scoped_release release;
+  // Neither queueing nor a short operation that finds its peers waiting takes long.
+  const bool is_short = !wait || bytes <= kShort;
+  PythonInterrupt interrupt(is_short ? PythonInterrupt::Release::when_blocked
+                                     : PythonInterrupt::Release::now);
   if (wait && group.run(request, timeout, &interrupt)) return nullptr;
   return group.enqueue(std::move(request), timeout);
 }
@@ -81,7 +87,8 @@ std::shared_ptr<Task> all_reduce_tensor(OwnedGroup& group, Address data, std::si
   request.reduction = {dtype_from(dtype), op_from(op), factor};
   request.data = pointer_from(data);
   request.count = count;
-  return issue(group, std::move(request), timeout, wait);
+  const std::size_t bytes = count * size_of(request.reduction.dtype);
+  return issue(group, std::move(request), bytes, timeout, wait);
 }
 
 std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,
@@ -97,7 +104,10 @@ std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address d
   request.count = count;
   request.outputs = parts_from(outputs, request.reduction.dtype);
   request.inputs = parts_from(inputs, request.reduction.dtype);
-  return issue(group, std::move(request), timeout, wait);
+  std::size_t bytes = count * size_of(request.reduction.dtype);
+  for (const Part& part : request.outputs) bytes += part.bytes;
+  for (const Part& part : request.inputs) bytes += part.bytes;
+  return issue(group, std::move(request), bytes, timeout, wait);
 }
 
 std::shared_ptr<Task> send(OwnedGroup& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
@@ -117,8 +127,8 @@ std::shared_ptr<Task> receive(OwnedGroup& group, Address data, std::size_t count
 }
 
 bool wait_for(Task& task, std::optional<double> seconds) {
-  PythonInterrupt interrupt;
-  const nb::gil_scoped_release release;
+  if (task.finished()) return true;
+  PythonInterrupt interrupt(PythonInterrupt::Release::now);
   return task.wait(seconds ? deadline_in(*seconds) : kNever, &interrupt);
 }
 

@@ -1,7 +1,5 @@
 #include "bindings/interrupt.hpp"
 
-#include <nanobind/nanobind.h>
-
 #include <string_view>
 
 namespace nb = nanobind;
@@ -21,6 +19,14 @@ bool ours(nb::handle frame) {
 }
 
 }  // namespace
+
+PythonInterrupt::~PythonInterrupt() {
+  if (released_ != nullptr) PyEval_RestoreThread(released_);
+}
+
+void PythonInterrupt::blocks() {
+  if (released_ == nullptr) released_ = PyEval_SaveThread();
+}
 
 bool PythonInterrupt::requested() {
   const nb::gil_scoped_acquire acquire;

@@ -1,19 +1,36 @@
 // Lets a thread of Python that sleeps in the core answer signals, and tells where it came from.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <string>
 
 #include "transport/station.hpp"
 
 namespace collectives {
 
-// To be used on the thread that made it, with the GIL released.
+// To be used on the thread that made it. Made with the GIL held, gives it up at once or when the thread first
+// blocks, so that a short operation whose peers are there already costs no handover between Python's threads;
+// has it again at its end.
 class PythonInterrupt final : public Interrupt {
  public:
+  enum class Release { now, when_blocked };
+
+  explicit PythonInterrupt(Release release) {
+    if (release == Release::now) PythonInterrupt::blocks();
+  }
+  PythonInterrupt(const PythonInterrupt&) = delete;
+  PythonInterrupt& operator=(const PythonInterrupt&) = delete;
+  ~PythonInterrupt() override;
+
+  void blocks() override;
   // Runs pending signal handlers; true where one raised. The exception stays set for the caller.
   bool requested() override;
   // "file:line in function" of the innermost frame outside this package and torch.
   std::string site() override;
+
+ private:
+  PyThreadState* released_ = nullptr;
 };
 
 }  // namespace collectives

@@ -11,6 +11,19 @@ namespace {
 // How long local threads get to leave operations that were just broken.
 constexpr Nanoseconds kLeaveLimit = 5 * kSecond;
 
+thread_local const Group* executing = nullptr;  // whose operation the calling thread executes
+
+class Executing {
+ public:
+  explicit Executing(const Group* group) : before_(std::exchange(executing, group)) {}
+  Executing(const Executing&) = delete;
+  Executing& operator=(const Executing&) = delete;
+  ~Executing() { executing = before_; }
+
+ private:
+  const Group* before_;
+};
+
 }  // namespace
 
 Group::Group(Membership membership, std::string label)
@@ -24,7 +37,14 @@ Group::Group(Membership membership, std::string label)
 Group::~Group() { shutdown(false); }
 
 void Group::refuse() const {
-  throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down");
+  std::string cause;
+  {
+    const std::lock_guard lock(station_mutex_);
+    cause = station_ ? station_->cause() : cause_;
+  }
+  if (!cause.empty()) cause = "; the first cause: " + cause;
+  throw Error(ErrorKind::aborted,
+              "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down" + cause);
 }
 
 bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
@@ -36,6 +56,7 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
   try {
     if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
       refuse();
+    const Executing here(this);
     execute_now(request, timeout, kNever, interrupt);
   } catch (...) {
     return_turn();
@@ -98,10 +119,12 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
 }
 
 std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
+  if (closed_.load(std::memory_order_acquire)) refuse();
   return messenger_->send(envelope, data, timeout);
 }
 
 std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
+  if (closed_.load(std::memory_order_acquire)) refuse();
   return messenger_->receive(envelope, data, timeout);
 }
 
@@ -136,9 +159,11 @@ void Group::abort(const std::string& reason) {
 }
 
 std::string Group::report() const {
-  const std::lock_guard lock(station_mutex_);
-  if (!station_) refuse();
-  return station_->report();
+  {
+    const std::lock_guard lock(station_mutex_);
+    if (station_) return station_->report();
+  }
+  refuse();
 }
 
 bool Group::await_idle(Nanoseconds deadline) const {
@@ -151,11 +176,12 @@ bool Group::await_idle(Nanoseconds deadline) const {
 }
 
 void Group::shutdown(bool finish) {
-  if (!finish) {
+  if (!finish || executing == this) {
     // Also ends the patience of a shutdown that waits for operations.
     const std::lock_guard lock(station_mutex_);
     if (station_) station_->leave();
   }
+  if (executing == this) return;
   const std::lock_guard once(shutdown_mutex_);
   {
     // Under the lock, so that no later operation finds the queue open.
@@ -179,6 +205,7 @@ void Group::shutdown(bool finish) {
   }
   queue_changed_.notify_all();
   const std::lock_guard lock(station_mutex_);
+  cause_ = station_->cause();
   if (idle) {
     thread_.join();
     station_.reset();

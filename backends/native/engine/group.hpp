@@ -51,8 +51,10 @@ class Group {
   // Breaks the group here and for its peers. Blocks on nothing.
   void abort(const std::string& reason);
 
-  // Ends the group. With `finish`, operations already issued come to their own end first, each within its
-  // time limit; without, they fail at once. Idempotent.
+  // Ends the group and frees what it holds. With `finish`, operations already issued come to their own end
+  // first, each within its time limit; without, they fail at once. Idempotent. Called from within an
+  // operation of the same thread, by a signal handler, it only makes that operation fail; the next call
+  // frees.
   void shutdown(bool finish);
 
   // What every rank waits in or did last.
@@ -79,6 +81,7 @@ class Group {
   // `station_mutex_`.
   std::unique_ptr<Station> station_;
   mutable std::mutex station_mutex_;
+  std::string cause_;  // why the group was broken when it ended
   const std::shared_ptr<Messenger> messenger_;
   std::uint64_t sequence_ = 0;        // of the last collective begun; only the holder of the turn touches it
   std::vector<const void*> sources_;  // scratch of the holder of the turn

@@ -445,7 +445,7 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
 }
 
 void Messenger::doze(Lock& lock, Nanoseconds deadline) {
-  Bell& bell = station_->own().mail_bell;
+  MailBell& bell = station_->own().mail_bell;
   Status& status = station_->status();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
   const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
@@ -520,7 +520,12 @@ bool Messenger::close(Nanoseconds deadline) {
     Lock lock(mutex_);
     if (station_ == nullptr) return true;
     closing_ = true;
-    fail_all(Error(ErrorKind::aborted, prefix().substr(0, prefix().size() - 2) + " was shut down"));
+    try {
+      station_->check_unbroken();
+      fail_all(Error(ErrorKind::aborted, prefix() + "the group was shut down"));
+    } catch (const Error& cause) {
+      fail_all(cause);
+    }
     station_->ring_own_mail();
     changed_.notify_all();
     thread_wakes_.notify_all();

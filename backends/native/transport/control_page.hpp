@@ -71,8 +71,7 @@ inline constexpr std::size_t kSiteBytes = 96;
 
 // For reports. Relaxed unless said: a reader takes it as a hint of the moment.
 struct alignas(kLine) Status {
-  std::atomic<std::uint32_t> presence;   // Presence; release at departure
-  std::atomic<std::uint32_t> waits_for;  // rank + 1, 0 while not asleep in a collective
+  std::atomic<std::uint32_t> presence;  // Presence; release at departure
   std::atomic<std::uint64_t>
       finished;                       // last collective done; release: the rank needs nothing of it any more
   std::atomic<Nanoseconds> entered;   // when the last collective began, or fell asleep
@@ -86,20 +85,31 @@ struct alignas(kLine) Status {
   std::atomic<char> site[kSiteBytes];       // source line of the blocked call, zero-terminated
 };
 
-// Rings whoever sleeps for news. A waiter raises `sleepers`, then looks at its condition once more, then
-// sleeps on `rings`; a publisher stores its news, then looks at `sleepers`. All four accesses are
-// sequentially consistent, so that at least one of the two sees the other.
-struct alignas(kLine) Bell {
-  std::atomic<std::uint32_t> sleepers;
+// Where the one thread of a rank that executes a collective sleeps, and what for. The waiter stores what it
+// waits for, then looks at the awaited word once more, then sleeps on `rings`; a publisher stores its word,
+// then looks at what the waiter waits for, and rings only if that has come. Both stores and both looks are
+// sequentially consistent, so that at least one side sees the other.
+struct alignas(kLine) CollectiveBell {
   std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t>
+      publisher;  // rank + 1 that is waited for, 0 while nobody sleeps; release of the next two
+  std::atomic<std::uint64_t> word;   // offset in the segment
+  std::atomic<std::uint64_t> value;  // that the word must reach
+};
+
+// Where threads of a rank sleep for point-to-point news of any peer; a publisher rings when there are any.
+// The same handshake.
+struct alignas(kLine) MailBell {
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> sleepers;
 };
 
 struct ControlPage {
   Arrival arrivals[2];
   Progress progress;
   Status status;
-  Bell collective_bell;
-  Bell mail_bell;
+  CollectiveBell collective_bell;
+  MailBell mail_bell;
 };
 static_assert(sizeof(ControlPage) <= kPage);
 

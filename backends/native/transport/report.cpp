@@ -74,7 +74,7 @@ std::string Station::report_of(int rank) const {
     // A rank that goes on meanwhile may rewrite the line; then the words are of a later operation, which is
     // as good.
     text += describe(last.what, last.own_count) + " number " + std::to_string(arrived);
-    const std::uint32_t waits_for = status.waits_for.load(std::memory_order_relaxed);
+    const std::uint32_t waits_for = theirs.collective_bell.publisher.load(std::memory_order_relaxed);
     if (arrived > finished && waits_for != 0) text += ", waits for rank " + std::to_string(waits_for - 1);
     text += arrived > finished ? ", for " + ago(entered) : ", begun " + ago(entered) + " ago";
   }

@@ -34,17 +34,21 @@ std::string seconds(Nanoseconds time) {
   return text;
 }
 
-class Sleeper {
+// Says what the calling thread waits for, as long as it lives.
+class Announcement {
  public:
-  explicit Sleeper(Bell& bell) : bell_(bell) {
-    bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the waiter's half of the handshake
+  Announcement(CollectiveBell& bell, int publisher, std::uint64_t word, std::uint64_t value) : bell_(bell) {
+    bell_.word.store(word, std::memory_order_relaxed);
+    bell_.value.store(value, std::memory_order_relaxed);
+    // The waiter's half of the handshake, and release of the two above.
+    bell_.publisher.store(static_cast<std::uint32_t>(publisher) + 1, std::memory_order_seq_cst);
   }
-  Sleeper(const Sleeper&) = delete;
-  Sleeper& operator=(const Sleeper&) = delete;
-  ~Sleeper() { bell_.sleepers.fetch_sub(1, std::memory_order_release); }
+  Announcement(const Announcement&) = delete;
+  Announcement& operator=(const Announcement&) = delete;
+  ~Announcement() { bell_.publisher.store(0, std::memory_order_relaxed); }
 
  private:
-  Bell& bell_;
+  CollectiveBell& bell_;
 };
 
 }  // namespace
@@ -80,27 +84,26 @@ void Station::commit_mailbox(int receiver) const {
   membership_.segment->commit(membership_.layout.mailbox_offset(rank(), receiver), shape().mail_bytes);
 }
 
-void Station::ring(Bell& bell) noexcept {
-  bell.rings.fetch_add(1, std::memory_order_release);
-  futex_wake_all(bell.rings, FutexScope::machine);
+void Station::ring(std::atomic<std::uint32_t>& rings) noexcept {
+  rings.fetch_add(1, std::memory_order_release);
+  futex_wake_all(rings, FutexScope::machine);
 }
 
 void Station::ring_everyone() const noexcept {
   for (int r = 0; r < size(); ++r) {
-    ring(page(r).collective_bell);
-    ring(page(r).mail_bell);
+    ring(page(r).collective_bell.rings);
+    ring(page(r).mail_bell.rings);
   }
 }
 
 void Station::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {
-  Bell& bell = own_->collective_bell;
+  CollectiveBell& bell = own_->collective_bell;
   Status& mine = own_->status;
   Nanoseconds now = now_ns();
   Nanoseconds next_look = now + kLookEvery;
   mine.entered.store(now, std::memory_order_relaxed);
-  mine.waits_for.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_relaxed);
   if (mine.site[0].load(std::memory_order_relaxed) != '\0') note_site("");
-  Sleeper sleeper(bell);
+  const Announcement announcement(bell, peer, offset_of(word), value);
   for (;;) {
     const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
     // Sequentially consistent: the waiter's second half of the handshake; acquire for what the peer wrote
@@ -117,7 +120,6 @@ void Station::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>
       check_unbroken();
     }
   }
-  mine.waits_for.store(0, std::memory_order_relaxed);
 }
 
 void Station::look_around(const Call& call, int peer) const {
@@ -203,10 +205,7 @@ void Station::throw_broken(bool begun) const {
   const Poison& record = poison();
   while (record.state.load(std::memory_order_acquire) == 1) sched_yield();  // its writer is about to finish
   const bool poisoned = record.state.load(std::memory_order_acquire) == 2;
-  const int stop = stop_.load(std::memory_order_acquire);
-  if (stop == kLeft || !poisoned) {
-    throw Error(ErrorKind::aborted, prefix + (stop == kAborted ? " was aborted" : " was shut down"));
-  }
+  if (!poisoned) throw Error(ErrorKind::aborted, prefix + " was shut down");
   const auto kind = static_cast<ErrorKind>(record.kind);
   const std::string cause = std::string(record.text);
   if (kind == ErrorKind::peer_lost) throw Error(kind, prefix + ": " + cause, record.rank);
@@ -229,6 +228,10 @@ void Station::leave() noexcept {
   if (stop_.exchange(kLeft, std::memory_order_acq_rel) == kLeft) return;
   own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
   ring_everyone();
+}
+
+std::string Station::cause() const {
+  return poison().state.load(std::memory_order_acquire) == 2 ? poison().text : "";
 }
 
 void Station::note_site(const std::string& site) const noexcept {

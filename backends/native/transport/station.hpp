@@ -26,10 +26,13 @@
 
 namespace collectives {
 
-// Asked by a thread that sleeps in an operation. The bindings use it for signals of Python's main thread.
+// What a thread that blocks in an operation owes to its owner. The bindings use it for Python's lock and
+// signals.
 class Interrupt {
  public:
   virtual ~Interrupt() = default;
+  // The calling thread is about to yield or sleep, perhaps again.
+  virtual void blocks() = 0;
   // Whether to give the operation up.
   virtual bool requested() = 0;
   // The source line of the call, or an empty text.
@@ -98,21 +101,20 @@ class Station {
 
   // Stores news that others may sleep for, and wakes those who do.
   void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const noexcept {
-    word.store(value,
-               std::memory_order_seq_cst);  // release for the readers, and one half of the bell's handshake
-    ring_collective();
-  }
-  void ring_collective() const noexcept {
+    word.store(value, std::memory_order_seq_cst);  // release for the readers, and one half of the handshake
     for (int r = 0; r < size(); ++r) {
-      Bell& bell = page(r).collective_bell;
-      if (r != rank() && bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell);
+      CollectiveBell& bell = page(r).collective_bell;
+      if (bell.publisher.load(std::memory_order_seq_cst) != static_cast<std::uint32_t>(rank()) + 1) continue;
+      if (bell.word.load(std::memory_order_relaxed) == offset_of(word) &&
+          bell.value.load(std::memory_order_relaxed) <= value) {
+        ring(bell.rings);
+      }
     }
   }
   void ring_mail(int rank) const noexcept {
-    Bell& bell = page(rank).mail_bell;
-    if (bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell);
+    MailBell& bell = page(rank).mail_bell;
+    if (bell.sleepers.load(std::memory_order_seq_cst) != 0) ring(bell.rings);
   }
-
   void ring_own_mail() const noexcept { ring_mail(rank()); }
 
   // Blocks until `word`, which `peer` writes, has reached `value`. Throws what `check` throws, and on the
@@ -122,6 +124,7 @@ class Station {
       if (word.load(std::memory_order_acquire) >= value) return;
       relax_processor();
     }
+    if (call.interrupt != nullptr) call.interrupt->blocks();
     for (int i = 0; i < kYields; ++i) {
       sched_yield();
       if (word.load(std::memory_order_acquire) >= value) return;
@@ -155,6 +158,8 @@ class Station {
   void abort(const std::string& reason) noexcept;
   // Marks this rank as departed and releases its own waiting threads. Idempotent.
   void leave() noexcept;
+  // Why the group is broken; empty where it is not.
+  std::string cause() const;
 
   // What every rank waits in or did last, a line for each.
   std::string report() const;
@@ -173,7 +178,10 @@ class Station {
     return reinterpret_cast<MailCounter*>(base_ + offset)->bytes;
   }
   Poison& poison() const noexcept { return reinterpret_cast<Header*>(base_)->poison; }
-  static void ring(Bell& bell) noexcept;
+  std::uint64_t offset_of(const std::atomic<std::uint64_t>& word) const noexcept {
+    return static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
+  }
+  static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void ring_everyone() const noexcept;
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   void look_around(const Call& call, int peer) const;
