@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -57,8 +58,8 @@ _DISCONNECTED = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
 )
 _OWN_END = "Application timeout caused pair closure"
-_KEPT_MESSAGES = 64
-"""Messages that nobody waited for are let go when so many are in flight or done."""
+_UNWATCHED_MESSAGES = 64
+"""Messages of which nobody has asked whether they are done, before the group does."""
 
 
 def unavailable() -> str | None:
@@ -136,7 +137,8 @@ class ProcessGroupGloo(ProcessGroup):
             ) from error
         self._loopback = Loopback(self._rank)
         self._numbers = itertools.count(1)
-        self._messages: dict[MessageGlooWork, None] = {}
+        self._messages: set[MessageGlooWork] = set()
+        self._unwatched: deque[MessageGlooWork] = deque()
         self._awaiting_any: dict[int, int] = {}
         self._lock = threading.Lock()
         self._breaking = threading.RLock()
@@ -394,16 +396,17 @@ class ProcessGroupGloo(ProcessGroup):
             raise self.failed(operation, error) from error
         work = MessageGlooWork(self, started, operation, source, any_source_tag)
         with self._lock:
-            self._messages[work] = None
-            oldest = next(iter(self._messages)) if len(self._messages) > _KEPT_MESSAGES else None
+            self._messages.add(work)
+            self._unwatched.append(work)
+            oldest = self._unwatched.popleft() if len(self._unwatched) > _UNWATCHED_MESSAGES else None
         if oldest is not None:
-            oldest.is_completed()  # a thread sees to it that it is forgotten when it is done
+            oldest.is_completed()  # where it is not done yet, a thread sees to it that it is let go then
         return work
 
     def settled(self, work: MessageGlooWork) -> None:
         """Forgets a message that is done or failed."""
         with self._lock:
-            self._messages.pop(work, None)
+            self._messages.discard(work)
         if work.any_source_tag is not None:
             self._arrived_from_any(work.any_source_tag)
 
