@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from collectives import registry
-from collectives.joining import join_world
+from collectives.joining import KEYS, join_world
 from collectives.process_group import ProcessGroup
 from collectives.store import PrefixStore, rendezvous
 from collectives.types import ReduceOp
@@ -94,8 +94,8 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         raise ValueError(f"backend {backend!r} does not serve {place}, only {served}")
     base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     base.set_timeout(timeout)
-    number = join_world(PrefixStore("collectives", base), rank, size, backend, timeout)
-    store = PrefixStore(f"collectives/{number}", base)
+    number = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
+    store = PrefixStore(f"{KEYS}/{number}", base)
     if backend in _factories:
         return _factories[backend](store, rank, size, timeout, place, **kwargs)
     return registry.create_group(

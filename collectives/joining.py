@@ -24,7 +24,10 @@ import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError
 
-__all__ = ["join_group", "join_world", "leave_world", "wait_for_keys", "wait_for_leavers"]
+__all__ = ["KEYS", "join_group", "join_world", "leave_world", "wait_for_keys", "wait_for_leavers"]
+
+KEYS = "collectives"
+"""Prefix of all our keys in a store that may have other users."""
 
 _PROTOCOL = 1
 """Number of the key layout; ranks that differ in it refuse each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import importlib
 import logging
@@ -20,7 +21,7 @@ from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
 from collectives.coalescing import forget_coalescing
 from collectives.debug import checked
-from collectives.joining import join_group, join_world, leave_world, wait_for_leavers
+from collectives.joining import KEYS, join_group, join_world, leave_world, wait_for_leavers
 from collectives.process_group import ProcessGroup
 from collectives.store import PrefixStore, rendezvous
 from collectives.validation import seconds
@@ -46,9 +47,6 @@ _LEAVERS_LIMIT = timedelta(seconds=5)
 
 _RETRY_SECONDS = 0.05
 """Pause before another try to reach rank 0 after a connection broke."""
-
-_LOCK_KEY = "collectives"
-"""Prefix of all our keys in the user's store."""
 
 
 def init_process_group(
@@ -94,8 +92,7 @@ def init_process_group(
         if world.default is not None:
             raise ValueError(
                 f"[rank {world.default.rank()}] there is a default process group already "
-                f"({world.default.describe()}); call "
-                "destroy_process_group before a second init_process_group"
+                f"({world.default.describe()}); call destroy_process_group before a second init_process_group"
             )
         _check_meeting(init_method, store, rank, world_size)
         device = _bound_device(device_id)
@@ -108,7 +105,7 @@ def init_process_group(
                 store, "env://" if init_method is None else init_method, rank, world_size, limit, repr(config)
             )
             world.base = base
-            world.store = PrefixStore(f"{_LOCK_KEY}/{number}", base)
+            world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None
             world.device = device
             world.pid = os.getpid()
@@ -184,20 +181,21 @@ def _meet(
 ) -> tuple[Any, int, int, int]:
     """Meets the other ranks; returns the store, this rank, the number of ranks and the world's number."""
     if store is not None:
-        number = join_world(PrefixStore(_LOCK_KEY, store), rank, size, backend, limit)
+        number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)
         return store, rank, size, number
     deadline = time.monotonic() + limit.total_seconds()
+    left = limit
     while True:
         base = None
         try:
-            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=limit)))
+            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=left)))
             base.set_timeout(limit)
-            return base, own, count, join_world(PrefixStore(_LOCK_KEY, base), own, count, backend, limit)
+            return base, own, count, join_world(PrefixStore(KEYS, base), own, count, backend, left)
         except BaseException as error:
             _close_store(base)
-            limit = timedelta(seconds=deadline - time.monotonic())
+            left = timedelta(seconds=deadline - time.monotonic())
             broken = isinstance(error, _torch_distributed.DistNetworkError)
-            if not broken or limit <= timedelta(0) or _own_rank(rank) == 0:
+            if not broken or left <= timedelta(0) or _own_rank(rank) == 0:
                 raise
         # A rank that begins its next world may still reach the server of rank 0's former one, just before
         # that ends; the next one is there soon.
@@ -302,8 +300,9 @@ def _end_world(*, gracefully: bool) -> None:
             else:
                 group.abort()
         except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
-            group.abort()
             first = first or error
+            with contextlib.suppress(Exception):
+                group.abort()
     leave_world(store, default.rank())
     if owned is not None:
         if default.rank() == 0 and default.size() > 1:
