@@ -106,6 +106,11 @@ class PrefixStore(Store):
         """Returns torch's message without the C++ stack, and where it happened."""
         return f"{str(error).partition(chr(10))[0]} ({self!r}, timeout {self._seconds(None):g} s)"
 
+    def _refuse_to_wait(self, operation: str, keys: list[str], limit: float) -> None:
+        """Raises if there is no time to wait for a missing key; some stores take zero for no limit."""
+        if limit == 0 and not self._check(keys):
+            self._raise_timeout(operation, [key for key in keys if not self._check([key])], limit)
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
@@ -143,12 +148,14 @@ class PrefixStore(Store):
             deleted: bool = self._store.delete_key(self._key(key))
             return deleted
 
-    def _get(self, key: str, limit: float) -> bytes:  # noqa: ARG002 - the other store has the limit
+    def _get(self, key: str, limit: float) -> bytes:
+        self._refuse_to_wait("get", [key], limit)
         with self._own_errors():
             value: bytes = self._store.get(self._key(key))
             return value
 
-    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:  # noqa: ARG002
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+        self._refuse_to_wait("get", keys, limit)
         with self._own_errors():
             values: list[bytes] = self._store.multi_get(self._keys(keys))
             return values
@@ -169,6 +176,7 @@ class PrefixStore(Store):
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
     def _wait(self, keys: list[str], limit: float) -> None:
+        self._refuse_to_wait("wait", keys, limit)
         with self._own_errors():
             self._store.wait(self._keys(keys), _foreign_limit(limit))
 
@@ -177,6 +185,8 @@ class PrefixStore(Store):
             self._store.queue_push(self._key(key), value)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        if limit is not None:
+            self._refuse_to_wait("queue_pop", [key], limit)
         end = time.monotonic() + (limit or 0.0)
         while True:
             try:
@@ -199,5 +209,5 @@ class PrefixStore(Store):
 
 
 def _foreign_limit(limit: float) -> timedelta:
-    """Returns a limit that no store takes for unlimited, as torch's HashStore does zero."""
+    """Returns a limit that no store takes for none, as torch's HashStore does zero."""
     return max(timedelta(seconds=limit), timedelta(milliseconds=1))

@@ -188,10 +188,12 @@ class Client:
             delay = min(2 * delay, _LONGEST_RETRY_S)
 
     def _connect_once(self, deadline: float) -> Connection:
+        try:
+            addresses = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise ValueError(f"{self._host!r} cannot be the name of a machine: {error}") from error
         last_error: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self._host, self._port, type=socket.SOCK_STREAM
-        ):
+        for family, kind, protocol, _, address in addresses:
             sock = None
             try:
                 sock = socket.socket(family, kind, protocol)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 
 import pytest
 from store_pairs import LONG
 
 from collectives.store import Store
+
+# torch's TCPStore looks the names of addresses up for its log, which a name server that does not answer
+# would make last 5 s and more each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture

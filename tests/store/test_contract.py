@@ -189,6 +189,11 @@ def test_no_time_means_no_waiting(pair, limit):
     start = time.monotonic()
     with pytest.raises(collectives.DistStoreError):
         one.wait(["missing"], limit)
+    one.set_timeout(limit)
+    assert one.get("there") == b""
+    for call in (one.get, one.queue_pop, lambda key: one.multi_get(["there", key])):
+        with pytest.raises(collectives.DistStoreError, match="0 s"):
+            call("missing")
     assert time.monotonic() - start < QUICK
 
 

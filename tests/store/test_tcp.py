@@ -187,8 +187,10 @@ class TestConnecting:
         assert re.search(r"rank 0.*MASTER_ADDR and MASTER_PORT", message)
 
     def test_a_name_that_nobody_has(self):
-        with pytest.raises(collectives.DistNetworkError, match=r"no-such-host\.invalid:1"):
-            TCPStore("no-such-host.invalid", 1, timeout=SECOND / 10)
+        with pytest.raises(collectives.DistNetworkError, match=r"no host:1.* not known"):
+            TCPStore("no host", 1, timeout=SECOND / 10)
+        with pytest.raises(ValueError, match=r"'a\.\.b' cannot be the name of a machine"):
+            TCPStore("a..b", 1)
 
     def test_clients_wait_for_the_server(self):
         port = free_port()
@@ -352,10 +354,24 @@ class TestSharing:
 
 
 def hold(rank, size, port):
-    """Rank 0 waits for a key, until it is killed."""
+    """All ranks but the last wait until they are killed; the last lets the test say when that is over."""
     store = TCPStore("127.0.0.1", port, timeout=LONG)
+    if rank == size - 1:
+        store.get("end")
+        return
     store.set(f"pid{rank}", str(os.getpid()))
     store.get("never")
+
+
+def serve(rank, size, port, control):
+    """Rank 0 serves until it is killed; rank 1 lets the test say when that is over."""
+    if rank == 1:
+        TCPStore("127.0.0.1", control, timeout=LONG).get("end")
+        return
+    store = TCPStore("127.0.0.1", port, is_master=True, timeout=LONG)
+    store.set("pid", str(os.getpid()))
+    while True:
+        signal.pause()
 
 
 def count_in_processes(rank, size, port, rounds):
@@ -397,40 +413,64 @@ class TestProcesses:
 
     def test_a_killed_client_is_forgotten(self, server):
         native = server._server.native
-        before = native.connections
         with ThreadPoolExecutor(1) as threads:
-            ranks = threads.submit(harness.run_ranks, hold, 2, server.port, isolated=True, lost=(0, 1))
+            ranks = threads.submit(harness.run_ranks, hold, 3, server.port, isolated=True, lost=(0, 1))
             pids = [int(server.get(f"pid{rank}")) for rank in range(2)]
-            until(lambda: native.waiting == 2)
+            until(lambda: native.waiting == 3)
+            before = native.connections
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            until(lambda: native.waiting == 0 and native.connections == before)
-            assert [died.exitcode for died in ranks.result(20)] == [-9, -9]
+            until(lambda: (native.waiting, native.connections) == (1, before - 2))
+            server.set("end", "")
+            assert [died.exitcode for died in ranks.result(20)[:2]] == [-9, -9]
         server.set("never", "")
         assert server.get("never") == b""
 
-    def test_a_server_that_dies(self):
-        with ThreadPoolExecutor(1) as threads:
-            port = free_port()
-            ranks = threads.submit(harness.run_ranks, serve_and_die, 1, port, isolated=True, lost=(0,))
+    def test_a_server_that_dies(self, server):
+        port = free_port()
+        with ThreadPoolExecutor(2) as threads:
+            ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))
             client = TCPStore("127.0.0.1", port, timeout=LONG)
+            got = threads.submit(client.get, "never")
+            time.sleep(0.05)
             start = time.monotonic()
-            client.set("die", "")
+            os.kill(int(client.get("pid")), signal.SIGKILL)
             with pytest.raises(collectives.DistNetworkError, match=r"get: the connection .* broke"):
-                client.get("never")
+                got.result(10)
+            with pytest.raises(collectives.DistNetworkError, match=r"set: the connection .* broke"):
+                client.set("key", "value")
             assert time.monotonic() - start < 5
+            server.set("end", "")
             ranks.result(20)
+
+    def test_a_server_that_is_stopped(self, server, monkeypatch):
+        monkeypatch.setattr("collectives.store.tcp._GRACE_S", 0.2)
+        monkeypatch.setattr("collectives.store.tcp_client._ANSWER_S", 0.2)
+        port = free_port()
+        with ThreadPoolExecutor(1) as threads:
+            ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))
+            client = TCPStore("127.0.0.1", port, timeout=LONG)
+            pid = int(client.get("pid"))
+            client.set_timeout(timedelta(seconds=0.1))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(
+                    collectives.DistNetworkError, match="did not answer in time; is its process"
+                ):
+                    client.wait(["never"])
+                with pytest.raises(
+                    collectives.DistNetworkError, match=r"gave up after|did not answer in time"
+                ):
+                    client.set("key", "value")
+            finally:
+                os.kill(pid, signal.SIGKILL)
+            server.set("end", "")
+            ranks.result(20)
+        client.close()
 
     def test_a_busy_interpreter_stalls_nobody(self):
         held, longest = harness.run_ranks(answer_within, 2, free_port(), isolated=True)
         assert longest < 0.5 < held
-
-
-def serve_and_die(rank, size, port):
-    store = TCPStore("127.0.0.1", port, is_master=True, timeout=LONG)
-    store.get("die")
-    time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class TestForking:
