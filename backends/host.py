@@ -72,6 +72,9 @@ _CAPABILITIES = Capabilities(
     moves=frozenset(_CODES),
 )
 
+for _type in (torch.Tensor, torch.nn.Parameter):
+    _native.register_tensor_type(_type)
+
 _live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
 
 
@@ -144,6 +147,28 @@ class ProcessGroupHost(ProcessGroup):
         self._timeout_ns = _nanoseconds(timeout)
 
     # ---- collectives ---------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        opts: AllreduceOptions | ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Reduces a tensor over all ranks, in place; see :meth:`ProcessGroup.allreduce`.
+
+        The core looks at the usual argument itself, a dense real tensor in a synchronous call; all others,
+        wrong ones among them, take the way of every operation.
+        """
+        if type(opts) is AllreduceOptions and opts.asyncOp is False and opts.timeout is None:
+            tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
+            reduction = opts.reduceOp
+            code = reduction.code
+            factor = 1.0 if code == _SUM else self._factor(reduction)
+            if self._native.all_reduce_plain(tensor, code, factor, self._timeout_ns):
+                return CompletedWork((tensor,))  # type: ignore[arg-type]  # a tensor, or it were not plain
+        return super().allreduce(tensors, opts, timeout, op=op)
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         if not is_dense(tensor):

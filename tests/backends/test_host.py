@@ -112,8 +112,22 @@ def _strided(group, asynchronous):
     assert torch.equal(column, torch.full((40,), total))
     assert matrix.sum() == 40 * total
     conjugate = torch.full((3,), complex(rank, 1)).conj()
-    group.allreduce([conjugate]).wait()
+    group.allreduce([conjugate], dist.AllreduceOptions(asyncOp=asynchronous)).wait()
     assert torch.equal(conjugate, torch.full((3,), complex(size * (size - 1) / 2, -size)))
+    negative = torch._neg_view(torch.full((3,), float(rank + 1)))
+    group.allreduce([negative], dist.AllreduceOptions(asyncOp=asynchronous)).wait()
+    assert torch.equal(negative, torch.full((3,), -total))
+    assert negative.is_neg()
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    group.allreduce(parameter, dist.AllreduceOptions(asyncOp=asynchronous)).wait()
+    assert torch.equal(parameter, torch.full((2, 3), float(size)))
+    with pytest.raises(NotImplementedError, match="layout"):
+        group.allreduce([torch.eye(2).to_sparse()], dist.AllreduceOptions(asyncOp=asynchronous))
+    with pytest.raises(TypeError, match="must be a tensor"):
+        group.allreduce([[1.0]], dist.AllreduceOptions(asyncOp=asynchronous))
+    options = dist.AllreduceOptions(asyncOp=asynchronous, reduceOp=dist.ReduceOp.BAND)
+    with pytest.raises(NotImplementedError, match="BAND"):
+        group.allreduce([torch.ones(2)], options)
     outputs = torch.zeros(6, size)
     group.allgather([list(outputs.unbind(1))], [torch.full((6,), float(rank))]).wait()
     assert torch.equal(outputs, torch.arange(size).float().repeat(6, 1))

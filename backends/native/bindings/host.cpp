@@ -17,6 +17,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
 #include "bindings/interrupt.hpp"
+#include "bindings/tensor_view.hpp"
 #include "engine/group.hpp"
 
 namespace nb = nanobind;
@@ -89,6 +90,24 @@ std::shared_ptr<Task> all_reduce_tensor(OwnedGroup& group, Address data, std::si
   request.count = count;
   const std::size_t bytes = count * size_of(request.reduction.dtype);
   return issue(group, std::move(request), bytes, timeout, wait);
+}
+
+// The short way for the usual tensor on an idle group: returns whether it was taken, and done.
+bool all_reduce_plain(OwnedGroup& owned, nb::handle tensor, std::uint8_t op, double factor,
+                      Nanoseconds timeout) {
+  const std::optional<TensorView> view = plain_view(tensor);
+  const ReduceOp checked = op_from(op);
+  if (!view || !reducible(view->dtype, checked)) return false;
+  Request request;
+  request.kind = Kind::all_reduce;
+  request.reduction = {view->dtype, checked, factor};
+  request.data = view->data;
+  request.count = view->count;
+  const bool is_short = view->count * size_of(view->dtype) <= kShort;
+  Group& group = usable(owned);
+  PythonInterrupt interrupt(is_short ? PythonInterrupt::Release::when_blocked
+                                     : PythonInterrupt::Release::now);
+  return group.run(request, timeout, &interrupt);
 }
 
 std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,
@@ -225,6 +244,8 @@ void bind_group(nb::module_& module) {
           nb::arg("membership"), nb::arg("label"))
       .def("all_reduce", all_reduce_tensor, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"),
            nb::arg("op_code"), nb::arg("factor"), nb::arg("timeout_ns"), nb::arg("wait"))
+      .def("all_reduce_plain", all_reduce_plain, nb::arg("tensor"), nb::arg("op_code"), nb::arg("factor"),
+           nb::arg("timeout_ns"))
       .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
            nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
            nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))
@@ -248,6 +269,7 @@ void bind_group(nb::module_& module) {
         Group& mine = usable(group);
         return without_gil([&] { return mine.report(); });
       });
+  module.def("register_tensor_type", register_tensor_type, nb::arg("type"));
   nb::dict kinds;
   for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Kind::all_to_all); ++code) {
     kinds[name_of(static_cast<Kind>(code))] = code;
