@@ -154,7 +154,11 @@ def _conduct(
 def _measure(
     players: Mapping[str, Team], size: int, count: int, schedule: Schedule, budget_s: float
 ) -> list[_Peer]:
-    """Measures all peers at one size, turn by turn; each round begins with another peer."""
+    """Measures all peers at one size, turn by turn; each round begins with another peer.
+
+    Where a noisy machine makes the plan too long, later rounds are left out.
+    """
+    end = time.monotonic() + budget_s
     peers = [_Peer(name, team) for name, team in players.items()]
     for peer in peers:
         _prepare(peer, size, count, schedule, budget_s / len(peers))
@@ -164,6 +168,9 @@ def _measure(
             calls = peer.calls * (this + 1) // ROUNDS - peer.calls * this // ROUNDS
             if calls or peer.loop_calls:
                 peer.play(Turn(peer.name, count, calls, calls, peer.loop_calls))
+        enough = schedule.calls is None and all(len(peer.cold[0]) >= MIN_CALLS for peer in peers)
+        if enough and time.monotonic() > end:
+            break
     return peers
 
 
