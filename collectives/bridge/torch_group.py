@@ -214,8 +214,9 @@ class TorchGroup(_Group):
         """
         try:
             if profiling.enabled():
+                background = all(getattr(arg, "asyncOp", True) for arg in args)
                 work = profiling.observed(
-                    f"{self._backend_name}:{event}", [shown], lambda: method(*args, **kwargs)
+                    f"{self._backend_name}:{event}", [shown], background, lambda: method(*args, **kwargs)
                 )
             else:
                 work = method(*args, **kwargs)

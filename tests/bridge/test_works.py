@@ -119,19 +119,40 @@ def many_threads(rank, size):
 
 
 def profiler_events(rank, size):
-    def names(activities):
-        return {event.name: event.input_shapes for event in activities}
-
+    tensor = torch.ones(3, 5)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as recorded:
-        dist.all_reduce(torch.ones(3, 5))
-        dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7), async_op=True).wait()
+        dist.all_reduce(tensor)
+        dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))
         dist.barrier()
-    events = names(recorded.events())
-    assert events[f"{BACKEND}:all_reduce"] == [[3, 5]]
-    assert events[f"{BACKEND}:all_gather"] == [[7]]
-    assert f"{BACKEND}:barrier" in events
+        works = [dist.broadcast(tensor, 0, async_op=True) for _ in range(2)]
+        if rank:
+            dist.send(tensor, 0)
+        else:
+            dist.recv(tensor, 1)
+        for work in works:
+            work.get_future().wait()
+    found = [event for event in recorded.events() if event.name.startswith(f"{BACKEND}:")]
+    names = [event.name.removeprefix(f"{BACKEND}:") for event in found]
+    assert names == [
+        "all_reduce",
+        "all_gather",
+        "barrier",
+        "broadcast",
+        "broadcast",
+        "recvsend"[4 * rank :][:4],
+    ]
+    assert [event.input_shapes for event in found[:3]] == [[[3, 5]], [[7]], []]
+    assert all(event.count == 1 for event in found)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        with pytest.raises(ValueError, match="root"):
+            dist.group.WORLD.broadcast(tensor, root=9)
+        dist.barrier()
+    assert [e.name for e in recorded.events() if e.name.startswith(BACKEND)] == [
+        f"{BACKEND}:broadcast",
+        f"{BACKEND}:barrier",
+    ]
 
 
 @pytest.mark.parametrize(
