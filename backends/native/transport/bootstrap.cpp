@@ -121,7 +121,8 @@ std::vector<int> BootstrapHost::accept(Nanoseconds deadline) {
     Descriptor socket = accept_until(listener_, deadline);
     if (!socket) return missing;
     try {
-      admit(std::move(socket), std::min(deadline, now_ns() + kHelloLimit));
+      // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
+      admit(std::move(socket), now_ns() + kHelloLimit);
     } catch (const Error&) {
       // Whoever this was, it is turned away; a rank that is still missing will be named.
     }
