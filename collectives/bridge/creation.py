@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from collectives.bridge import kernels
+from collectives.bridge import kernels, torch_backend
 from collectives.bridge.torch_group import TorchGroup
 from collectives.registry import GroupOptions, create_group
 
@@ -14,9 +14,8 @@ __all__ = ["create"]
 def create(name: str, backend: str, options: Any, pg_options: Any) -> TorchGroup:
     """Returns a group for torch; called by all its members.
 
-    Every torch since 2.11 lets Python code subclass ``ProcessGroup``, which then stands for the whole group.
-    Newer ones let it subclass ``Backend`` too, which would serve one device of a group: this is the one
-    place where it would be chosen.
+    A ``ProcessGroup`` of Python serves Python callers without a way through C++. What C++ looks up beside it
+    is a ``Backend`` of Python where torch lets us make one, and our kernels where not.
 
     Args:
         name: name of the backend in torch.
@@ -37,5 +36,9 @@ def create(name: str, backend: str, options: Any, pg_options: Any) -> TorchGroup
             pg_options=pg_options,
         ),
     )
+    if torch_backend.can_be_made():
+        group = TorchGroup(inner, name, options.group_id)
+        torch_backend.attach(group)
+        return group
     kernels.acquire()
     return TorchGroup(inner, name, options.group_id, ended=kernels.release)

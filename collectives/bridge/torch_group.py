@@ -10,8 +10,8 @@ torch reaches a group on four ways, and all of them end here:
   :mod:`collectives.bridge.kernels`.
 - ``group._get_backend(device)`` gives the object that serves a device: this group itself.
 
-No backend of torch is registered in the group. So whatever should fall through all of these raises, instead
-of answering without having communicated.
+No C++ backend is registered in the group. So whatever should fall through all of these raises, instead of
+answering without having communicated.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from collectives.bridge.records import record
 from collectives.bridge.torch_work import BatchedWork, TorchWork, _Group
 from collectives.errors import UnsupportedOperationError
 from collectives.process_group import ProcessGroup
+from collectives.staging import dense_outputs
+from collectives.types import GatherOptions
 from collectives.work import CoalescedWork, Work
 
 __all__ = ["TorchGroup"]
@@ -51,7 +53,7 @@ class TorchGroup(_Group):
 
     # What the object that serves a device offers beyond the operations.
     supports_splitting = False
-    supports_coalescing = True
+    supports_coalescing = False  # so that a batch of sends and receives returns a Work for each
     supports_time_estimate = False
     supports_shrinking = False
     supports_reconfigure = False
@@ -130,6 +132,8 @@ class TorchGroup(_Group):
                 f"{', '.join(sorted(self.inner.capabilities.devices))}{_missing(kind)}"
             )
         return self
+
+    get_backend = _get_backend
 
     @property
     def options(self) -> Any:
@@ -341,6 +345,24 @@ class TorchGroup(_Group):
         call = self.inner.gather
         return self._issue("gather", source, call, output_tensors, source, record(opts), timeout, root=root)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
+        options = record(opts) or GatherOptions()
+        if self.rank() != options.rootRank:
+            return self._issue("gather", input, self.inner.gather, None, input, options)
+        if output.numel() != input.numel() * self.size():
+            raise ValueError(
+                f"[rank {self.rank()}] gather_single on {self!r}: output has {output.numel()} elements, but "
+                f"must have {input.numel()} for each of {self.size()} ranks"
+            )
+        outputs = dense_outputs([output])
+        parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
+
+        def gather(options: GatherOptions) -> Work:
+            return outputs.finish(self.inner.gather(parts, input, options))
+
+        return self._issue("gather", input, gather, options)
+
     def scatter(
         self,
         output_tensors: Any = None,
@@ -443,6 +465,7 @@ class TorchGroup(_Group):
     # ---- second names --------------------------------------------------------------------------------------
 
     _allgather_base = all_gather_single
+    gather_into_tensor = gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

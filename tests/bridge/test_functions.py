@@ -131,6 +131,24 @@ def gather(rank, size):
             equal(part, mine(r))
 
 
+def gather_single(rank, size):
+    """A function of newer versions of torch; the method is there for all."""
+    group = dist.group.WORLD
+    options = dist.GatherOptions()
+    options.rootRank = size - 1
+    for output in (torch.zeros(4 * size), torch.zeros(size, 8)[:, ::2]):
+        group.gather_single(output, mine(rank), options).wait()
+        expected = everyone(size) if rank == size - 1 else torch.zeros(size, 4)
+        equal(output.reshape(size, 4), expected)
+    if rank == size - 1:
+        with pytest.raises(ValueError, match="elements"):
+            group.gather_single(torch.zeros(3), mine(rank), options)
+    if hasattr(dist, "gather_single"):
+        output = torch.zeros(4 * size) if rank == 0 else None
+        dist.gather_single(mine(rank), output, dst=0)
+        assert rank or torch.equal(output, everyone(size).flatten())
+
+
 def scatter(rank, size):
     for src in range(size):
         tensor = torch.zeros(4)
@@ -319,7 +337,7 @@ def methods_of_the_group(rank, size):
 BODIES = [
     all_reduce, all_reduce_dtypes, all_reduce_coalesced, broadcast, reduce, all_gather,
     all_gather_into_tensor,
-    all_gather_coalesced, gather, scatter, reduce_scatter, reduce_scatter_tensor, all_to_all,
+    all_gather_coalesced, gather, gather_single, scatter, reduce_scatter, reduce_scatter_tensor, all_to_all,
     all_to_all_single,
     barrier, point_to_point, batch_isend_irecv, object_collectives, coalescing_manager, methods_of_the_group,
 ]  # fmt: skip

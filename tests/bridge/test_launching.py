@@ -55,7 +55,7 @@ def finished(done):
         "rank 0 of 2 is done",
         "rank 1 of 2 is done",
     ]
-    assert "Warning" not in done.stderr
+    assert "Overriding" not in done.stderr
 
 
 def test_torchrun(tmp_path):
