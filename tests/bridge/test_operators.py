@@ -201,6 +201,13 @@ def functional_operators(rank, size):
     tensor = value(rank)
     wait(ops.broadcast_(tensor, 1, name))
     equal(tensor, 1)
+    if hasattr(ops, "batch_p2p_ops"):  # not yet in torch 2.11
+        functional_messages(rank, size)
+
+
+def functional_messages(rank, size):
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    wait = ops.wait_tensor
     tensor = value(-1)
     if rank == 0:
         wait(ops.isend(value(3), 1, 0, name))
