@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import os
 import signal
 import time
@@ -28,26 +27,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _why_skipped(backend: str) -> str | None:
-    from collectives.registry import backend_spec, why_unavailable
-
-    spec = backend_spec(backend)
-    if isinstance(spec.factory, str) and importlib.util.find_spec(spec.factory) is None:
-        return f"there is no {spec.factory}"
-    return why_unavailable(backend)
+def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
+    """Returns the arguments that a test gives values to."""
+    found: set[str] = set()
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0]
+        found.update(names.replace(",", " ").split() if isinstance(names, str) else names)
+    return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests with an argument ``backend`` run once for each, those with ``world_size`` once for each size."""
-    if "backend" in metafunc.fixturenames:
+    """Runs tests with an argument ``backend`` on all, with ``world_size`` for all, unless they name some."""
+    from collectives.registry import why_unavailable
+
+    own = _named_by_itself(metafunc)
+    if "backend" in metafunc.fixturenames and "backend" not in own:
         chosen = metafunc.config.getoption("--backends").split(",")
         values = []
         for backend in chosen:
-            reason = _why_skipped(backend)
+            reason = why_unavailable(backend)
             marks = [] if reason is None else [pytest.mark.skip(reason=f"{backend}: {reason}")]
             values.append(pytest.param(backend, id=backend, marks=marks))
         metafunc.parametrize("backend", values, scope="module")
-    if "world_size" in metafunc.fixturenames:
+    if "world_size" in metafunc.fixturenames and "world_size" not in own:
         metafunc.parametrize(
             "world_size", WORLD_SIZES, ids=[f"{size}ranks" for size in WORLD_SIZES], scope="module"
         )

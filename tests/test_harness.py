@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import harness
 import pytest
 import torch
-from harness import Died, RankFailedError, RankTimeoutError, current_store, run_ranks
+from harness import Died, RankFailedError, RankTimeoutError, current_store, run_ranks, run_world
 
 
 @dataclass
@@ -144,6 +147,59 @@ def test_a_skip_reaches_the_parent() -> None:
 def test_a_result_that_cannot_travel_is_an_error() -> None:
     with pytest.raises(RankFailedError, match="cannot be pickled"):
         run_ranks(unpicklable, 1)
+
+
+def all_reduce_in_world(rank: int, size: int) -> float:
+    import collectives
+
+    x = torch.tensor([1.0 + rank])
+    collectives.all_reduce(x)
+    assert collectives.get_world_size() == size
+    return x.item()
+
+
+def test_a_world_is_made_and_ended() -> None:
+    for _ in range(2):
+        assert run_world(all_reduce_in_world, 3, backend="host") == [6.0] * 3
+
+
+LITTERING = """
+import os, socket, subprocess, sys
+kept = []
+
+def test_process():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+
+def test_segment():
+    with open("/dev/shm/collectives-litter-%d" % os.getpid(), "w") as file:
+        file.write("x")
+
+def test_socket():
+    kept.append(socket.socket())
+"""
+
+
+def test_litter_fails_the_session(tmp_path: Path) -> None:
+    (tmp_path / "test_litter.py").write_text(LITTERING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(Path(harness.__file__).parent)}
+    run = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    segments = list(Path("/dev/shm").glob("collectives-litter-*"))
+    for segment in segments:
+        segment.unlink()
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
+    assert "3 passed" in run.stdout
+    assert len(segments) == 1
+    for text in (
+        "left behind by the tests",
+        "time.sleep(60)",
+        f"/dev/shm/{segments[0].name}",
+        "socket of the",
+    ):
+        assert text in run.stdout, run.stdout
 
 
 def nested(rank: int, size: int) -> None:
