@@ -523,6 +523,7 @@ class ProcessGroupGloo(ProcessGroup):
 
         Without the lock, because callbacks of those threads may wait for it.
         """
+        self._unwatched.clear()
         self._inner = None
 
 

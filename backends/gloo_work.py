@@ -192,7 +192,7 @@ class MessageGlooWork(Work):
     ) -> None:
         self.any_source_tag = any_source_tag
         self._owner = owner
-        self._inner = inner
+        self._inner: Any = inner
         self._operation = operation
         self._source = source
         self._deadline = time.monotonic() + operation.timeout.total_seconds()
@@ -217,6 +217,7 @@ class MessageGlooWork(Work):
         except RuntimeError as gloo_error:
             error = self._owner.failed(self._operation, gloo_error)
             error.__cause__ = gloo_error
+        self._inner = None  # it holds the connections
         with self._lock:
             self._error = error
             self._done.set()

@@ -219,11 +219,16 @@ class ProcessGroupRoundRobin(ProcessGroup):
             raise
 
     def _break(self, cause: BaseException) -> None:
-        """Aborts all lanes after one broke, or after an abort."""
+        """Refuses later operations and aborts all lanes after one broke, or after an abort.
+
+        But a rank that is lost to one lane is lost to all: each finds that out and names it, unless the abort
+        of a rank that already knows comes first.
+        """
         if self._cause is None:
             self._cause = cause
-        for lane in self._lanes:
-            lane.abort()
+        if not isinstance(cause, PeerLostError):
+            for lane in self._lanes:
+                lane.abort()
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         return self._run(next(self._turns), lambda lane: lane._broadcast(tensor, opts))
