@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.timeout(600)  # the C++ core is compiled once, on however busy a machine
 
@@ -84,7 +85,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = home / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel, cwd=home)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip())
-    shared = {sysconfig.get_path(key) for key in ("purelib", "platlib")}
+    shared = {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        str(Path(torch.__file__).parents[1]),
+    }
     (site / "of_the_tests.pth").write_text("\n".join(sorted(shared)))
     return python
 
