@@ -64,7 +64,7 @@ class Options:
     """What is measured.
 
     Attributes:
-        backends: names of backends; ``None`` for all that serve CPU tensors.
+        backends: names of backends; ``None`` for all that serve CPU tensors, and plain mpi4py.
         ranks: numbers of ranks; one run each.
         sizes: sizes of the tensors in bytes, ascending.
         dtype: name of the data type.
@@ -124,13 +124,13 @@ def available_backends(names: Sequence[str] | None) -> tuple[list[str], list[Ski
     """Returns the backends that this machine can run, and the others with reasons.
 
     Args:
-        names: backends to look at, in order; ``None`` for all that serve CPU tensors.
+        names: backends to look at, in order; ``None`` for all, and plain mpi4py.
 
     Raises:
         ValueError: a name is not known.
     """
     if names is None:
-        names = sorted(backend_names(), key=lambda name: (name != "host", name))
+        names = [*sorted(backend_names(), key=lambda name: (name != "host", name)), MPI4PY]
     available: list[str] = []
     skipped: list[Skipped] = []
     for name in dict.fromkeys(names):
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         type=_names,
         metavar="NAME,...",
-        help="backends, and mpi4py for plain mpi4py under mpirun (default: all backends usable here)",
+        help="backends, and mpi4py for plain mpi4py under mpirun (default: all usable here)",
     )
     parser.add_argument(
         "--nproc", type=_counts, default=(2,), metavar="N,...", help="numbers of ranks (default: 2)"

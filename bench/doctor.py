@@ -21,6 +21,7 @@ from collectives.bench.allreduce import available_backends
 from collectives.bench.groups import initialize, parent_store
 from collectives.bench.machine import describe_machine
 from collectives.bench.ranks import RankFailedError, SpawnedTeam
+from collectives.registry import backend_names
 
 __all__ = ["add_arguments", "run"]
 
@@ -81,7 +82,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "open files", _open_files
     yield "network interfaces", _interfaces
     yield "own host name", _own_name
-    available, skipped = available_backends(None)
+    available, skipped = available_backends(backend_names())
     for name in available:
         yield f"all_reduce of 2 ranks, {name}", functools.partial(_smoke, name)
     for entry in skipped:

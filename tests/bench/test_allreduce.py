@@ -144,10 +144,10 @@ def test_arguments_that_argparse_refuses(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_all_cpu_backends_are_measured_by_default():
+def test_all_cpu_backends_and_mpi4py_are_measured_by_default():
     available, skipped = available_backends(None)
     assert {"host", "gloo"} <= {*available, *(entry.peer for entry in skipped)}
-    assert sorted([*available, *(entry.peer for entry in skipped)]) == backend_names()
+    assert sorted([*available, *(entry.peer for entry in skipped)]) == sorted([*backend_names(), "mpi4py"])
 
 
 def test_data_types_are_those_of_torch():
