@@ -1,14 +1,14 @@
-"""Kernels of the ``c10d::`` operators for CPU tensors, so that operators called on our groups reach them.
+"""Kernels of the ``c10d::`` operators, so that operators called on our groups reach them.
 
-torch's own kernels look up the C++ backend of a group, which ours have not. An operator has one kernel for
-all groups of a process, so ours hand the groups of other backends on to the kernels that they replace. They
-are there while a group of ours is: that way costs the other groups some microseconds for every operation.
+torch's own kernels look up the C++ backend of a group, which ours have not. An operator has kernels by the
+kind of its tensors, the same for all groups of a process. Ours stand before those, at the dispatch key
+``BackendSelect``, and hand the groups of other backends on. They are there while a group of ours is: the way
+through Python costs the other groups some microseconds for every operation.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,8 @@ from collectives.work import CoalescedWork
 
 __all__ = ["acquire", "release"]
 
-_KEY = "CPU"
+_BEFORE = torch._C.DispatchKey.BackendSelect
+_META = torch._C.DispatchKey.Meta
 _libraries: list[torch.library.Library] = []
 _users = 0
 _lock = threading.RLock()  # a group may be collected, and so released, while another is made
@@ -127,63 +128,62 @@ def _group(where: Any) -> Any:
     return torch_dist.ProcessGroup.unbox(where)
 
 
-def _kernel(name: str, run: Callable[..., TorchWork | None]) -> Callable[..., Any]:
-    """Returns the kernel of an operator for all groups."""
-    schema = getattr(torch.ops.c10d, name).default._schema
-    place = [argument.name for argument in schema.arguments].index("process_group")
-    # the dispatcher leaves out trailing arguments that have their default values
-    defaults = [a.default_value if a.has_default_value() else None for a in schema.arguments]
-    returns = len(schema.returns)
-    original = torch.library.get_kernel(f"c10d::{name}", _KEY)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> Callable[..., Any]:
+    """Returns the kernel of an operator for all groups.
 
-    def kernel(*given: Any) -> Any:
-        arguments = [*given, *defaults[len(given) :]]
-        group = _group(arguments[place])
-        if not isinstance(group, TorchGroup):
-            return original.call_boxed(keys, *arguments)
-        del arguments[place]
+    Args:
+        operator: the operator.
+        place: where among its arguments the group is.
+        run: carries it out for one of our groups, given that and the other arguments.
+    """
+    # the dispatcher leaves out trailing arguments that have their default values
+    arguments_of = operator._schema.arguments
+    defaults = [argument.default_value for argument in arguments_of]
+
+    def kernel(keys: Any, *given: Any) -> Any:
+        key = keys.remove(_BEFORE).highestPriorityTypeId()
+        if key != _META:
+            arguments = [*given, *defaults[len(given) :]]
+            group = _group(arguments.pop(place))
+            if isinstance(group, TorchGroup):
+                return run(group, arguments)
+        # with the GIL released, unlike a call of the kernel that torch.library.get_kernel returns: threads of
+        # other backends take the GIL to let go of tensors, while they hold locks that the kernel wants
+        return operator._op_dk(key, *given)
+
+    return kernel
+
+
+def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[Any, list[Any]], Any]:
+    """Returns ``run`` with the result in the operator's form."""
+    returns = len(operator._schema.returns)
+
+    def runner(group: TorchGroup, arguments: list[Any]) -> Any:
         work = run(group, *arguments)
         if work is None:
             return None
         boxed = held(work).boxed()
         return boxed if returns == 1 else (arguments[0], boxed)
 
-    return kernel
+    return runner
 
 
-def _batch_p2p() -> Callable[..., Any]:
-    """Returns the kernel of a batch of sends and receives, for which torch's would need a C++ backend."""
-    name = "_c10d_functional::batch_p2p_ops"
-    original = torch.library.get_kernel(name, _KEY)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-    def kernel(
-        operations: list[str], peers: list[int], tags: list[int], tensors: list[torch.Tensor], where: Any
-    ) -> Any:
-        group = _group(where)
-        if not isinstance(group, TorchGroup):
-            return original.call_boxed(keys, operations, peers, tags, tensors, where)
-        works, outputs = [], []
-        for operation, peer, tag, tensor in zip(operations, peers, tags, tensors, strict=True):
-            if operation == "isend":
-                works.append(group.inner.send([tensor], peer, tag))
-                outputs.append(torch.empty(0, dtype=tensor.dtype))
-            elif operation == "irecv":
-                works.append(group.inner.recv([tensor], peer, tag))
-                outputs.append(tensor)
-            else:
-                raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
-        work = held(TorchWork(CoalescedWork(works)))
-        for output in outputs:
-            c10d._register_work(output, work)
-        return outputs
-
-    return kernel
-
-
-def _replace(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
-    library.impl(name, kernel, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
+def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
+    """A batch of sends and receives, for which torch's kernel would need a C++ backend."""
+    works, outputs = [], []
+    for operation, peer, tag, tensor in zip(*arguments, strict=True):
+        if operation == "isend":
+            works.append(group.inner.send([tensor], peer, tag))
+            outputs.append(torch.empty(0, dtype=tensor.dtype))
+        elif operation == "irecv":
+            works.append(group.inner.recv([tensor], peer, tag))
+            outputs.append(tensor)
+        else:
+            raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
+    work = held(TorchWork(CoalescedWork(works)))
+    for output in outputs:
+        c10d._register_work(output, work)
+    return outputs
 
 
 def acquire() -> None:
@@ -207,13 +207,14 @@ def release() -> None:
 
 
 def _install() -> None:
-    operators = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    functional = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        # the dispatcher warns that kernels are replaced: here that is meant
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, run in _KERNELS.items():
-            _replace(operators, name, _kernel(name, run))
-        if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
-            _replace(functional, "batch_p2p_ops", _batch_p2p())
-    _libraries.extend((operators, functional))
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, run in _KERNELS.items():
+        operator = getattr(torch.ops.c10d, name).default
+        place = [argument.name for argument in operator._schema.arguments].index("process_group")
+        kernel = _kernel(operator, place, _runner(operator, run))
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    functional: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        kernel = _kernel(torch.ops._c10d_functional.batch_p2p_ops.default, 4, _batch_p2p)
+        functional.impl("batch_p2p_ops", kernel, "BackendSelect", with_keyset=True)
+    _libraries.extend((library, functional))

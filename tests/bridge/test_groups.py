@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bridge.torch_world import BACKEND, run_torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
@@ -162,6 +163,39 @@ def beside_gloo(rank, size):
 
 def test_gloo_group_beside_ours():
     run_torch(beside_gloo)
+
+
+def gloo_for_long(rank, size):
+    """Gloo's threads take the GIL while they hold a lock that whoever issues an operation needs."""
+    theirs = dist.new_group(backend="gloo")
+    boxed, add = theirs.boxed(), torch.classes.c10d.ReduceOp()
+    for _ in range(150):
+        dist.all_reduce(torch.ones(3), group=theirs, async_op=True)
+        dist.barrier(group=theirs)
+        tensor = torch.ones(1)
+        dist.Work.unbox(torch.ops.c10d.allreduce_([tensor], boxed, add, None)[1]).wait()
+        assert tensor.item() == size
+        dist.all_gather([torch.zeros(2) for _ in range(size)], torch.ones(2), group=theirs)
+
+
+def test_gloo_group_is_not_locked_up():
+    run_torch(gloo_for_long, 3)
+
+
+def tensors_without_memory(rank, size):
+    world = dist.group.WORLD
+    add = torch.classes.c10d.ReduceOp()
+    with FakeTensorMode():
+        tensor = torch.ones(2)
+        outputs, _ = torch.ops.c10d.allreduce_([tensor], world.boxed(), add, None)
+        assert outputs[0].shape == (2,)
+        result = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, world.group_name)
+        assert result.shape == (2 * size,)
+    assert world._get_sequence_number_for_group() == 0
+
+
+def test_fake_tensors_are_not_sent():
+    run_torch(tensors_without_memory)
 
 
 def ours_beside_gloo(rank, size):
