@@ -173,10 +173,10 @@ def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
     works, outputs = [], []
     for operation, peer, tag, tensor in zip(*arguments, strict=True):
         if operation == "isend":
-            works.append(group.inner.send([tensor], peer, tag))
+            works.append(group.send([tensor], peer, tag).inner)
             outputs.append(torch.empty(0, dtype=tensor.dtype))
         elif operation == "irecv":
-            works.append(group.inner.recv([tensor], peer, tag))
+            works.append(group.recv([tensor], peer, tag).inner)
             outputs.append(tensor)
         else:
             raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")

@@ -6,12 +6,13 @@ torch reaches a group on four ways, and all of them end here:
 - C++ code (the gradient reducer, functional collectives) calls virtual methods, which torch forwards to those
   Python methods that it knows of. Which ones differs between torch versions, as do the names: both name
   families are here.
-- What C++ does not forward goes through the ``c10d::`` operators, as do direct calls of them:
-  :mod:`collectives.bridge.kernels`.
+- What C++ does not forward goes through the ``c10d::`` operators, as do direct calls of them. Their kernels
+  are ours (:mod:`collectives.bridge.kernels`), or torch's, which call a ``Backend`` that hands on to the
+  group (:mod:`collectives.bridge.torch_backend`).
 - ``group._get_backend(device)`` gives the object that serves a device: this group itself.
 
-No C++ backend is registered in the group. So whatever should fall through all of these raises, instead of
-answering without having communicated.
+No backend of torch's own is registered in the group, so that whatever should fall through all of these
+raises, instead of answering without having communicated.
 """
 
 from __future__ import annotations

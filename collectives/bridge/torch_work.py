@@ -37,9 +37,8 @@ __all__ = ["BatchedWork", "TorchWork", "held"]
 class TorchWork(_Work):
     """A ``torch.distributed.Work`` around one of ours.
 
-    Errors are raised by :meth:`wait` with their own classes. The future carries them as a C++ error, as
-    torch's gradient reducer
-    needs: a Python ``Future.set_exception`` would leave it with the exception as a value.
+    Errors are raised by :meth:`wait` with their own classes. The future carries them as a C++ error, which
+    torch's gradient reducer needs: ``Future.set_exception`` would leave it with the exception as a value.
 
     Args:
         inner: the operation.
@@ -47,53 +46,53 @@ class TorchWork(_Work):
 
     def __init__(self, inner: Work) -> None:
         super().__init__()
-        self._inner = inner
+        self.inner = inner
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; see :meth:`collectives.Work.wait`."""
-        return self._inner.wait(limit(timeout))
+        return self.inner.wait(limit(timeout))
 
     def synchronize(self) -> None:
         """Same as :meth:`wait` without a limit."""
-        self._inner.synchronize()
+        self.inner.synchronize()
 
     def block_current_stream(self) -> None:
         """Makes the current CUDA stream wait; for CPU tensors the same as :meth:`wait`."""
-        self._inner.block_current_stream()
+        self.inner.block_current_stream()
 
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed; never blocks."""
-        return self._inner.is_completed()
+        return self.inner.is_completed()
 
     def is_success(self) -> bool:
         """Returns whether the operation is done without an error; never blocks."""
-        return self._inner.is_success()
+        return self.inner.is_success()
 
     def exception(self) -> BaseException | None:
         """Returns the error of a failed operation, else ``None``; never blocks."""
-        return self._inner.exception()
+        return self.inner.exception()
 
     def result(self) -> list[torch.Tensor]:
         """Returns the output tensors of a finished operation."""
-        return self._inner.result()
+        return self.inner.result()
 
     def source_rank(self) -> int:
         """Returns the sender of a finished receive, counted within the group."""
-        return self._inner.source_rank()
+        return self.inner.source_rank()
 
     def _source_rank(self) -> int:
-        return self._inner.source_rank()
+        return self.inner.source_rank()
 
     def get_future(self) -> Future[Any]:
         """Returns a future of the list of output tensors; always the same one."""
         if self._future is None:
-            self._future = self._inner.get_future().then(_value)
+            self._future = self.inner.get_future().then(_value)
         return self._future
 
     def get_future_result(self) -> Future[int]:
         """Returns a future of a ``WorkResult`` number that never carries an error."""
-        return self._inner.get_future_result()
+        return self.inner.get_future_result()
 
 
 class BatchedWork(TorchWork):
