@@ -16,6 +16,9 @@ from collectives.store.base import Store, TorchStore
 
 __all__ = ["PrefixStore"]
 
+_ANSWER = timedelta(seconds=5)
+"""How long a store without a time limit may take to send a value that it has."""
+
 
 class PrefixStore(Store):
     """Puts ``prefix + "/"`` before every key of a store, so that its users cannot collide with others.
@@ -111,6 +114,18 @@ class PrefixStore(Store):
         if limit == 0 and not self._check(keys):
             self._raise_timeout(operation, [key for key in keys if not self._check([key])], limit)
 
+    @contextlib.contextmanager
+    def _time_to_answer(self, limit: float) -> Iterator[None]:
+        """Gives the store below time to send what is there; torch's TCPStore counts the way as waiting."""
+        if limit > 0:
+            yield
+            return
+        self._store.set_timeout(_ANSWER)
+        try:
+            yield
+        finally:
+            self._store.set_timeout(self._passed_on)
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
@@ -150,13 +165,13 @@ class PrefixStore(Store):
 
     def _get(self, key: str, limit: float) -> bytes:
         self._refuse_to_wait("get", [key], limit)
-        with self._own_errors():
+        with self._own_errors(), self._time_to_answer(limit):
             value: bytes = self._store.get(self._key(key))
             return value
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         self._refuse_to_wait("get", keys, limit)
-        with self._own_errors():
+        with self._own_errors(), self._time_to_answer(limit):
             values: list[bytes] = self._store.multi_get(self._keys(keys))
             return values
 

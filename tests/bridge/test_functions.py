@@ -217,8 +217,9 @@ def point_to_point(rank, size):
         assert seen == set(range(1, size))
     else:
         dist.send(mine(rank), 0)
-    request = dist.irecv(tensor, previous)
-    dist.send(mine(rank, 4), following)
+    # A tag of its own: the receives from any rank above are for one message of each.
+    request = dist.irecv(tensor, previous, tag=5)
+    dist.send(mine(rank, 4), following, tag=5)
     request.wait()
     equal(tensor, mine(previous))
 

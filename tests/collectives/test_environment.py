@@ -118,7 +118,7 @@ for life in range(2):
     assert tensor.item() == 3, tensor
     assert dist.get_node_local_rank() == dist.get_rank()
     dist.destroy_process_group()
-print(f"rank {dist.get_node_local_rank()} is done")
+print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in one write
 """
 
 
