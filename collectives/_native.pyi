@@ -59,9 +59,7 @@ class HostGroup:
         timeout_ns: int,
         wait: bool,
     ) -> HostTask | None: ...
-    def all_reduce_plain(
-        self, tensor: object, op_code: int, factor: float, timeout_ns: int
-    ) -> bool: ...
+    def all_reduce_plain(self, tensor: object, op_code: int, factor: float, timeout_ns: int) -> bool: ...
     def collective(
         self,
         kind: int,

@@ -43,7 +43,7 @@ Segment Segment::create_private(std::size_t bytes) {
 }
 
 Segment Segment::attach(Descriptor file) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(file.get(), &status) != 0) fail("cannot look at a received descriptor", errno);
   const int seals = ::fcntl(file.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) {

@@ -24,7 +24,7 @@ constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
 
 // Identity of the space in which process ids count; 0 where unknown.
 std::uint64_t process_space() noexcept {
-  struct stat status {};
+  struct stat status{};
   return ::stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
 }
 
