@@ -101,8 +101,7 @@ def lose_a_rank(group: ProcessGroup, operation: Callable[[ProcessGroup], Work], 
 def test_a_rank_is_killed(backend: str, operation: Callable[[ProcessGroup], Work]) -> None:
     results = run_ranks(lose_a_rank, 4, operation, False, backend=backend, isolated=True, lost={1})
     assert results[1] == Died(-signal.SIGKILL)
-    for rank in (0, 2, 3):
-        assert results[rank] < PATIENCE, f"rank {rank} waited {results[rank]:.1f} s"
+    assert max(results[rank] for rank in (0, 2, 3)) < PATIENCE, f"seconds that each rank waited: {results}"
 
 
 def test_a_rank_is_gone_before(backend: str) -> None:
