@@ -30,7 +30,7 @@ void copy_own(std::byte* output, const std::byte* input, std::size_t bytes) {
 
 // Bytes of a piece when a chunk holds one for each rank.
 std::size_t piece_step(const Round& round) {
-  return round_down(round.chunk_bytes() / static_cast<std::size_t>(round.size()), kSliceAlignment);
+  return round_down(round.usual_chunk() / static_cast<std::size_t>(round.size()), kSliceAlignment);
 }
 
 }  // namespace
@@ -42,14 +42,16 @@ void barrier(Round& round) {
 void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
   if (round.size() == 1) return;
   const bool sends = round.rank() == root;
-  if (bytes <= round.slot_bytes()) {
+  if (bytes <= Round::kMostStaged) {
+    round.reserve(bytes);
     if (sends) collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
     if (!sends) collectives::copy(data, round.staged(root, bytes), bytes);
     return;
   }
   round.meet();
-  const Pieces pieces{.total = bytes, .step = round.chunk_bytes()};
+  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
+  round.open_rings(pieces.count(), round.usual_chunk());
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       round.await_room(c);
@@ -69,7 +71,8 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
   const Part& mine = outputs[static_cast<std::size_t>(me)];
   if (ranks == 1) return copy_own(mine.data, input, mine.bytes);
   const std::size_t longest = longest_bytes(outputs);
-  if (longest <= round.slot_bytes()) {
+  if (longest <= Round::kMostStaged) {
+    round.reserve(longest);
     collectives::copy(round.stage(mine.bytes), input, mine.bytes);
     round.meet();
     for (int r = 0; r < ranks; ++r) {
@@ -79,8 +82,9 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
     return copy_own(mine.data, input, mine.bytes);
   }
   round.meet();
-  const std::size_t step = round.chunk_bytes();
+  const std::size_t step = round.usual_chunk();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  round.open_rings(chunks, round.usual_chunk());
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       const Pieces pieces{.total = mine.bytes, .step = step};
@@ -108,7 +112,8 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
   const int me = round.rank();
   const int ranks = round.size();
   const bool receives = me == root;
-  if (bytes <= round.slot_bytes()) {
+  if (bytes <= Round::kMostStaged) {
+    round.reserve(bytes);
     if (!receives) collectives::copy(round.stage(bytes), input, bytes);
     if (ranks > 1) round.meet();
     if (!receives) return;
@@ -119,7 +124,8 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
     return copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   }
   if (ranks > 1) round.meet();
-  const Pieces pieces{.total = bytes, .step = round.chunk_bytes()};
+  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
+  round.open_rings(pieces.count(), round.usual_chunk());
   if (receives) copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (!receives) {
@@ -144,7 +150,8 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   const bool sends = me == root;
   const auto all = static_cast<std::size_t>(ranks);
   const std::size_t total = bytes * all;
-  if (total <= round.slot_bytes()) {
+  if (total <= Round::kMostStaged) {
+    round.reserve(total);
     if (sends) {
       std::byte* stage = round.stage(total);
       for (std::size_t r = 0; r < all; ++r) collectives::copy(stage + r * bytes, inputs[r].data, bytes);
@@ -157,6 +164,7 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   if (sends) copy_own(output, inputs[static_cast<std::size_t>(me)].data, bytes);
   if (ranks == 1) return;
   const Pieces pieces{.total = bytes, .step = piece_step(round)};
+  round.open_rings(pieces.count(), round.usual_chunk());
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       round.await_room(c);
@@ -187,7 +195,8 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
     splits[ranks + r] = outputs[r].bytes;
   }
   const std::size_t total = total_bytes(inputs);
-  if (total <= round.slot_bytes()) {
+  round.reserve(Round::kMostStaged);  // what the others send is not known yet
+  if (total <= Round::kMostStaged) {
     std::byte* stage = round.stage(total);
     for (std::size_t r = 0; r < ranks; stage += inputs[r].bytes, ++r)
       collectives::copy(stage, inputs[r].data, inputs[r].bytes);
@@ -211,7 +220,7 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       sends += theirs[d];
       if (d != s) most = std::max(most, theirs[d]);
     }
-    if (sends > round.slot_bytes()) longest = std::max(longest, most);
+    if (sends > Round::kMostStaged) longest = std::max(longest, most);
   }
   copy_own(outputs[me].data, inputs[me].data, inputs[me].bytes);
 
@@ -224,13 +233,14 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       if (d < me) before += theirs[d];
       sends += theirs[d];
     }
-    staged[s] = sends <= round.slot_bytes();
+    staged[s] = sends <= Round::kMostStaged;
     if (staged[s] && s != me)
       collectives::copy(outputs[s].data, round.staged(as_rank(s), sends) + before, outputs[s].bytes);
   }
 
   const std::size_t step = piece_step(round);
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  round.open_rings(chunks, round.usual_chunk());
   for (std::uint64_t i = 0; chunks > 0 && i <= chunks; ++i) {
     if (i < chunks && !staged[me]) {
       round.await_room(i);

@@ -3,14 +3,18 @@
 // Short: every rank stages its contribution, and whoever needs the result reduces all staged contributions in
 // rank order.
 //
-// Long, in a pipeline of three stages over the chunks of the message; a *slice* is one rank's share of a
-// chunk:
+// Long, between two ranks: the same chunk by chunk. Each copies its chunk into its ring and reduces the chunk
+// before it, straight from its tensor and the other's ring. Reducing everything twice costs less than
+// exchanging halves of results.
+//
+// Long, between more: a pipeline of three stages over the chunks; a *slice* is one rank's share of a chunk:
 //   fill c      copy what the others reduce, everything but the own slice, into the own ring
 //   reduce c-1  reduce the own slice over all ranks, the own contribution straight from the tensor, into the
 //   tensor and the ring drain c-2   copy the other slices from the rings of their owners into the tensor
-// So each contribution is copied at most once, each result at most twice, and a tensor's memory is read once
-// and written once while its chunk is still in the cache. The stages of neighbouring chunks overlap between
-// ranks, so that nobody waits for one chunk at a time.
+// So each contribution is copied at most once, each result at most twice.
+//
+// Either way a tensor's memory is read once and written once while its chunk is still in the cache, and the
+// stages of neighbouring chunks overlap between ranks, so that nobody waits for one chunk at a time.
 //
 // Which path a message takes, and where its chunks and slices end, changes no bit of the result: elements are
 // reduced one by one in rank order (kernels/kernels.hpp).
@@ -29,14 +33,13 @@ constexpr std::size_t kChunksWanted = 4;
 // earlier.
 std::size_t one_shot_limit(const Round& round) {
   const auto ranks = static_cast<std::size_t>(round.size());
-  return std::max<std::size_t>(2 * round.slot_bytes() / ranks, 8 << 10);
+  return std::max<std::size_t>(2 * Round::kMostStaged / ranks, 8 << 10);
 }
 
-// Elements of a chunk of a message of `bytes`: enough chunks to overlap, none too short to be worth its
-// flags.
-std::size_t chunk_elements(const Round& round, std::size_t bytes, std::size_t element) {
-  const std::size_t wanted = round_up(bytes / kChunksWanted, 4096);
-  return std::clamp(wanted, kShortestChunk, round.chunk_bytes()) / element;
+// Bytes of a chunk that is cut into slices: enough chunks to overlap, none too short to be worth its flags.
+std::size_t sliced_chunk(const Round& round, std::size_t bytes) {
+  const std::size_t wanted = round_up(bytes / kChunksWanted, kPage);
+  return std::clamp(wanted, kShortestChunk, round.usual_chunk());
 }
 
 void reduce_staged(Round& round, void* data, std::size_t count, std::size_t bytes,
@@ -57,7 +60,7 @@ void reduce_alone(void* data, std::size_t count, const Reduction& reduction) {
 class Slices {
  public:
   Slices(const Round& round, std::size_t count, std::size_t element)
-      : chunks_{.total = count, .step = chunk_elements(round, count * element, element)},
+      : chunks_{.total = count, .step = sliced_chunk(round, count * element) / element},
         ranks_(static_cast<std::size_t>(round.size())),
         element_(element) {}
 
@@ -85,7 +88,9 @@ class SlicedReduction {
         reduction_(reduction),
         element_(size_of(reduction.dtype)),
         slices_(round, count, element_),
-        me_(static_cast<std::uint64_t>(round.rank())) {}
+        me_(static_cast<std::uint64_t>(round.rank())) {
+    round_.open_rings(slices_.count(), sliced_chunk(round, count * element_));
+  }
 
   void run_all() {
     run([this](std::uint64_t c) { reduce_own(c, true); }, [this](std::uint64_t c) { drain(c); });
@@ -167,18 +172,69 @@ class SlicedReduction {
   std::uint64_t me_;
 };
 
+void reduce_between_two(Round& round, std::byte* data, std::size_t bytes, const Reduction& reduction) {
+  const int me = round.rank();
+  const int other = 1 - me;
+  const std::size_t element = size_of(reduction.dtype);
+  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
+  const std::uint64_t chunks = pieces.count();
+  round.open_rings(chunks, round.usual_chunk());
+  const void** sources = round.sources();
+  for (std::uint64_t i = 0; i <= chunks; ++i) {
+    if (i < chunks) {
+      round.await_room(other, i);
+      collectives::copy(round.chunk(me, i), data + pieces.begin(i), pieces.length(i));
+      round.filled(i);
+    }
+    if (i == 0) continue;
+    const std::uint64_t c = i - 1;
+    round.await_filled(other, c);
+    sources[me] = data + pieces.begin(c);
+    sources[other] = round.chunk(other, c);
+    reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction.dtype, reduction.op,
+           reduction.factor);
+    round.drained(c);
+  }
+}
+
+// The same with the result on the root alone: the other rank only fills, the root only reduces.
+void reduce_between_two_to(int root, Round& round, std::byte* data, std::size_t bytes,
+                           const Reduction& reduction) {
+  const int other = 1 - root;
+  const std::size_t element = size_of(reduction.dtype);
+  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
+  round.open_rings(pieces.count(), round.usual_chunk());
+  const void** sources = round.sources();
+  for (std::uint64_t c = 0; c < pieces.count(); ++c) {
+    if (round.rank() == other) {
+      round.await_room(root, c);
+      collectives::copy(round.chunk(other, c), data + pieces.begin(c), pieces.length(c));
+      round.filled(c);
+      continue;
+    }
+    round.await_filled(other, c);
+    sources[root] = data + pieces.begin(c);
+    sources[other] = round.chunk(other, c);
+    reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction.dtype, reduction.op,
+           reduction.factor);
+    round.drained(c);
+  }
+}
+
 }  // namespace
 
 void all_reduce(Round& round, void* data, std::size_t count, const Reduction& reduction) {
   if (round.size() == 1) return reduce_alone(data, count, reduction);
   const std::size_t bytes = count * size_of(reduction.dtype);
   if (bytes <= one_shot_limit(round)) {
+    round.reserve(bytes);
     collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
     reduce_staged(round, data, count, bytes, reduction);
     return;
   }
   round.meet();
+  if (round.size() == 2) return reduce_between_two(round, static_cast<std::byte*>(data), bytes, reduction);
   SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_all();
 }
 
@@ -186,12 +242,16 @@ void reduce_to_root(Round& round, void* data, std::size_t count, const Reduction
   if (round.size() == 1) return reduce_alone(data, count, reduction);
   const std::size_t bytes = count * size_of(reduction.dtype);
   if (bytes <= one_shot_limit(round)) {
+    round.reserve(bytes);
     if (round.rank() != root) collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
     if (round.rank() == root) reduce_staged(round, data, count, bytes, reduction);
     return;
   }
   round.meet();
+  if (round.size() == 2) {
+    return reduce_between_two_to(root, round, static_cast<std::byte*>(data), bytes, reduction);
+  }
   SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_to(root);
 }
 
@@ -213,7 +273,8 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
   }
   const void** sources = round.sources();
 
-  if (total <= round.slot_bytes()) {
+  if (total <= Round::kMostStaged) {
+    round.reserve(total);
     std::byte* stage = round.stage(total);
     std::size_t offset = 0;
     std::size_t my_offset = 0;
@@ -234,8 +295,9 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
 
   // Long: a chunk holds a piece for each rank, at equal distances.
   round.meet();
-  const std::size_t step = round_down(round.chunk_bytes() / static_cast<std::size_t>(ranks), kSliceAlignment);
+  const std::size_t step = round_down(round.usual_chunk() / static_cast<std::size_t>(ranks), kSliceAlignment);
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  round.open_rings(chunks, round.usual_chunk());
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       round.await_room(i);

@@ -16,7 +16,7 @@ void Round::meet() {
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
     const Arrival& theirs = station_.arrival(r, call_.sequence);
-    station_.await(call_, r, theirs.sequence, call_.sequence);
+    station_.await(call_, Station::Wait::meeting, r, theirs.sequence, call_.sequence);
     alike = alike && theirs.what == call_.what;
   }
   // Where all equal this rank's they all are equal, so every rank decides alike.

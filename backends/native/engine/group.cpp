@@ -81,6 +81,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
   Round round(*station_, call, sources_);
   try {
     execute(request, round);
+    round.close();
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::mismatch) status.finished.store(call.sequence, std::memory_order_release);
     throw;

@@ -35,7 +35,7 @@ struct Membership {
   int rank = 0;
   int size = 1;
   std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
-  Layout layout{Shape{.size = 1, .slot_bytes = 0, .chunk_bytes = 0, .ring_chunks = 0, .mail_bytes = 0}};
+  Layout layout{Shape{.size = 1, .near_bytes = 0, .arena_bytes = 0, .mail_bytes = 0}};
   std::vector<Descriptor>
       processes;  // by rank; empty for this rank, and where the kernel has no such descriptors
 };

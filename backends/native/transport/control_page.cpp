@@ -8,14 +8,14 @@ namespace {
 
 constexpr std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-constexpr std::size_t kSlotBytes = 64 << 10;
-constexpr std::size_t kChunkBytes = 256 << 10;
-constexpr std::size_t kRingChunks = 4;
+constexpr std::size_t kNearBytes = 4 << 10;
+// Several times the cache of a core: see Round.
+constexpr std::size_t kArenaBytes = 4 << 20;
 
 // Mailboxes are allocated when first used; this bounds what a rank that talks to all others holds for
 // sending.
 constexpr std::size_t kMailBytesPerRank = 4 << 20;
-constexpr std::size_t kMostMailBytes = 256 << 10;
+constexpr std::size_t kMostMailBytes = 1 << 20;
 constexpr std::size_t kLeastMailBytes = 16 << 10;
 
 }  // namespace
@@ -24,18 +24,17 @@ Shape shape_for(int size) {
   const auto ranks = static_cast<std::size_t>(size);
   const std::size_t share = std::bit_floor(kMailBytesPerRank / std::max<std::size_t>(ranks - 1, 1));
   return Shape{.size = ranks,
-               .slot_bytes = kSlotBytes,
-               .chunk_bytes = kChunkBytes,
-               .ring_chunks = kRingChunks,
+               .near_bytes = kNearBytes,
+               .arena_bytes = kArenaBytes,
                .mail_bytes = std::clamp(share, kLeastMailBytes, kMostMailBytes)};
 }
 
 Layout::Layout(const Shape& shape) : shape_(shape) {
   const std::size_t ranks = shape.size;
   counters_ = kPage + pages(2 * 2 * ranks * sizeof(std::uint64_t));
-  slots_ = counters_ + pages(2 * ranks * sizeof(MailCounter));
-  ring_ = slots_ + pages(2 * shape.slot_bytes);
-  rank_bytes_ = ring_ + pages(shape.ring_chunks * shape.chunk_bytes);
+  near_ = counters_ + pages(2 * ranks * sizeof(MailCounter));
+  arena_ = near_ + pages(2 * shape.near_bytes);
+  rank_bytes_ = arena_ + pages(shape.arena_bytes);
   mailboxes_ = kPage + ranks * rank_bytes_;
   mailbox_bytes_ = pages(shape.mail_bytes);
   total_ = mailboxes_ + ranks * ranks * mailbox_bytes_;

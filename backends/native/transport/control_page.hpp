@@ -11,8 +11,8 @@
 //   per rank           control page: arrivals, progress, status, bells
 //                      split table: 2 parities x 2n numbers
 //                      mail counters: n bytes-written, n bytes-read
-//                      slots: 2 parities x slot_bytes, one-shot contributions
-//                      ring: ring_chunks x chunk_bytes, staging of long messages
+//                      near slots: 2 parities x near_bytes, short contributions
+//                      arena: all other contributions and the rings of long messages
 //   per ordered pair   mailbox: mail_bytes of framed point-to-point bytes
 // Everything is zero at the start. Mailboxes have no memory before their first use: a sender allocates its
 // own.
@@ -135,9 +135,8 @@ struct alignas(kLine) MailCounter {
 // Numbers that all ranks of a group derive from its size alone.
 struct Shape {
   std::uint64_t size;
-  std::uint64_t slot_bytes;
-  std::uint64_t chunk_bytes;
-  std::uint64_t ring_chunks;
+  std::uint64_t near_bytes;
+  std::uint64_t arena_bytes;
   std::uint64_t mail_bytes;  // a power of two
 
   bool operator==(const Shape&) const = default;
@@ -177,8 +176,8 @@ class Layout {
     return rank_offset(receiver) + counters_ +
            (shape_.size + static_cast<std::size_t>(sender)) * sizeof(MailCounter);
   }
-  std::size_t slots_offset(int rank) const noexcept { return rank_offset(rank) + slots_; }
-  std::size_t ring_offset(int rank) const noexcept { return rank_offset(rank) + ring_; }
+  std::size_t near_offset(int rank) const noexcept { return rank_offset(rank) + near_; }
+  std::size_t arena_offset(int rank) const noexcept { return rank_offset(rank) + arena_; }
 
   std::size_t mailbox_bytes() const noexcept { return mailbox_bytes_; }
   std::size_t mailbox_offset(int sender, int receiver) const noexcept {
@@ -190,8 +189,8 @@ class Layout {
  private:
   Shape shape_;
   std::size_t counters_ = 0;
-  std::size_t slots_ = 0;
-  std::size_t ring_ = 0;
+  std::size_t near_ = 0;
+  std::size_t arena_ = 0;
   std::size_t rank_bytes_ = 0;
   std::size_t mailboxes_ = 0;
   std::size_t mailbox_bytes_ = 0;

@@ -1,6 +1,7 @@
 #include "transport/station.hpp"
 
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -26,6 +27,11 @@ constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
 std::uint64_t process_space() noexcept {
   struct stat status{};
   return ::stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
+}
+
+int usable_cores() noexcept {
+  cpu_set_t cores;
+  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 std::string seconds(Nanoseconds time) {
@@ -72,7 +78,8 @@ Station::Station(Membership membership, std::string label)
       label_(std::move(label)),
       base_(membership_.segment->data()),
       own_(&page(membership_.rank)),
-      process_space_(process_space()) {
+      process_space_(process_space()),
+      spinning_{Spinning(size() <= usable_cores()), Spinning(size() <= usable_cores())} {
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);
@@ -94,6 +101,33 @@ void Station::ring_everyone() const noexcept {
     ring(page(r).collective_bell.rings);
     ring(page(r).mail_bell.rings);
   }
+}
+
+void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
+                    std::uint64_t value) {
+  const auto come = [&] { return word.load(std::memory_order_acquire) >= value; };
+  const auto spin = [&] {
+    for (int i = 0; i < Spinning::kShortSpins; ++i) {
+      if (come()) return true;
+      relax_processor();
+    }
+    return false;
+  };
+  if (spin()) return;
+  Spinning& spinning = spinning_[static_cast<std::size_t>(kind)];
+  if (spinning.worth_long()) {
+    const Nanoseconds end = now_ns() + Spinning::kLongMicroseconds * 1000;
+    do {
+      if (spin()) return spinning.succeeded();
+    } while (now_ns() < end);
+    spinning.failed();
+  }
+  if (call.interrupt != nullptr) call.interrupt->blocks();
+  for (int i = 0; i < kYields; ++i) {
+    sched_yield();
+    if (come()) return;
+  }
+  sleep(call, peer, word, value);
 }
 
 void Station::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {

@@ -23,6 +23,7 @@
 #include "common/error.hpp"
 #include "transport/bootstrap.hpp"
 #include "transport/control_page.hpp"
+#include "transport/spinning.hpp"
 
 namespace collectives {
 
@@ -81,12 +82,15 @@ class Station {
     return reinterpret_cast<std::uint64_t*>(base_ + membership_.layout.splits_offset(rank)) +
            (sequence & 1) * 2 * shape().size;
   }
-  std::byte* slot(int rank, std::uint64_t sequence) const noexcept {
-    return base_ + membership_.layout.slots_offset(rank) + (sequence & 1) * shape().slot_bytes;
+  std::byte* near_slot(int rank, std::uint64_t sequence) const noexcept {
+    return base_ + membership_.layout.near_offset(rank) + (sequence & 1) * shape().near_bytes;
   }
-  std::byte* chunk(int rank, std::uint64_t index) const noexcept {
-    return base_ + membership_.layout.ring_offset(rank) + (index % shape().ring_chunks) * shape().chunk_bytes;
-  }
+  std::byte* arena(int rank) const noexcept { return base_ + membership_.layout.arena_offset(rank); }
+  // Where the next operation begins in every rank's arena, in bytes that never wrap. Only for the thread that
+  // executes collectives.
+  std::uint64_t arena_position() const noexcept { return arena_position_; }
+  void set_arena_position(std::uint64_t position) noexcept { arena_position_ = position; }
+
   std::atomic<std::uint64_t>& written(int sender, int receiver) const noexcept {
     return counter(membership_.layout.written_offset(sender, receiver));
   }
@@ -117,19 +121,13 @@ class Station {
   }
   void ring_own_mail() const noexcept { ring_mail(rank()); }
 
-  // Blocks until `word`, which `peer` writes, has reached `value`. Throws what `check` throws, and on the
-  // deadline.
-  void await(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {
-    for (int i = 0; i < kSpins; ++i) {
-      if (word.load(std::memory_order_acquire) >= value) return;
-      relax_processor();
-    }
-    if (call.interrupt != nullptr) call.interrupt->blocks();
-    for (int i = 0; i < kYields; ++i) {
-      sched_yield();
-      if (word.load(std::memory_order_acquire) >= value) return;
-    }
-    sleep(call, peer, word, value);
+  // Blocks until `word`, which `peer` writes, has reached `value`. Throws where the group breaks, and on the
+  // deadline. Waiting for peers to come and waiting for their share of the work are different experiences, so
+  // each has its own.
+  enum class Wait { meeting, work };
+  void await(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
+             std::uint64_t value) {
+    if (word.load(std::memory_order_acquire) < value) block(call, kind, peer, word, value);
   }
 
   // Whether the group can do nothing more: aborted, left, or poisoned by anyone.
@@ -170,7 +168,6 @@ class Station {
   void note_site(const std::string& site) const noexcept;
 
  private:
-  static constexpr int kSpins = 100;
   static constexpr int kYields = 2;
   enum Stop : int { kRunning, kAborted, kLeft };
 
@@ -183,6 +180,8 @@ class Station {
   }
   static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void ring_everyone() const noexcept;
+  void block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
+             std::uint64_t value);
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   void look_around(const Call& call, int peer) const;
   [[noreturn]] void throw_broken(bool begun) const;
@@ -194,6 +193,8 @@ class Station {
   ControlPage* own_;
   std::uint64_t process_space_;
   std::atomic<int> stop_{kRunning};
+  std::uint64_t arena_position_ = 0;
+  Spinning spinning_[2];  // by Wait; of the thread that executes collectives
 };
 
 // "all_reduce(SUM, float32, 1024 elements)".
