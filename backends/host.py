@@ -90,7 +90,8 @@ class ProcessGroupHost(ProcessGroup):
     :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
     :class:`~collectives.PeerLostError` on all others within a second.
 
-    Memory beyond the tensors: 1.4 MiB a rank, and 256 KiB for each rank that it sends messages to.
+    Memory beyond the tensors: 4.1 MiB a rank, and up to 1 MiB for each rank that it sends messages to, but no
+    more than 4 MiB for all of them where they are 256 or fewer.
 
     Args:
         store: the group's own store; used only here.

@@ -10,7 +10,8 @@
 // Long, between more: a pipeline of three stages over the chunks; a *slice* is one rank's share of a chunk:
 //   fill c      copy what the others reduce, everything but the own slice, into the own ring
 //   reduce c-1  reduce the own slice over all ranks, the own contribution straight from the tensor, into the
-//   tensor and the ring drain c-2   copy the other slices from the rings of their owners into the tensor
+//               tensor and the ring
+//   drain c-2   copy the other slices from the rings of their owners into the tensor
 // So each contribution is copied at most once, each result at most twice.
 //
 // Either way a tensor's memory is read once and written once while its chunk is still in the cache, and the

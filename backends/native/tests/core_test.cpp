@@ -240,6 +240,32 @@ void test_collectives(Groups groups) {
   });
 }
 
+// Sizes around every limit in an order of chance, so that windows of neighbouring operations meet in every way
+// and wrap; with failed operations between them, which must leave all ranks' windows in step.
+void test_windows(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Rank me(*groups[static_cast<std::size_t>(r)]);
+    std::minstd_rand random(7);  // the same on every rank
+    constexpr std::size_t kLimits[] = {22, 1024, 16384, 65536, 262'144};
+    for (int round = 0; round < 30; ++round) {
+      const std::size_t limit = kLimits[random() % std::size(kLimits)];
+      const std::size_t count = limit - 2 + random() % 4;
+      const int root = static_cast<int>(random() % me.ranks());
+      check_reductions(me, count, root);
+      if (round % 3 == 0) check_movements(me, count / 2, root);
+      if (round % 4 == 0) {
+        std::vector<std::int32_t> values(round % 8 == 0 ? count + static_cast<std::size_t>(r) : count, r);
+        Request request = request_for(round % 8 == 0 || r != 0 ? Kind::all_reduce : Kind::broadcast);
+        request.data = bytes_of(values);
+        request.count = values.size();
+        CHECK(error_of([&] { me.run(request); }).kind() == ErrorKind::mismatch);
+      }
+      check_all_to_all(me, count / 3);
+    }
+    groups[static_cast<std::size_t>(r)]->shutdown(true);
+  });
+}
+
 void test_mismatch(Groups groups) {
   on_all(static_cast<int>(groups.size()), [&](int r) {
     Group& group = *groups[static_cast<std::size_t>(r)];
@@ -383,6 +409,8 @@ int main() {
       {"collectives, 2 ranks", [] { test_collectives(shared_ranks(2)); }},
       {"collectives, 3 ranks", [] { test_collectives(shared_ranks(3)); }},
       {"collectives, 5 attached ranks", [] { test_collectives(attached_ranks(5)); }},
+      {"windows, 2 ranks", [] { test_windows(shared_ranks(2)); }},
+      {"windows, 3 attached ranks", [] { test_windows(attached_ranks(3)); }},
       {"mismatch", [] { test_mismatch(shared_ranks(3)); }},
       {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
       {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
