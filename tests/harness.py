@@ -27,16 +27,19 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection as mp_connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import rank_server
 from rank_server import Outcome, Task, current_store
+
+if TYPE_CHECKING:
+    from collectives.bench.namespaces import Machines
 
 __all__ = ["Died", "RankFailedError", "RankTimeoutError", "close", "current_store", "run_ranks", "run_world"]
 
@@ -172,9 +175,25 @@ class _Harness:
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.address = ("127.0.0.1", self._store.port)
+        self._store_elsewhere: Any = None
         self._idle: list[_Rank] = []
         self._numbers = itertools.count()
         self.calls = itertools.count()
+
+    def address_on(self, host: str) -> tuple[str, int]:
+        """Returns where a store can be reached by those that reach this process at ``host``."""
+        from collectives.store import TCPStore
+
+        self._close_store_elsewhere()
+        self._store_elsewhere = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        return host, self._store_elsewhere.port
+
+    def _close_store_elsewhere(self) -> None:
+        if self._store_elsewhere is not None:
+            self._store_elsewhere.close()
+            self._store_elsewhere = None
 
     def take(self, count: int, fresh: bool) -> list[_Rank]:
         reused = [] if fresh else self._idle[:count]
@@ -193,6 +212,7 @@ class _Harness:
             rank.close(kill=False)
         self._server.close()
         self._store.close()
+        self._close_store_elsewhere()
         self._folder.cleanup()
 
 
@@ -216,6 +236,7 @@ def run_ranks(
     isolated: bool = False,
     lost: Collection[int] = (),
     env: dict[str, str | None] | None = None,
+    machines: tuple[Machines, Sequence[int]] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Runs a function on every rank and returns the results by rank.
@@ -232,6 +253,7 @@ def run_ranks(
         lost: ranks that need not answer, with ``isolated``: they die, or are stopped when all others
             answered. Results: :class:`Died`.
         env: environment variables during the call; ``None`` unsets one.
+        machines: namespaces that play machines, and which of them each rank is on; needs ``isolated``.
         **options: further fields of :class:`collectives.registry.GroupOptions`, such as ``pg_options`` and
         ``timeout`` (here
             ``group_timeout``).
@@ -243,7 +265,7 @@ def run_ranks(
     if "group_timeout" in options:
         options["timeout"] = options.pop("group_timeout")
     about = {"backend": backend, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about)
+    return _run(function, world_size, args, timeout, isolated, lost, about, machines)
 
 
 def run_world(
@@ -255,6 +277,7 @@ def run_world(
     isolated: bool = False,
     lost: Collection[int] = (),
     env: dict[str, str | None] | None = None,
+    machines: tuple[Machines, Sequence[int]] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Runs ``function(rank, size, *args)`` with the default group initialised, and destroys that afterwards.
@@ -265,7 +288,7 @@ def run_world(
     if "group_timeout" in options:
         options["timeout"] = options.pop("group_timeout")
     about = {"backend": backend, "world": True, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about)
+    return _run(function, world_size, args, timeout, isolated, lost, about, machines)
 
 
 def _run(
@@ -276,6 +299,7 @@ def _run(
     isolated: bool,
     lost: Collection[int],
     about: dict[str, Any],
+    machines: tuple[Machines, Sequence[int]] | None,
 ) -> list[Any]:
     global _harness
     __tracebackhide__ = True
@@ -285,11 +309,14 @@ def _run(
         raise RuntimeError("a rank cannot start ranks; is there a call at the level of a module?")
     if lost and not isolated:
         raise ValueError("lost ranks need isolated=True")
+    if machines is not None and not isolated:
+        raise ValueError("ranks on machines need isolated=True")
     if _harness is None:
         _harness = _Harness()
     call = f"call{next(_harness.calls)}"
     payload = pickle.dumps(args)
     modules = _modules_of(function, args)
+    store = _harness.address if machines is None else _harness.address_on(machines[0].host)
     tasks = [
         Task(
             rank,
@@ -298,8 +325,9 @@ def _run(
             function.__module__,
             function.__qualname__,
             payload,
-            _harness.address,
+            store,
             call,
+            namespace=None if machines is None else machines[0].namespace(machines[1][rank]),
             **about,
         )
         for rank in range(world_size)

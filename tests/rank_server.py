@@ -46,6 +46,7 @@ class Task:
         world: whether the backend is initialised as the default group instead.
         options: further fields of the group's options, or further arguments of ``init_process_group``.
         env: environment variables during the call.
+        namespace: network namespace that the process moves to for good; ``None`` for none.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Task:
     world: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str | None] = field(default_factory=dict)
+    namespace: str | None = None
 
 
 @dataclass
@@ -158,6 +160,10 @@ def run(task: Task) -> Outcome:
     before = {name: os.environ.get(name) for name in task.env}
     _set_environment(task.env)
     try:
+        if task.namespace is not None:
+            from collectives.bench.namespaces import enter
+
+            enter(task.namespace)
         return Outcome(value=_call(task))
     except BaseException as error:  # noqa: BLE001 - reported to the parent
         if type(error).__name__ == "Skipped":

@@ -1,0 +1,241 @@
+"""Network namespaces as machines: each has an interface of its own on a switch, shaped as the caller asks.
+
+Nothing has a name or a file: a namespace lives as long as a process that sleeps in it, that process lives as
+long as this one, and the virtual cables go with the namespaces. So nothing is left behind, however this
+process ends. Making them needs the rights of an administrator, and the commands of iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "enter"]
+
+INTERFACE = "link0"
+"""Name of the interface that joins a machine to the others, within the machine."""
+
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_NETWORK = "198.18"  # set aside for measuring networks (RFC 2544)
+_OURS = 254  # the last number of this process's own address
+_CLONE_NEWNET = 0x40000000
+
+
+class NamespacesUnavailableError(RuntimeError):
+    """This machine cannot make them; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    holder: subprocess.Popen[bytes]
+    address: str
+
+    @property
+    def namespace(self) -> str:
+        return f"/proc/{self.holder.pid}/ns/net"
+
+
+class Machines:
+    """Machines on one switch, and this process's own address there; a context manager.
+
+    Args:
+        count: number of machines.
+        rate: what each can send, in the units of ``tc`` such as ``"1gbit"``; ``None`` does not limit it.
+        window_bytes: limit of the memory of a TCP connection in either direction; ``None`` leaves the
+            system's.
+        delay_ms: how long each packet takes to the switch.
+
+    Raises:
+        NamespacesUnavailableError: the kernel forbids it, or a program is missing.
+        ValueError: the count is not between 1 and 250.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        rate: str | None = None,
+        *,
+        window_bytes: int | None = None,
+        delay_ms: float = 0.0,
+    ) -> None:
+        if not 1 <= count <= 250:
+            raise ValueError(f"there can be 1 to 250 machines, but count is {count}")
+        for program, package in _PROGRAMS.items():
+            if shutil.which(program) is None:
+                raise NamespacesUnavailableError(f"no program {program!r} here; it comes with {package}")
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._machines: list[_Machine] = []
+        try:
+            self._build(count, rate, window_bytes, delay_ms)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Machines:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._machines)
+
+    def namespace(self, machine: int) -> str:
+        """Returns the file for :func:`enter`."""
+        return self._machines[machine].namespace
+
+    def address(self, machine: int) -> str:
+        """Returns a machine's address."""
+        return self._machines[machine].address
+
+    def command(self, machine: int, words: Sequence[str]) -> list[str]:
+        """Returns the command that runs ``words`` on a machine."""
+        return ["nsenter", f"--net={self.namespace(machine)}", *words]
+
+    def sent_bytes(self, machine: int) -> int:
+        """Returns how many bytes the machine has sent to the switch since it was made, headers included."""
+        return self._count(machine, "TX")
+
+    def received_bytes(self, machine: int) -> int:
+        """Returns how many bytes have come to the machine."""
+        return self._count(machine, "RX")
+
+    def unplug(self, machine: int) -> None:
+        """Takes the machine off the switch without a word to anyone."""
+        _run(self.command(machine, ["ip", "link", "set", INTERFACE, "down"]))
+
+    def close(self) -> None:
+        """Ends the machines; whatever runs in them loses its network. Idempotent."""
+        for holder in self._holders:
+            if holder.stdin is not None:
+                holder.stdin.close()
+        for holder in self._holders:
+            holder.wait()
+            if holder.stdout is not None:
+                holder.stdout.close()
+        self._holders.clear()
+        self._machines.clear()
+
+    def _build(self, count: int, rate: str | None, window_bytes: int | None, delay_ms: float) -> None:
+        switch = self._hold()
+        inside = ["link add name switch type bridge", "link set switch up", "link set lo up"]
+        network, ours = self._plug_in(switch)
+        self.host = f"{network}.{_OURS}"
+        """Address of this process, where the machines reach it; not shaped."""
+        inside += [f"link set {ours} master switch", f"link set {ours} up"]
+        for number in range(count):
+            holder = self._hold()
+            address = f"{network}.{number + 1}"
+            self._machines.append(_Machine(holder, address))
+            port = f"port{number}"
+            inside.append(f"link add {port} type veth peer name {INTERFACE} netns {holder.pid}")
+            inside += [f"link set {port} master switch", f"link set {port} up"]
+        _batch(switch, "ip", inside)
+        for machine in self._machines:
+            _batch(
+                machine.holder,
+                "ip",
+                [
+                    "link set lo up",
+                    f"addr add {machine.address}/24 dev {INTERFACE}",
+                    f"link set {INTERFACE} up",
+                ],
+            )
+            shape = []
+            if rate is not None:
+                shape.append(
+                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst 256kb latency 100ms"
+                )
+            if delay_ms:
+                parent = "root" if rate is None else "parent 1:1"
+                shape.append(f"qdisc add dev {INTERFACE} {parent} netem delay {delay_ms}ms limit 100000")
+            if shape:
+                _batch(machine.holder, "tc", shape)
+            if window_bytes is not None:
+                self._limit_windows(machine, window_bytes)
+
+    def _hold(self) -> subprocess.Popen[bytes]:
+        """Returns a process in a namespace of its own that ends when its standard input does."""
+        holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._holders.append(holder)
+        if holder.stdout is None or holder.stderr is None:
+            raise AssertionError("the pipes that were asked for are missing")
+        with holder.stderr:
+            if not holder.stdout.read(1):
+                reason = holder.stderr.read().decode().strip()
+                raise NamespacesUnavailableError(f"no network namespace could be made: {reason}")
+        return holder
+
+    @staticmethod
+    def _plug_in(switch: subprocess.Popen[bytes]) -> tuple[str, str]:
+        """Joins this process's namespace to the switch; returns the network and the switch's interface."""
+        taken = _run(["ip", "-4", "-oneline", "address"])
+        number = next(n for n in range(256) if f" {_NETWORK}.{(os.getpid() + n) % 256}." not in taken)
+        network = f"{_NETWORK}.{(os.getpid() + number) % 256}"
+        plug = f"cc{switch.pid}"
+        _run(["ip", "link", "add", plug, "type", "veth", "peer", "name", "ours", "netns", str(switch.pid)])
+        _run(["ip", "address", "add", f"{network}.{_OURS}/24", "dev", plug])
+        _run(["ip", "link", "set", plug, "up"])
+        return network, "ours"
+
+    @staticmethod
+    def _limit_windows(machine: _Machine, window_bytes: int) -> None:
+        # These files show the namespace of the process that opens them.
+        for name in ("tcp_rmem", "tcp_wmem"):
+            words = f"4096 {window_bytes} {window_bytes}"
+            _run(
+                [
+                    "nsenter",
+                    f"--net={machine.namespace}",
+                    "sh",
+                    "-c",
+                    f"echo {words} > /proc/sys/net/ipv4/{name}",
+                ]
+            )
+
+    def _count(self, machine: int, direction: str) -> int:
+        lines = _run(self.command(machine, ["ip", "-statistics", "link", "show", INTERFACE])).splitlines()
+        heading = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{direction}:"))
+        return int(lines[heading + 1].split()[0])
+
+
+def enter(namespace: str) -> None:
+    """Moves the calling thread, and those that it starts from now on, to another network.
+
+    Args:
+        namespace: from :meth:`Machines.namespace`.
+
+    Raises:
+        OSError: it has gone, or this process may not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(namespace).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter the network namespace {namespace}: {os.strerror(number)}")
+
+
+def _batch(holder: subprocess.Popen[bytes], program: str, lines: list[str]) -> None:
+    words = [program, "-batch", "-"]
+    _run(["nsenter", f"--net=/proc/{holder.pid}/ns/net", *words], "\n".join(lines) + "\n")
+
+
+def _run(words: Sequence[str], text: str = "") -> str:
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NamespacesUnavailableError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
