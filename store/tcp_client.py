@@ -20,6 +20,8 @@ __all__ = ["Client", "Connection"]
 _IDLE_KEPT = 2
 _FIRST_RETRY_S = 0.01
 _LONGEST_RETRY_S = 1.0
+_LAST_TRY_S = 0.05
+"""How long before the limit the last try begins."""
 _ANSWER_S = 10.0
 """How long a freshly connected server may take to answer the first ping before the next try."""
 
@@ -176,15 +178,18 @@ class Client:
                 return self._connect_once(start + timeout)
             except OSError as error:
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
-                if time.monotonic() + delay > start + timeout:
+                # The jitter keeps many ranks that were started together from knocking together.
+                pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
+                left = start + timeout - _LAST_TRY_S - time.monotonic()
+                if left <= 0:
                     raise DistNetworkError(
-                        f"no store server answers at {self._shown_as}: gave up after {timeout:g} s and "
+                        f"no store server answers at {self._shown_as}: gave up after "
+                        f"{time.monotonic() - start:.1f} s (limit {timeout:g} s) and "
                         f"{attempts} attempts, the last one: {_reason(error)}. Does the process that runs "
                         "the server (rank 0, or torchrun's agent) run? Do MASTER_ADDR and MASTER_PORT name "
                         "its machine and port on all ranks, and does no firewall stand between?"
                     ) from error
-            # The jitter keeps many ranks that were started together from knocking together.
-            time.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311
+            time.sleep(min(pause, left))
             delay = min(2 * delay, _LONGEST_RETRY_S)
 
     def _connect_once(self, deadline: float) -> Connection:
