@@ -58,6 +58,8 @@ _DISCONNECTED = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
 )
 _OWN_END = "Application timeout caused pair closure"
+_ABORTED = "it aborted the group"
+_PASSED_LIMIT = "passed the time limit"
 _UNWATCHED_MESSAGES = 64
 """Messages of which nobody has asked whether they are done, before the group does."""
 
@@ -424,10 +426,12 @@ class ProcessGroupGloo(ProcessGroup):
     def _check_usable(self, operation: Operation) -> Any:
         """Returns torch's group."""
         inner = self._inner
-        if self._cause is not None:
-            raise GroupAbortedError(
-                f"{self.where()} {operation}: the group is broken; first cause: {self._cause}"
-            ) from self._cause
+        cause = self._cause
+        if cause is not None:
+            text = f"{self.where()} {operation}: the group is broken; first cause: {cause}"
+            if isinstance(cause, PeerLostError) and not self._ended:
+                raise PeerLostError(text, cause.rank) from cause
+            raise GroupAbortedError(text) from cause
         if inner is None:
             raise GroupAbortedError(f"{self.where()} {operation}: the group was shut down")
         return inner
@@ -458,7 +462,7 @@ class ProcessGroupGloo(ProcessGroup):
                     "tell which rank is missing; monitored_barrier() in front of it names the rank"
                 )
                 if cause is None:
-                    self._break(expired, f"its {operation.name} #{operation.number} passed the time limit")
+                    self._break(expired, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}")
                 return expired
             if isinstance(cause, PeerLostError):
                 return PeerLostError(f"{what} did not finish, because {cause}", cause.rank)
@@ -472,12 +476,11 @@ class ProcessGroupGloo(ProcessGroup):
                 return DistBackendError(f"{what} Gloo failed: {text}")
             self._break_connections()
             rank, how = self._liveness.find_lost()
-            who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost; Gloo does not tell which"
-            lost = PeerLostError(f"{what} {who} ({_first_line(text)})", rank)
             if rank >= 0:
                 self._liveness.verdict(rank, how)
-            self._break(lost)
-            return lost
+            broken = _broken_by(what, rank, how, _first_line(text))
+            self._break(broken)
+            return broken
 
     def _break(self, cause: Exception, farewell: str = "") -> None:
         """Ends all operations, here and on the peers, and refuses later ones."""
@@ -501,7 +504,7 @@ class ProcessGroupGloo(ProcessGroup):
             self._ended = True
             if self._cause is None:
                 aborted = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break(aborted, "it aborted the group")
+                self._break(aborted, _ABORTED)
         self._release()
 
     def shutdown(self) -> None:
@@ -532,6 +535,16 @@ def _armed(work: Work, async_op: bool) -> Work:
     if async_op and isinstance(work, FinishingWork):
         work.get_future()
     return work
+
+
+def _broken_by(what: str, rank: int, how: str, text: str) -> Exception:
+    """Returns what to raise in ``what`` for a connection that another rank closed."""
+    if how == _ABORTED:
+        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
+    if how.endswith(_PASSED_LIMIT):
+        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
+    who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost; Gloo does not tell which"
+    return PeerLostError(f"{what} {who} ({text})", rank)
 
 
 def _first_line(text: str) -> str:

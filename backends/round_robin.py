@@ -139,7 +139,8 @@ class ProcessGroupRoundRobin(ProcessGroup):
     **Numerics.** Where all lanes are of one kind, the result of a collective does not depend on its lane.
 
     **Errors.** An error that breaks one lane breaks the others too: the next call raises
-    :class:`~collectives.errors.GroupAbortedError`. Wrong arguments break nothing, nor do mismatches, except
+    :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
+    :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, except
     that of a barrier with something else.
 
     Args:
@@ -208,10 +209,12 @@ class ProcessGroupRoundRobin(ProcessGroup):
             lane.set_timeout(timeout)
 
     def _run(self, lane: ProcessGroup, issue: Callable[[ProcessGroup], Work]) -> Work:
-        if self._cause is not None:
-            raise GroupAbortedError(
-                f"[rank {self._rank}] {self.describe()} is broken; first cause: {self._cause}"
-            ) from self._cause
+        cause = self._cause
+        if cause is not None:
+            text = f"[rank {self._rank}] {self.describe()} is broken; first cause: {cause}"
+            if isinstance(cause, PeerLostError):
+                raise PeerLostError(text, cause.rank) from cause
+            raise GroupAbortedError(text) from cause
         try:
             return _LaneWork(self, issue(lane))
         except (CollectiveTimeoutError, PeerLostError, GroupAbortedError) as error:
@@ -310,12 +313,23 @@ class ProcessGroupRoundRobin(ProcessGroup):
 
     def abort(self) -> None:
         """Breaks all lanes at once."""
-        self._break(GroupAbortedError(f"[rank {self._rank}] {self.describe()} was aborted by this rank"))
+        self._break(self._end("was aborted by this rank"))
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees all lanes."""
         for lane in self._lanes:
             lane.shutdown()
+        self._end("was shut down")
+
+    def _end(self, how: str) -> GroupAbortedError:
+        """Returns why the group ended here; takes the place of a lost rank, which is its cause then."""
+        lost = self._cause if isinstance(self._cause, PeerLostError) else None
+        first = "" if lost is None else f"; first cause: {lost}"
+        ended = GroupAbortedError(f"[rank {self._rank}] {self.describe()} {how}{first}")
+        if lost is not None:
+            ended.__cause__ = lost
+            self._cause = ended
+        return ended
 
 
 class _LaneWork(Work):

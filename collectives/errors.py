@@ -61,7 +61,11 @@ class CollectiveMismatchError(DistBackendError):
 
 
 class PeerLostError(DistBackendError):
-    """A rank of the group died or left while others still needed it.
+    """A rank of the group died or left while others still needed it; raised on every rank that is left.
+
+    The group is broken afterwards: later calls raise this class again, with the same ``rank``, whether or not
+    the caller took part in the operation that found the loss. After :meth:`ProcessGroup.abort` or
+    ``shutdown`` on this rank they raise :class:`GroupAbortedError`. The others go on with a new group.
 
     Attributes:
         rank: the lost rank, counted within the group; -1 where the backend cannot tell.
@@ -76,7 +80,11 @@ class PeerLostError(DistBackendError):
 
 
 class GroupAbortedError(DistBackendError):
-    """The group was aborted, shut down, or broken by an earlier error; the message names the first cause."""
+    """The group was aborted, shut down, or broken by an earlier error; the message names the first cause.
+
+    Of a group that has lost a rank, later calls raise :class:`PeerLostError` instead, until it is aborted or
+    shut down here.
+    """
 
 
 class UnsupportedOperationError(DistBackendError, NotImplementedError):
