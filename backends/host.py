@@ -53,6 +53,7 @@ _PACKED = {
 }
 """Data types whose elements share bytes, and how many do."""
 _KIND = _native.COLLECTIVES
+_ALL_REDUCE = _KIND["all_reduce"]
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
 _CROWD = 64
@@ -122,7 +123,8 @@ class ProcessGroupHost(ProcessGroup):
         )
         self._timeout_ns = _nanoseconds(timeout)
         label = self.describe()
-        self._native = _native.HostGroup(join(store, rank, size, timeout, label), label)
+        self._native = _native.HostGroup(join(store, rank, size, timeout, label), label, self._timeout_ns)
+        self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
         self._in_flight: deque[HostWork] = deque()
         self._in_flight_lock = threading.Lock()
         self._crowd = _CROWD
@@ -146,6 +148,7 @@ class ProcessGroupHost(ProcessGroup):
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
         self._timeout_ns = _nanoseconds(timeout)
+        self._native.set_timeout(self._timeout_ns)
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -157,17 +160,10 @@ class ProcessGroupHost(ProcessGroup):
         *,
         op: ReduceOp | None = None,
     ) -> Work:
-        """Reduces a tensor over all ranks, in place; see :meth:`ProcessGroup.allreduce`.
-
-        The core looks at the usual argument itself, a dense real tensor in a synchronous call; all others,
-        wrong ones among them, take the way of every operation.
-        """
+        """Reduces a tensor over all ranks, in place; see :meth:`ProcessGroup.allreduce`."""
         if type(opts) is AllreduceOptions and opts.asyncOp is False and opts.timeout is None:
             tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
-            reduction = opts.reduceOp
-            code = reduction.code
-            factor = 1.0 if code == _SUM else self._factor(reduction)
-            if self._native.all_reduce_plain(tensor, code, factor, self._timeout_ns):
+            if self.plain(_ALL_REDUCE, tensor, op_code=opts.reduceOp.code):
                 return CompletedWork((tensor,))  # type: ignore[arg-type]  # a tensor, or it were not plain
         return super().allreduce(tensors, opts, timeout, op=op)
 
@@ -175,20 +171,7 @@ class ProcessGroupHost(ProcessGroup):
         if not is_dense(tensor):
             staged = dense_outputs([tensor])
             return self._finish(staged, self._allreduce(staged.stand_ins[0], opts), opts.asyncOp)
-        op = opts.reduceOp
-        code = op.code
-        task = self._native.all_reduce(
-            tensor.data_ptr(),
-            tensor.numel(),
-            _CODES[tensor.dtype],
-            code,
-            1.0 if code == _SUM else self._factor(op),
-            self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
-            not opts.asyncOp,
-        )
-        if task is None:
-            return CompletedWork((tensor,))
-        return self._launch(task, (tensor,), (tensor,), opts.asyncOp)
+        return self._issue("all_reduce", opts, (tensor,), (tensor,), data=tensor, op=opts.reduceOp)
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
         if self._rank != opts.rootRank:
@@ -332,6 +315,21 @@ class ProcessGroupHost(ProcessGroup):
         return self._issue("barrier", opts, (), ())
 
     # ---- point-to-point ------------------------------------------------------------------------------
+
+    def send(self, tensors: torch.Tensor | Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Sends a tensor to a rank; see :meth:`ProcessGroup.send`."""
+        return self._message(True, tensors, dstRank, tag) or super().send(tensors, dstRank, tag)
+
+    def recv(self, tensors: torch.Tensor | Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`."""
+        return self._message(False, tensors, srcRank, tag) or super().recv(tensors, srcRank, tag)
+
+    def _message(self, sends: bool, tensor: Any, peer: int, tag: int) -> Work | None:
+        """Posts a message where the core takes the arguments as they are."""
+        task = self._native.plain_message(sends, tensor, peer, tag)
+        if task is True:
+            return CompletedWork() if sends else CompletedWork((tensor,), peer)
+        return None if task is None else self._launch(task, (tensor,), () if sends else (tensor,), True)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         source = dense(tensor)

@@ -1,6 +1,7 @@
 # The C++ core: private. Raw addresses, element counts and type codes; the callers keep the memory alive.
 
 from collections.abc import Sequence
+from typing import Literal
 
 # --- kernels (for tests and tools; the backends call them in C++) ---
 
@@ -48,18 +49,20 @@ class HostTask:
     def notify(self) -> bool: ...
 
 class HostGroup:
-    def __init__(self, membership: Membership, label: str) -> None: ...
-    def all_reduce(
+    def __init__(self, membership: Membership, label: str, timeout_ns: int) -> None: ...
+    def plain(
         self,
-        data_ptr: int,
-        count: int,
-        dtype_code: int,
-        op_code: int,
-        factor: float,
-        timeout_ns: int,
-        wait: bool,
-    ) -> HostTask | None: ...
-    def all_reduce_plain(self, tensor: object, op_code: int, factor: float, timeout_ns: int) -> bool: ...
+        kind: int,
+        output: object = None,
+        input: object = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> bool: ...
+    def plain_message(
+        self, sends: bool, tensor: object, peer: object, tag: object
+    ) -> HostTask | Literal[True] | None: ...
+    def set_timeout(self, timeout_ns: int) -> None: ...
     def collective(
         self,
         kind: int,

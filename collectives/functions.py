@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from collectives import _native
 from collectives.coalescing import KeptBackWork, keep_back, pending
 from collectives.process_group import ProcessGroup
 from collectives.types import (
@@ -38,7 +39,7 @@ from collectives.types import (
 )
 from collectives.validation import check_list, fail, seconds
 from collectives.work import Work
-from collectives.world import default_group, group_rank, member_group, world
+from collectives.world import group_rank, member_group
 
 __all__ = [
     "all_gather",
@@ -58,6 +59,14 @@ __all__ = [
     "scatter",
 ]
 
+_ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL, _BARRIER, _BROADCAST, _GATHER, _REDUCE, _REDUCE_SCATTER, _SCATTER = (
+    _native.COLLECTIVES[kind]
+    for kind in (
+        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce",
+        "reduce_scatter", "scatter",
+    )
+)  # fmt: skip
+
 
 def all_reduce(
     tensor: torch.Tensor,
@@ -74,20 +83,15 @@ def all_reduce(
         group: the group.
         async_op: whether to return before the operation is done.
     """
-    target = world.default if group is None else member_group(group, "all_reduce")
+    target = member_group(group, "all_reduce")
     if target is None:
-        if group is None:
-            default_group()
         return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "all_reduce", op)
+    op = _reduction(target, "all_reduce", op)
     if pending and keep_back(target, "all_reduce", op, tensor):
         return KeptBackWork() if async_op else None
-    work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
-    if async_op:
-        return work
-    work.wait()
-    return None
+    if not async_op and target.plain(_ALL_REDUCE, tensor, None, op.code):
+        return None
+    return _finish(target.allreduce(tensor, AllreduceOptions(None, async_op, op)), async_op)
 
 
 def broadcast(
@@ -110,6 +114,8 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
+    if not async_op and target.plain(_BROADCAST, tensor, None, 0, root):
+        return None
     work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
     return _finish(work, async_op)
 
@@ -136,7 +142,10 @@ def reduce(
     if target is None:
         return None
     root = group_rank(target, "reduce", dst, group_dst, "dst")
-    work = target.reduce(tensor, ReduceOptions(None, async_op, _reduction(target, "reduce", op), root))
+    op = _reduction(target, "reduce", op)
+    if not async_op and target.plain(_REDUCE, tensor, None, op.code, root):
+        return None
+    work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
     return _finish(work, async_op)
 
 
@@ -156,6 +165,8 @@ def all_gather(
     """
     target = member_group(group, "all_gather")
     if target is None:
+        return None
+    if not async_op and target.plain(_ALL_GATHER, tensor_list, tensor, 0, 0, True):
         return None
     # Inside a list of one, so that a list for a group of size 1 is not taken for a tensor list "per device".
     outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
@@ -183,6 +194,8 @@ def all_gather_single(
         return None
     if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
         return KeptBackWork() if async_op else None
+    if not async_op and target.plain(_ALL_GATHER, output_tensor, input_tensor):
+        return None
     work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
     return _finish(work, async_op)
 
@@ -209,6 +222,8 @@ def gather(
     if target is None:
         return None
     root = _root(target, "gather", dst, group_dst, "dst")
+    if not async_op and target.plain(_GATHER, gather_list, tensor, 0, root, True):
+        return None
     outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
     work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
     return _finish(work, async_op)
@@ -236,6 +251,8 @@ def scatter(
     if target is None:
         return None
     root = _root(target, "scatter", src, group_src, "src")
+    if not async_op and target.plain(_SCATTER, tensor, scatter_list, 0, root, True):
+        return None
     inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
     work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
     return _finish(work, async_op)
@@ -260,9 +277,11 @@ def reduce_scatter(
     target = member_group(group, "reduce_scatter")
     if target is None:
         return None
+    op = _reduction(target, "reduce_scatter", op)
+    if not async_op and target.plain(_REDUCE_SCATTER, output, input_list, op.code, 0, True):
+        return None
     inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-    options = ReduceScatterOptions(None, async_op, _reduction(target, "reduce_scatter", op))
-    work = target.reduce_scatter(output, [inputs], options)
+    work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
 
 
@@ -288,6 +307,8 @@ def reduce_scatter_single(
     op = _reduction(target, "reduce_scatter_single", op)
     if pending and keep_back(target, "reduce_scatter_single", op, output, input):
         return KeptBackWork() if async_op else None
+    if not async_op and target.plain(_REDUCE_SCATTER, output, input, op.code):
+        return None
     work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
 
@@ -313,6 +334,9 @@ def all_to_all_single(
     target = member_group(group, "all_to_all_single")
     if target is None:
         return None
+    even = not (output_split_sizes or input_split_sizes)
+    if even and not async_op and target.plain(_ALL_TO_ALL, output, input):
+        return None
     options = AllToAllOptions(None, async_op)
     work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
     return _finish(work, async_op)
@@ -335,6 +359,8 @@ def all_to_all(
     target = member_group(group, "all_to_all")
     if target is None:
         return None
+    if not async_op and target.plain(_ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
+        return None
     work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
     return _finish(work, async_op)
 
@@ -355,6 +381,8 @@ def barrier(
     """
     target = member_group(group, "barrier")
     if target is None:
+        return None
+    if timeout is None and device_ids is None and not async_op and target.plain(_BARRIER):
         return None
     _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)
@@ -404,6 +432,8 @@ def _check_timeout(group: ProcessGroup, operation: str, timeout: timedelta | Non
 
 def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
     """Returns a reduction of ours for one of ours or of ``torch.distributed``."""
+    if op.__class__ is ReduceOp:
+        return op
     try:
         return ReduceOp.of(op)
     except TypeError as error:

@@ -171,6 +171,33 @@ class ProcessGroup(Primitives):
 
     # ---- collectives -----------------------------------------------------------------------------
 
+    def plain(
+        self,
+        kind: int,  # noqa: ARG002
+        output: object = None,  # noqa: ARG002
+        input: object = None,  # noqa: ARG002
+        op_code: int = 0,  # noqa: ARG002
+        root: object = 0,  # noqa: ARG002
+        listed: bool = False,  # noqa: ARG002
+    ) -> bool:
+        """Runs a synchronous collective on tensors that are as simple as can be; the user functions try this.
+
+        A backend may take here the calls that nearly all calls are, and refuse any other, wrong arguments
+        among them: those go the way of the methods below. Here nothing is plain.
+
+        Args:
+            kind: number of the collective in ``_native.COLLECTIVES``.
+            output: what is written, or read and written.
+            input: what is only read.
+            op_code: code of the :class:`~collectives.ReduceOp`.
+            root: the root.
+            listed: whether the larger operand is a list of a tensor for each rank.
+
+        Returns:
+            Whether it ran; ``False`` with nothing done.
+        """
+        return False
+
     def allreduce(
         self,
         tensors: Tensors,

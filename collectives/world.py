@@ -163,8 +163,10 @@ def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | N
 
     For functions that the user calls directly: the warning points at their caller.
     """
+    if group is None:
+        return world.default or default_group()
     if is_member(group):
-        return default_group() if group is None else group
+        return group
     warnings.warn(
         f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given group",
         stacklevel=3,
@@ -207,6 +209,8 @@ def group_rank(
     Raises:
         ValueError: both or none are given, or the global rank is not in the group.
     """
+    if own_rank is None and global_rank is not None and group is world.default:
+        return global_rank
     if own_rank is not None:
         if global_rank is not None:
             raise ValueError(
@@ -216,8 +220,6 @@ def group_rank(
         return own_rank
     if global_rank is None:
         raise ValueError(f"[rank {group.rank()}] {operation}: give {name} or group_{name}")
-    if group is world.default:
-        return global_rank
     record = record_of(group)
     found = record.index.get(global_rank)
     if found is None:

@@ -16,7 +16,8 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
-#include "bindings/interrupt.hpp"
+#include "bindings/owned_group.hpp"
+#include "bindings/plain.hpp"
 #include "bindings/tensor_view.hpp"
 #include "engine/group.hpp"
 
@@ -54,60 +55,14 @@ ReduceOp op_from(std::uint8_t code) {
   return static_cast<ReduceOp>(code);
 }
 
-using OwnedGroup = ForkAware<Group>;
-
-Group& usable(OwnedGroup& group) {
-  if (group.inherited()) [[unlikely]] {
-    throw Error(ErrorKind::aborted,
-                "this group belongs to the parent of this forked process; make a new group in the child");
-  }
-  return *group.operator->();
-}
-
-// Bytes that move in less time than Python takes to hand its lock over and back.
-constexpr std::size_t kShort = 32 << 10;
-
 // Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
 // returns its task.
 std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t bytes, Nanoseconds timeout,
                             bool wait) {
   Group& group = usable(owned);
-  // Neither queueing nor a short operation that finds its peers waiting takes long.
-  const bool is_short = !wait || bytes <= kShort;
-  PythonInterrupt interrupt(is_short ? PythonInterrupt::Release::when_blocked
-                                     : PythonInterrupt::Release::now);
+  PythonInterrupt interrupt(release_for(wait ? bytes : 0));
   if (wait && group.run(request, timeout, &interrupt)) return nullptr;
   return group.enqueue(std::move(request), timeout);
-}
-
-std::shared_ptr<Task> all_reduce_tensor(OwnedGroup& group, Address data, std::size_t count,
-                                        std::uint8_t dtype, std::uint8_t op, double factor,
-                                        Nanoseconds timeout, bool wait) {
-  Request request;
-  request.kind = Kind::all_reduce;
-  request.reduction = {dtype_from(dtype), op_from(op), factor};
-  request.data = pointer_from(data);
-  request.count = count;
-  const std::size_t bytes = count * size_of(request.reduction.dtype);
-  return issue(group, std::move(request), bytes, timeout, wait);
-}
-
-// The short way for the usual tensor on an idle group: returns whether it was taken, and done.
-bool all_reduce_plain(OwnedGroup& owned, nb::handle tensor, std::uint8_t op, double factor,
-                      Nanoseconds timeout) {
-  const std::optional<TensorView> view = plain_view(tensor);
-  const ReduceOp checked = op_from(op);
-  if (!view || !reducible(view->dtype, checked)) return false;
-  Request request;
-  request.kind = Kind::all_reduce;
-  request.reduction = {view->dtype, checked, factor};
-  request.data = view->data;
-  request.count = view->count;
-  const bool is_short = view->count * size_of(view->dtype) <= kShort;
-  Group& group = usable(owned);
-  PythonInterrupt interrupt(is_short ? PythonInterrupt::Release::when_blocked
-                                     : PythonInterrupt::Release::now);
-  return group.run(request, timeout, &interrupt);
 }
 
 std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,
@@ -238,14 +193,18 @@ void bind_group(nb::module_& module) {
   nb::class_<OwnedGroup>(module, "HostGroup")
       .def(
           "__init__",
-          [](OwnedGroup* group, Membership& membership, std::string label) {
-            new (group) OwnedGroup(std::make_unique<Group>(std::move(membership), std::move(label)));
+          [](OwnedGroup* group, Membership& membership, std::string label, Nanoseconds timeout) {
+            new (group) OwnedGroup(std::make_unique<Group>(std::move(membership), std::move(label), timeout));
           },
-          nb::arg("membership"), nb::arg("label"))
-      .def("all_reduce", all_reduce_tensor, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"),
-           nb::arg("op_code"), nb::arg("factor"), nb::arg("timeout_ns"), nb::arg("wait"))
-      .def("all_reduce_plain", all_reduce_plain, nb::arg("tensor"), nb::arg("op_code"), nb::arg("factor"),
-           nb::arg("timeout_ns"))
+          nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"))
+      .def("plain", plain_collective, nb::arg("kind"), nb::arg("output").none() = nb::none(),
+           nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
+           nb::arg("listed") = false)
+      .def("plain_message", plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
+           nb::arg("tag"))
+      .def(
+          "set_timeout", [](OwnedGroup& group, Nanoseconds timeout) { usable(group).set_timeout(timeout); },
+          nb::arg("timeout_ns"))
       .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
            nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
            nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))

@@ -144,7 +144,9 @@ std::optional<TensorView> plain_view(nb::handle tensor) {
       PyErr_Clear();
       return std::nullopt;
     }
-    return TensorView{static_cast<std::byte*>(view.data) + view.byte_offset, *count, *dtype};
+    const std::int64_t rows = view.dimensions == 0 ? 1 : view.shape[0];
+    return TensorView{static_cast<std::byte*>(view.data) + view.byte_offset, *count,
+                      static_cast<std::size_t>(rows), *dtype};
   }
   return std::nullopt;
 }

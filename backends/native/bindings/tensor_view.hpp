@@ -15,6 +15,7 @@ namespace collectives {
 struct TensorView {
   std::byte* data;
   std::size_t count;
+  std::size_t rows;  // length of dimension 0; 1 where there is none
   DType dtype;
 };
 

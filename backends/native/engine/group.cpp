@@ -26,10 +26,11 @@ class Executing {
 
 }  // namespace
 
-Group::Group(Membership membership, std::string label)
+Group::Group(Membership membership, std::string label, Nanoseconds timeout)
     : rank_(membership.rank),
       size_(membership.size),
       label_(std::move(label)),
+      timeout_(timeout),
       station_(std::make_unique<Station>(std::move(membership), label_)),
       messenger_(std::make_shared<Messenger>(*station_)),
       sources_(static_cast<std::size_t>(size_)) {}

@@ -26,8 +26,8 @@ namespace collectives {
 
 class Group {
  public:
-  // `label` names the group in messages.
-  Group(Membership membership, std::string label);
+  // `label` names the group in messages; `timeout` is the limit of operations that name none.
+  Group(Membership membership, std::string label, Nanoseconds timeout);
   // Ends the group at once: outstanding operations fail.
   ~Group();
   Group(const Group&) = delete;
@@ -35,6 +35,9 @@ class Group {
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
+  // Relaxed: orders nothing.
+  Nanoseconds timeout() const noexcept { return timeout_.load(std::memory_order_relaxed); }
+  void set_timeout(Nanoseconds timeout) noexcept { timeout_.store(timeout, std::memory_order_relaxed); }
 
   // Executes on the calling thread where the group is idle: returns when done, or throws. The request's
   // memory is not touched afterwards. Returns false, with nothing done, where operations are queued or
@@ -77,6 +80,7 @@ class Group {
   const int rank_;
   const int size_;
   const std::string label_;
+  std::atomic<Nanoseconds> timeout_;
   // Whoever executes an operation is counted in `pending_` and uses it freely; everyone else under
   // `station_mutex_`.
   std::unique_ptr<Station> station_;

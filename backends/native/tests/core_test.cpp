@@ -54,7 +54,7 @@ Groups shared_ranks(int size) {
     membership.segment = segment;
     membership.layout = layout;
     membership.processes.resize(static_cast<std::size_t>(size));
-    groups.push_back(std::make_unique<Group>(std::move(membership), "shared group"));
+    groups.push_back(std::make_unique<Group>(std::move(membership), "shared group", kNever));
   }
   return groups;
 }
@@ -75,12 +75,12 @@ Groups attached_ranks(int size) {
       CHECK(host.accept(deadline).empty());
       host.share(deadline);
       CHECK(host.await_attached(deadline).empty());
-      mine = std::make_unique<Group>(host.release(deadline), "attached group");
+      mine = std::make_unique<Group>(host.release(deadline), "attached group", kNever);
     } else {
       BootstrapGuest guest(host.address(), r, size, deadline);
       CHECK(guest.answered(deadline));
       guest.attach(deadline);
-      mine = std::make_unique<Group>(guest.await_release(deadline), "attached group");
+      mine = std::make_unique<Group>(guest.await_release(deadline), "attached group", kNever);
     }
   });
   return groups;
@@ -240,8 +240,8 @@ void test_collectives(Groups groups) {
   });
 }
 
-// Sizes around every limit in an order of chance, so that windows of neighbouring operations meet in every way
-// and wrap; with failed operations between them, which must leave all ranks' windows in step.
+// Sizes around every limit in an order of chance, so that windows of neighbouring operations meet in every
+// way and wrap; with failed operations between them, which must leave all ranks' windows in step.
 void test_windows(Groups groups) {
   on_all(static_cast<int>(groups.size()), [&](int r) {
     Rank me(*groups[static_cast<std::size_t>(r)]);

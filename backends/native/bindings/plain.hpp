@@ -1,0 +1,29 @@
+// The short way from a user function into the core, for the calls that nearly all calls are.
+//
+// A *plain* call is synchronous, without a time limit of its own, on dense real CPU tensors of one registered
+// type that fit together; its arguments are looked at here, through DLPack, and not in Python. Whatever is
+// not plain, wrong arguments among it, is left to the way of every operation, which knows all cases and words
+// the errors.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "bindings/owned_group.hpp"
+
+namespace collectives {
+
+// Runs a collective and returns true; returns false, with nothing done, where the call is not plain or the
+// group is busy. `output` and `input` are what the user function takes under these names; a tensor that is
+// both is the output. With `listed` the larger of the two is a list of a tensor for each rank, else one
+// tensor.
+bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nanobind::handle output, nanobind::handle input,
+                      std::uint8_t op, nanobind::handle root, bool listed);
+
+// Posts a message or a receive: returns None where the call is not plain; true where the message has gone or
+// come at once; else the transfer, whose tensor the caller must keep.
+nanobind::object plain_message(OwnedGroup& owned, bool sends, nanobind::handle tensor, nanobind::handle peer,
+                               nanobind::handle tag);
+
+}  // namespace collectives

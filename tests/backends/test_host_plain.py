@@ -1,0 +1,124 @@
+"""The short way into the core takes the usual calls, and leaves every other to the general way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives import ReduceOp
+from collectives.process_group import ProcessGroup
+from collectives.store import HashStore
+
+METHODS = (
+    "_allreduce", "_broadcast", "_reduce", "_allgather", "_allgather_single", "_gather", "_scatter",
+    "_reduce_scatter", "_reduce_scatter_single", "_alltoall", "_alltoall_single", "_barrier", "_send",
+)  # fmt: skip
+
+USUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all_reduce": lambda a, b: collectives.all_reduce(a, ReduceOp.AVG),
+    "broadcast": lambda a, b: collectives.broadcast(a, 0),
+    "reduce": lambda a, b: collectives.reduce(a, 0, ReduceOp.MAX),
+    "all_gather": lambda a, b: collectives.all_gather([a], b),
+    "all_gather_single": collectives.all_gather_single,
+    "gather": lambda a, b: collectives.gather(b, [a], 0),
+    "scatter": lambda a, b: collectives.scatter(a, [b], 0),
+    "reduce_scatter": lambda a, b: collectives.reduce_scatter(a, [b]),
+    "reduce_scatter_single": collectives.reduce_scatter_single,
+    "all_to_all": lambda a, b: collectives.all_to_all([a], [b]),
+    "all_to_all_single": collectives.all_to_all_single,
+    "barrier": lambda a, b: collectives.barrier(),
+}
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the operations that took the general way, in a world of one rank."""
+    collectives.init_process_group("host", store=HashStore(), rank=0, world_size=1)
+    group = collectives.group.WORLD
+    assert group is not None
+    seen: list[str] = []
+
+    def watch(name: str) -> Callable[..., Any]:
+        inner = getattr(group, name)
+
+        def method(*arguments: Any) -> Any:
+            seen.append(name)
+            return inner(*arguments)
+
+        return method
+
+    for name in METHODS:
+        monkeypatch.setattr(group, name, watch(name))
+    yield seen
+    collectives.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("name", USUAL)
+def test_the_usual_call_is_plain(general: list[str], name: str, dtype: torch.dtype) -> None:
+    output, source = torch.full((6,), 3, dtype=dtype), torch.arange(6).to(dtype)
+    USUAL[name](output, source)
+    assert not general
+    unchanged = name in {"all_reduce", "broadcast", "reduce", "barrier"}
+    assert torch.equal(output, torch.full((6,), 3, dtype=dtype) if unchanged else source)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(4, 4).t(), torch.ones(3, dtype=torch.complex64), torch._neg_view(torch.ones(3))],
+    ids=["strided", "complex", "negated"],
+)
+def test_other_tensors_take_the_general_way(general: list[str], tensor: torch.Tensor) -> None:
+    before = tensor.clone()
+    collectives.all_reduce(tensor)
+    collectives.broadcast(tensor, 0)
+    assert set(general) == {"_allreduce", "_broadcast"}
+    assert torch.equal(tensor, before)
+
+
+def test_an_asynchronous_call_and_a_limit_of_its_own_take_the_general_way(general: list[str]) -> None:
+    work = collectives.all_reduce(torch.ones(2), async_op=True)
+    assert work is not None
+    work.wait()
+    collectives.barrier(timeout=collectives.default_pg_timeout)
+    assert general == ["_allreduce", "_barrier"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda x: collectives.broadcast(x, True), TypeError),
+        (lambda x: collectives.broadcast(x, 1), ValueError),
+        (lambda x: collectives.all_gather(x, x), TypeError),
+        (lambda x: collectives.all_gather_single([x], x), TypeError),
+        (lambda x: collectives.all_gather([x, x], x), ValueError),
+        (lambda x: collectives.all_gather([torch.ones(3)], x), ValueError),
+        (lambda x: collectives.all_gather([x.double()], x), ValueError),
+        (lambda x: collectives.gather(x, [torch.ones(3)], 0), ValueError),
+        (lambda x: collectives.scatter(x, None, 0), ValueError),
+        (lambda x: collectives.reduce_scatter_single(x, torch.ones(3)), ValueError),
+        (lambda x: collectives.all_to_all_single(x, [x]), TypeError),
+        (lambda x: collectives.all_to_all(x, x), TypeError),
+        (lambda x: collectives.all_reduce(x, ReduceOp.BAND), NotImplementedError),
+        (lambda x: collectives.all_reduce(None), TypeError),
+    ],
+)
+def test_wrong_arguments_raise_as_in_the_general_way(
+    general: list[str], call: Callable[[torch.Tensor], object], error: type[Exception]
+) -> None:
+    x = torch.ones(2)
+    with pytest.raises(error, match="rank 0"):
+        call(x)
+    assert not general
+    assert torch.equal(x, torch.ones(2))
+
+
+def test_where_a_backend_has_no_short_way_nothing_is_plain(general: list[str]) -> None:
+    group = collectives.group.WORLD
+    assert group is not None
+    assert not ProcessGroup.plain(group, 1)
+    assert not general
