@@ -12,5 +12,8 @@ from __future__ import annotations
 
 __all__ = ["PROGRAMS"]
 
-PROGRAMS = {"allreduce": "collectives.bench.allreduce"}
+PROGRAMS = {
+    "allreduce": "collectives.bench.allreduce",
+    "collectives": "collectives.bench.every_operation",
+}
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

@@ -25,7 +25,7 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.allreduce import Options, at_least, measure, parse_sizes_argument, show_progress
+from collectives.bench.comparison import Options, at_least, measure, parse_sizes_argument, show_progress
 from collectives.bench.digits import (
     Recipe,
     accuracy,

@@ -17,7 +17,7 @@ import torch
 
 import collectives
 from collectives.bench import patterns
-from collectives.bench.allreduce import available_backends
+from collectives.bench.comparison import available_backends
 from collectives.bench.groups import initialize, parent_store
 from collectives.bench.machine import describe_machine
 from collectives.bench.ranks import RankFailedError, SpawnedTeam

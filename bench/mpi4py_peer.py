@@ -1,4 +1,4 @@
-"""Plain mpi4py as a peer: ``Comm.Allreduce`` under ``mpirun``, without a process group of ours.
+"""Plain mpi4py as a peer: its upper-case calls under ``mpirun``, without a process group of ours.
 
 ``python -m collectives.bench.mpi4py_peer ADDRESS`` is the program that ``mpirun`` starts for each rank.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 
 from collectives.bench.machine import bind_to_core, usable_cores
-from collectives.bench.player import Workload, serve
+from collectives.bench.operations import OPERATIONS, ROOT, Operation
+from collectives.bench.peers import Bind, ping_pong
+from collectives.bench.player import Introduction, Workload, serve
 from collectives.bench.ranks import CommandTeam, connect
 
 __all__ = ["INSTALL", "MPI4PY", "start_team", "why_unavailable"]
@@ -57,7 +60,7 @@ def start_team(ranks: int, workload: Workload, board: str) -> CommandTeam:
 
     Args:
         ranks: number of ranks.
-        workload: what is reduced.
+        workload: what is measured.
         board: path of the memory for :class:`~collectives.bench.lockstep.Lockstep`.
 
     Raises:
@@ -114,13 +117,21 @@ def _rank_main(address: str) -> None:
             )
         if workload.bind:
             bind_to_core(world.Get_rank())
-        reason = _why_not(MPI, workload)
-        calls: dict[str, Callable[[torch.Tensor], object]] = {}
-        if reason is None:
-            op = getattr(MPI, _OPERATIONS[workload.redop])
-            calls[MPI4PY] = partial(_all_reduce, world, MPI.IN_PLACE, op)
-        refused = {} if reason is None else {MPI4PY: reason}
-        serve(connection, world.Get_rank(), ranks, workload, board, calls, refused)
+        refused = {
+            (MPI4PY, name): reason
+            for name in workload.operations
+            if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
+        }
+        peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
+        answer = Introduction(refused, {MPI4PY: _version(mpi4py.__version__, MPI.Get_library_version())})
+        serve(connection, world.Get_rank(), ranks, workload, board, peers, answer)
+
+
+def _version(mpi4py: str, library: str) -> str:
+    """Returns ``"mpi4py 4.1.2, Open MPI v5.0.11"`` of what an MPI says of itself at length."""
+    words = " ".join(library.split(",", maxsplit=1)[0].replace("\0", "").split())
+    mpich = re.match(r"MPICH Version: (\S+)", words)
+    return f"mpi4py {mpi4py}, {f'MPICH {mpich[1]}' if mpich else words[:60]}"
 
 
 _OPERATIONS = {
@@ -134,7 +145,9 @@ _OPERATIONS = {
 }
 
 
-def _why_not(mpi: Any, workload: Workload) -> str | None:
+def _why_not(mpi: Any, operation: Operation, workload: Workload) -> str | None:
+    if not operation.reduces:
+        return None  # what is only moved travels as bytes
     if workload.redop not in _OPERATIONS:
         return f"{workload.redop} is no operation of MPI"
     dtype = getattr(torch, workload.dtype)
@@ -147,8 +160,38 @@ def _why_not(mpi: Any, workload: Workload) -> str | None:
     return None
 
 
-def _all_reduce(world: Any, in_place: Any, op: Any, tensor: torch.Tensor) -> None:
-    world.Allreduce(in_place, tensor.numpy(), op)
+def _peer(mpi: Any, world: Any, workload: Workload) -> Bind:
+    """Returns the peer; arrays are made before the call, so that nothing but MPI's call is timed."""
+    rank, ranks = world.Get_rank(), world.Get_size()
+    op = getattr(mpi, _OPERATIONS.get(workload.redop, "SUM"))
+    here = rank == ROOT
+
+    def ping(given: Any, result: Any) -> Callable[[], object]:
+        return ping_pong(rank, ranks, partial(world.Send, given), partial(world.Recv, result))
+
+    calls: dict[str, Callable[[Any, Any], Callable[[], object]]] = {
+        "all_reduce": lambda _, result: partial(world.Allreduce, mpi.IN_PLACE, result, op),
+        "reduce": lambda _, result: (
+            partial(world.Reduce, mpi.IN_PLACE, result, op, ROOT)
+            if here
+            else partial(world.Reduce, result, None, op, ROOT)
+        ),
+        "broadcast": lambda _, result: partial(world.Bcast, result, ROOT),
+        "all_gather": lambda given, result: partial(world.Allgather, given, result),
+        "reduce_scatter": lambda given, result: partial(world.Reduce_scatter_block, given, result, op),
+        "all_to_all": lambda given, result: partial(world.Alltoall, given, result),
+        "gather": lambda given, result: partial(world.Gather, given, result if here else None, ROOT),
+        "scatter": lambda given, result: partial(world.Scatter, given if here else None, result, ROOT),
+        "sendrecv": ping,
+        "barrier": lambda *_: world.Barrier,
+    }
+
+    def bind(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
+        if not operation.reduces:
+            given, result = given.view(torch.uint8), result.view(torch.uint8)
+        return calls[operation.name](given.numpy(), result.numpy())
+
+    return bind
 
 
 def _main(words: Sequence[str]) -> None:

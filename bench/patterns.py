@@ -43,11 +43,12 @@ def _values(op: str, rank: int, size: int) -> torch.Tensor:
     return scattered % 11
 
 
-def _tiled(period: torch.Tensor, count: int) -> torch.Tensor:
-    return period.repeat(-(-count // PERIOD))[:count].contiguous()
+def _tiled(period: torch.Tensor, count: int, begin: int) -> torch.Tensor:
+    rolled = period.roll(-(begin % PERIOD))
+    return rolled.repeat(-(-count // PERIOD))[:count].contiguous()
 
 
-def source(op: str, dtype: torch.dtype, count: int, rank: int, size: int) -> torch.Tensor:
+def source(op: str, dtype: torch.dtype, count: int, rank: int, size: int, begin: int = 0) -> torch.Tensor:
     """Returns ``count`` elements of a rank's input; a shorter input is the front of a longer one.
 
     Args:
@@ -56,16 +57,17 @@ def source(op: str, dtype: torch.dtype, count: int, rank: int, size: int) -> tor
         count: number of elements.
         rank: whose input.
         size: number of ranks.
+        begin: position of the first element.
     """
-    return _tiled(_values(op, rank, size).to(dtype), count)
+    return _tiled(_values(op, rank, size).to(dtype), count, begin)
 
 
-def expected(op: str, dtype: torch.dtype, count: int, size: int) -> torch.Tensor:
-    """Returns the reduction of all ranks' inputs, computed in int64 and rounded once."""
+def expected(op: str, dtype: torch.dtype, count: int, size: int, begin: int = 0) -> torch.Tensor:
+    """Returns the reduction of all ranks' inputs from element ``begin``, computed in int64, rounded once."""
     total = reduce(_MERGE[op], (_values(op, rank, size) for rank in range(size)))
     if op == "avg":
         total //= size
-    return _tiled(total.to(dtype), count)
+    return _tiled(total.to(dtype), count, begin)
 
 
 def resting(op: str) -> int:

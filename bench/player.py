@@ -1,12 +1,13 @@
-"""The side of the all-reduce measurement that runs on every rank: makes the peers and plays turns of them."""
+"""The side of a comparison that runs on every rank: makes the peers and plays turns of them."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -16,9 +17,21 @@ from collectives.bench import patterns
 from collectives.bench.groups import initialize
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.machine import bind_to_core
+from collectives.bench.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
+from collectives.bench.peers import Bind, add_zero, group_peer, why_not
 from collectives.bench.ranks import commands
 
-__all__ = ["LIMIT", "Player", "Turn", "TurnResult", "Workload", "memory_bytes", "play", "serve"]
+__all__ = [
+    "LIMIT",
+    "Introduction",
+    "Player",
+    "Turn",
+    "TurnResult",
+    "Workload",
+    "memory_bytes",
+    "play",
+    "serve",
+]
 
 LIMIT = "limit"
 """Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
@@ -30,16 +43,22 @@ SLICE_GAP_BYTES = 4096 + 64
 """Distance between two buffers: another page, and another set of the first-level cache."""
 
 
+LATE_S = 0.001
+"""How long one rank comes after the others to a barrier that must hold them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is reduced.
+    """What is measured.
 
     Attributes:
         dtype: name of the data type.
         redop: name of the reduction.
-        in_place: whether the rewritten buffer is reduced itself, or a copy of it, made within the time.
-        max_bytes: size of the largest tensor.
+        in_place: whether the rewritten buffer of an all-reduce is reduced itself, or a copy of it, made
+            within the time.
+        max_bytes: size of the largest array, whole parts included.
         backends: names of the peers to make groups of.
+        operations: names of the operations.
         limit: whether the peer :data:`LIMIT` is wanted too.
         imports: modules to import first, which register further backends.
         bind: whether each rank, with all its threads, stays on a core of its own.
@@ -50,9 +69,23 @@ class Workload:
     in_place: bool
     max_bytes: int
     backends: tuple[str, ...]
+    operations: tuple[str, ...] = ("all_reduce",)
     limit: bool = False
     imports: tuple[str, ...] = ()
     bind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What every rank tells the parent first.
+
+    Attributes:
+        refused: reasons of what cannot be measured, by peer and operation.
+        versions: of the software behind peers, by peer.
+    """
+
+    refused: dict[tuple[str, str], str]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +94,15 @@ class Turn:
 
     Attributes:
         peer: its name.
-        count: elements of the tensors.
+        operation: name of the operation.
+        count: elements of the array.
         cold_calls: calls on rewritten buffers in rotation, timed one by one.
         hot_calls: calls on one buffer, timed one by one.
         loop_calls: calls on that buffer that are timed together; none where it is 0.
     """
 
     peer: str
+    operation: str
     count: int
     cold_calls: int
     hot_calls: int
@@ -84,6 +119,8 @@ class TurnResult:
         loop_ns: the loop, divided by its calls; empty where there was none.
         cold_wrong: wrong elements of the cold calls.
         hot_wrong: wrong elements of the hot calls' buffer after them all.
+        crossings_ns: for one more barrier in which a rank was late, when this rank came and when it left, on
+            the machine's clock; empty for other operations.
     """
 
     cold_ns: list[int]
@@ -91,6 +128,19 @@ class TurnResult:
     loop_ns: list[int]
     cold_wrong: int
     hot_wrong: int
+    crossings_ns: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What a rank gives, and what it must get; ``None`` where the operation does not say."""
+
+    given: torch.Tensor
+    wanted: torch.Tensor | None
+
+    def count_wrong(self, result: torch.Tensor) -> int:
+        """Returns how many elements of a result are wrong."""
+        return 0 if self.wanted is None else patterns.count_wrong(result, self.wanted)
 
 
 class Player:
@@ -99,9 +149,9 @@ class Player:
     Args:
         rank: the rank that this process is.
         size: number of ranks.
-        workload: what is reduced.
+        workload: what is measured.
         barrier: lets all ranks go at the same time.
-        calls: by name of the peer, a function that reduces a tensor in place over all ranks and blocks.
+        peers: the peers by name.
     """
 
     def __init__(
@@ -110,111 +160,168 @@ class Player:
         size: int,
         workload: Workload,
         barrier: Callable[[], None],
-        calls: dict[str, Callable[[torch.Tensor], object]],
+        peers: Mapping[str, Bind],
     ) -> None:
+        self._rank, self._size = rank, size
         self._workload = workload
         self._barrier = barrier
-        self._calls = calls
+        self._peers = peers
         self._dtype = getattr(torch, workload.dtype)
-        count = workload.max_bytes // self._dtype.itemsize
-        self._source = patterns.source(workload.redop, self._dtype, count, rank, size)
-        self._expected = patterns.expected(workload.redop, self._dtype, count, size)
-        self._hot = torch.empty_like(self._source)
-        # Two of the largest always fit.
-        self._arena = torch.zeros(max(2 * _stride(workload.max_bytes), ARENA_MIN_BYTES), dtype=torch.uint8)
+        self._prepared: tuple[str, int] | None = None
+        self._nothing = torch.empty(0, dtype=self._dtype)
+        self._values = _Values(self._nothing, None)
+        self._full = self._nothing  # a whole array of known values, for the memory limit
+        self._hot = [
+            torch.empty(-(-workload.max_bytes // self._dtype.itemsize), dtype=self._dtype)
+            for _ in range(_buffers(workload))
+        ]
+        # Two calls of the largest always fit.
+        largest = 2 * _buffers(workload) * _stride(workload.max_bytes)
+        self._arena = torch.zeros(max(largest, ARENA_MIN_BYTES), dtype=torch.uint8)
         self._offset = 0  # where the next buffer of the rotation begins
+        self._crossings = 0
 
     def play(self, turn: Turn) -> TurnResult:
         """Runs a turn; called by all ranks with the same turn, blocks until this rank is done."""
+        self._prepare(OPERATIONS[turn.operation], turn.count)
+        if turn.peer == LIMIT:
+            return self._play(ADD, turn, _Values(self._full, self._full))
+        return self._play(OPERATIONS[turn.operation], turn, self._values)
+
+    def _play(self, operation: Operation, turn: Turn, values: _Values) -> TurnResult:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            cold_ns, cold_wrong = self._play_cold(turn)
-            hot_ns, loop_ns, hot_wrong = self._play_hot(turn)
+            cold_ns, cold_wrong = self._play_cold(operation, turn, values)
+            hot_ns, loop_ns, hot_wrong = self._play_hot(operation, turn, values)
+            crossings = self._cross_late(turn) if operation.name == "barrier" else []
         finally:
             if enabled:
                 gc.enable()
-        return TurnResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong)
+        return TurnResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings)
 
-    def _play_cold(self, turn: Turn) -> tuple[list[int], int]:
-        call = self._calls[turn.peer]
-        source = self._source[: turn.count]
-        wanted = source if turn.peer == LIMIT else self._expected[: turn.count]
+    def _prepare(self, operation: Operation, count: int) -> None:
+        """Computes this rank's input and what its output must be, unless the last turn had the same."""
+        if self._prepared == (operation.name, count):
+            return
+        self._prepared = None
+        self._full = self._nothing
+        self._values = _Values(self._nothing, None)  # the old and the new at once would be twice as much
+        what = (operation, self._workload.redop, self._dtype, count, self._rank, self._size)
+        self._values = _Values(input_values(*what), wanted_values(*what))
+        whole = [each for each in (self._values.given, self._values.wanted) if each is not None]
+        whole = [each for each in whole if each.numel() == count]
+        self._full = whole[0] if whole else input_values(ADD, *what[1:])
+        self._prepared = (operation.name, count)
+
+    def _play_cold(self, operation: Operation, turn: Turn, values: _Values) -> tuple[list[int], int]:
         durations: list[int] = []
         wrong = 0
         while len(durations) < turn.cold_calls:
             buffers = self._rotate(turn.count, turn.cold_calls - len(durations))
-            if self._workload.in_place:
-                results = buffers
-                for buffer in buffers:
-                    buffer.copy_(source)
-                durations += [self._timed(call, buffer) for buffer in buffers]
-            else:
-                results, inputs = buffers[::2], buffers[1::2]
-                for i, buffer in enumerate(inputs):
-                    buffer.copy_(source)
-                    results[i].zero_()
-                durations += [
-                    self._timed_copy(call, output, given)
-                    for output, given in zip(results, inputs, strict=True)
-                ]
-                wrong += sum(patterns.count_wrong(given, source) for given in inputs)
-            wrong += sum(patterns.count_wrong(result, wanted) for result in results)
+            pairs = [self._pair(operation, turn.count, buffer) for buffer in buffers]
+            for given, result in pairs:
+                if given is not result:
+                    result.zero_()
+                given.copy_(values.given)
+            calls = [self._bind(operation, turn, given, result) for given, result in pairs]
+            durations += [self._timed(operation, call) for call in calls]
+            for given, result in pairs:
+                wrong += values.count_wrong(result)
+                if given is not result:
+                    wrong += patterns.count_wrong(given, values.given)
         return durations, wrong
 
-    def _play_hot(self, turn: Turn) -> tuple[list[int], list[int], int]:
-        call = self._calls[turn.peer]
-        rest = patterns.resting(self._workload.redop)
-        buffer = self._hot[: turn.count].fill_(rest)
+    def _play_hot(
+        self, operation: Operation, turn: Turn, values: _Values
+    ) -> tuple[list[int], list[int], int]:
+        given, result = self._pair(operation, turn.count, self._hot)
+        if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
+            rest = torch.full_like(values.given, patterns.resting(self._workload.redop))
+            values = _Values(rest, None if values.wanted is None else rest)
+        given.copy_(values.given)
+        call = self._bind(operation, turn, given, result)
+        durations = [self._timed(operation, call) for _ in range(turn.hot_calls)]
         loop: list[int] = []
-        if self._workload.in_place:
-            durations = [self._timed(call, buffer) for _ in range(turn.hot_calls)]
-        else:
-            given = self._rotate(turn.count, 1)[0].fill_(rest)
-            durations = [self._timed_copy(call, buffer, given) for _ in range(turn.hot_calls)]
         if turn.loop_calls:
             calls = range(turn.loop_calls)
             self._barrier()
             begin = time.perf_counter_ns()
             for _ in calls:
-                call(buffer)
-            loop.append((time.perf_counter_ns() - begin) // turn.loop_calls)
-        return durations, loop, patterns.count_wrong(buffer, torch.full_like(buffer, rest))
+                call()
+            took = time.perf_counter_ns() - begin
+            loop.append(took // turn.loop_calls // (2 if operation.halved else 1))
+        called = turn.hot_calls or turn.loop_calls
+        return durations, loop, values.count_wrong(result) if called else 0
 
-    def _timed(self, call: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> int:
+    def _cross_late(self, turn: Turn) -> list[tuple[int, int]]:
+        """Passes the barrier once more with one rank late; returns when this rank came and left."""
+        call = self._peers[turn.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
+        late = self._crossings % self._size
+        self._crossings += 1
+        self._barrier()
+        if self._rank == late:
+            time.sleep(LATE_S)
+        came = time.perf_counter_ns()  # of the machine: the ranks' readings can be compared
+        call()
+        return [(came, time.perf_counter_ns())]
+
+    def _timed(self, operation: Operation, call: Callable[[], object]) -> int:
         self._barrier()
         begin = time.perf_counter_ns()
-        call(buffer)
-        return time.perf_counter_ns() - begin
+        call()
+        took = time.perf_counter_ns() - begin
+        return took // 2 if operation.halved else took
 
-    def _timed_copy(
-        self, call: Callable[[torch.Tensor], object], output: torch.Tensor, given: torch.Tensor
-    ) -> int:
-        self._barrier()
-        begin = time.perf_counter_ns()
-        output.copy_(given)
-        call(output)
-        return time.perf_counter_ns() - begin
+    def _bind(
+        self, operation: Operation, turn: Turn, given: torch.Tensor, result: torch.Tensor
+    ) -> Callable[[], object]:
+        if operation.in_place and given is not result:  # out of place: the copy is part of the call
+            return partial(_copy_and_call, self._peers[turn.peer](operation, result, result), given, result)
+        return self._peers[turn.peer](operation, given, result)
 
-    def _rotate(self, count: int, calls: int) -> list[torch.Tensor]:
-        """Returns buffers for so many calls, or for fewer where memory ends; two for a call out of place."""
+    def _pair(
+        self, operation: Operation, count: int, buffers: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a call's input and output, the same where it works in place."""
+        if operation.in_place and (self._workload.in_place or not operation.reduces):
+            return (buffers[0][:count],) * 2
+        what = (count, self._rank, self._size)
+        return buffers[0][: operation.input_count(*what)], buffers[1][: operation.output_count(*what)]
+
+    def _rotate(self, count: int, calls: int) -> list[list[torch.Tensor]]:
+        """Returns the buffers of so many calls, or of fewer where memory ends."""
         size_bytes = count * self._dtype.itemsize
         stride = _stride(size_bytes)
-        each = 1 if self._workload.in_place else 2
+        each = _buffers(self._workload)
         number = min(calls, self._arena.numel() // stride // each) * each
         if self._offset + number * stride > self._arena.numel():
             self._offset = 0
         begin = self._offset
         self._offset += number * stride
-        return [
+        buffers = [
             self._arena[begin + i * stride : begin + i * stride + size_bytes].view(self._dtype)
             for i in range(number)
         ]
+        return [buffers[i : i + each] for i in range(0, number, each)]
 
 
-def memory_bytes(max_bytes: int) -> int:
-    """Returns the memory of each rank's tensors, where the largest message has so many bytes."""
-    return 3 * max_bytes + max(2 * _stride(max_bytes), ARENA_MIN_BYTES)
+def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torch.Tensor) -> None:
+    result.copy_(given)
+    call()
+
+
+def _buffers(workload: Workload) -> int:
+    """Returns the buffers that a call needs: one where all operations work in place."""
+    return 1 if workload.in_place and all(OPERATIONS[name].in_place for name in workload.operations) else 2
+
+
+def memory_bytes(workload: Workload) -> int:
+    """Returns the memory of each rank's tensors."""
+    each = _buffers(workload)
+    arena = max(2 * each * _stride(workload.max_bytes), ARENA_MIN_BYTES)
+    parts = any(OPERATIONS[name].parts for name in workload.operations)  # put together from parts
+    return (2 + each + parts) * workload.max_bytes + arena
 
 
 def _stride(size_bytes: int) -> int:
@@ -229,7 +336,7 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         rank: the rank that this process is.
         connection: to the parent.
         size: number of ranks.
-        workload: what is reduced.
+        workload: what is measured.
         board: path of the memory for :class:`~collectives.bench.lockstep.Lockstep`.
         port: of the parent's store.
     """
@@ -240,8 +347,8 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         importlib.import_module(module)
     if workload.backends:
         initialize(rank, size, port, workload.backends[0])
-    calls, refused = _peers(workload)
-    serve(connection, rank, size, workload, board, calls, refused)
+    peers, introduction = _peers(workload)
+    serve(connection, rank, size, workload, board, peers, introduction)
     if workload.backends:
         collectives.destroy_process_group()
 
@@ -252,58 +359,49 @@ def serve(
     size: int,
     workload: Workload,
     board: str,
-    calls: dict[str, Callable[[torch.Tensor], object]],
-    refused: dict[str, str],
+    peers: Mapping[str, Bind],
+    introduction: Introduction,
 ) -> None:
-    """Sends the peers that cannot be measured, with reasons, and then plays turns until the parent closes.
+    """Sends the introduction, and then plays turns until the parent closes.
 
     Args:
         connection: to the parent.
         rank: the rank that this process is.
         size: number of ranks.
-        workload: what is reduced.
+        workload: what is measured.
         board: path of the memory for :class:`~collectives.bench.lockstep.Lockstep`.
-        calls: functions of the peers that can be measured, as in :class:`Player`.
-        refused: reasons by the names of the others.
+        peers: those that can do at least one of the operations.
+        introduction: of all peers.
     """
-    connection.send(refused)
-    if not calls:
+    connection.send(introduction)
+    if not peers:
         return
     barrier = Lockstep(board, rank, size)
-    player = Player(rank, size, workload, barrier, calls)
+    player = Player(rank, size, workload, barrier, peers)
     gc.collect()
     for turn in commands(connection):
         connection.send(player.play(turn))
     barrier.close()
 
 
-def _peers(workload: Workload) -> tuple[dict[str, Callable[[torch.Tensor], object]], dict[str, str]]:
-    """Returns the peers' functions, and the reasons of those that cannot do what is asked."""
+def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
+    """Returns the peers that can do at least one operation, and what is to be said of all."""
     op = getattr(collectives.ReduceOp, workload.redop.upper())
     dtype = getattr(torch, workload.dtype)
-    calls: dict[str, Callable[[torch.Tensor], object]] = {}
-    refused: dict[str, str] = {}
+    peers: dict[str, Bind] = {}
+    refused: dict[tuple[str, str], str] = {}
     for name in workload.backends:
         group = collectives.new_group(backend=name)
-        reason = group.capabilities.why_not("all_reduce", device="cpu", dtype=dtype, op=op)
-        if reason is None:
-            calls[name] = _reducer(op, group)
-        else:
-            refused[name] = reason
+        reasons = {word: why_not(group, OPERATIONS[word], dtype, op) for word in workload.operations}
+        refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
+        if None in reasons.values():
+            peers[name] = group_peer(group, op)
     if workload.limit:
         try:
             torch.zeros(1, dtype=dtype).add_(0)
         except RuntimeError:
-            refused[LIMIT] = f"tensor.add_(0) is not defined for {dtype}"
+            reason = f"tensor.add_(0) is not defined for {dtype}"
+            refused |= {(LIMIT, word): reason for word in workload.operations}
         else:
-            calls[LIMIT] = lambda tensor: tensor.add_(0)
-    return calls, refused
-
-
-def _reducer(op: collectives.ReduceOp, group: collectives.ProcessGroup) -> Callable[[torch.Tensor], object]:
-    all_reduce = collectives.all_reduce
-
-    def call(tensor: torch.Tensor) -> None:
-        all_reduce(tensor, op, group)
-
-    return call
+            peers[LIMIT] = add_zero
+    return peers, Introduction(refused, {})

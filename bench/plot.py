@@ -18,10 +18,11 @@ _MARKERS = "osD^vPX*"
 def plot(report: Report, path: Path, title: str = "") -> None:
     """Writes a PNG image: time over size, and bus bandwidth over size, for every peer and number of ranks.
 
-    Lines are cold medians; the bands reach from the tenth to the ninetieth percentile.
+    Each operation has its own pair of plots; a barrier has no size and none. Lines are cold medians; the
+    bands reach from the tenth to the ninetieth percentile.
 
     Args:
-        report: with at least one record.
+        report: with at least one record of an operation that has a size.
         path: of the image; its directory is made.
         title: above the plots; the default names operation, data type and reduction.
 
@@ -31,14 +32,26 @@ def plot(report: Report, path: Path, title: str = "") -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6.2), layout="constrained")
+    operations = list(dict.fromkeys(record.question for record in report.records if record.size_bytes))
+    figure = Figure(figsize=(13, 1 + 5.2 * len(operations)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("\n".join([title or _title(report), _made_with(report)]), fontsize=11)
-    time_axes, rate_axes = figure.subplots(1, 2)
-    runs = sorted({record.ranks for record in report.records})
-    for i, peer in enumerate(dict.fromkeys(record.peer for record in report.records)):
+    for operation, axes in zip(operations, figure.subplots(len(operations), 2, squeeze=False), strict=True):
+        _draw_operation(
+            axes[0], axes[1], [record for record in report.records if record.question == operation]
+        )
+        if len(operations) > 1:
+            axes[0].set_title(operation)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_operation(time_axes: Any, rate_axes: Any, records: Sequence[Record]) -> None:
+    """Draws the records of one operation into its two plots."""
+    runs = sorted({record.ranks for record in records})
+    for i, peer in enumerate(dict.fromkeys(record.peer for record in records)):
         for j, ranks in enumerate(runs):
-            line = [record for record in report.records if (record.peer, record.ranks) == (peer, ranks)]
+            line = [record for record in records if (record.peer, record.ranks) == (peer, ranks)]
             look = {
                 "color": f"C{i % 10}",
                 "linestyle": _STYLES[j % len(_STYLES)],
@@ -46,15 +59,17 @@ def plot(report: Report, path: Path, title: str = "") -> None:
                 "markersize": 4,
             }
             _draw(time_axes, rate_axes, line, look)
-    sizes = sorted({record.size_bytes for record in report.records})
+    sizes = sorted({record.size_bytes for record in records})
     _finish(time_axes, "time (us), slowest rank, median and p10 to p90", sizes)
     _finish(rate_axes, "bus bandwidth (GB/s)", sizes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120)
 
 
 def _title(report: Report) -> str:
     first = report.records[0]
+    if any(record.question != first.question for record in report.records):
+        return f"collectives of {first.dtype} tensors"
+    if first.question != "all_reduce":
+        return f"{first.question} of {first.dtype} tensors"
     place = "in place" if first.in_place else "out of place"
     return f"all_reduce of {first.dtype} tensors, {first.redop}, {place}"
 

@@ -11,21 +11,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SCHEMA", "Record", "Report", "Skipped", "Timing", "bus_factor", "read_report", "write_json"]
+from collectives.bench.operations import bus_factor
+
+__all__ = ["KINDS", "SCHEMA", "Record", "Report", "Skipped", "Timing", "read_report", "write_json"]
 
 SCHEMA = 1
 """Version of the JSON form; grows when a field changes its meaning or goes."""
 
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """Returns bus bandwidth over algorithm bandwidth, as nccl-tests defines them.
-
-    The least traffic of any link in a ring, relative to the size of the tensor: 2(n-1)/n for an all-reduce of
-    n ranks.
-    """
-    if operation != "all_reduce":
-        raise ValueError(f"no bus factor is known for {operation!r}")
-    return 2 * (ranks - 1) / ranks
+KINDS = ("cold", "hot", "loop")
+"""Names of a record's times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +57,10 @@ class Record:
     """One peer at one size.
 
     Attributes:
-        operation: name of the user function.
+        operation: name of the operation.
         peer: name of the backend, or of what else was measured.
         ranks: number of ranks.
-        size_bytes: size of each rank's tensor.
+        size_bytes: size of the whole array (:mod:`collectives.bench.operations`); 0 of a barrier.
         count_elements: number of its elements.
         dtype: its data type.
         redop: reduction.
@@ -77,6 +71,9 @@ class Record:
         hot_wrong_elements: the same for the hot calls' buffer.
         loop: calls without a barrier between, of which many went into one measurement; ``None`` for larger
             sizes.
+        root: the rank that is special; -1 where none is.
+        compared_as: the operation whose peers this one took turns with; the same as ``operation`` but for the
+            memory limit, and so where it is empty.
     """
 
     operation: str
@@ -92,6 +89,18 @@ class Record:
     hot: Timing
     hot_wrong_elements: int
     loop: Timing | None = None
+    root: int = -1
+    compared_as: str = ""
+
+    @property
+    def question(self) -> str:
+        """The operation that this belongs to a comparison of."""
+        return self.compared_as or self.operation
+
+    def timing(self, kind: str) -> Timing | None:
+        """Returns one of the times by its name in :data:`KINDS`; ``None`` where it was not measured."""
+        timing: Timing | None = getattr(self, kind)
+        return timing
 
     def algbw_gb_per_s(self, timing: Timing) -> float:
         """Returns size over the median time, in 1e9 bytes a second."""
@@ -99,9 +108,8 @@ class Record:
 
     def busbw_gb_per_s(self, timing: Timing) -> float | None:
         """Returns algorithm bandwidth times :func:`bus_factor`; ``None`` where nothing is communicated."""
-        if self.operation != "all_reduce":
-            return None
-        return self.algbw_gb_per_s(timing) * bus_factor(self.operation, self.ranks)
+        factor = bus_factor(self.operation, self.ranks)
+        return None if factor is None else self.algbw_gb_per_s(timing) * factor
 
     @property
     def wrong_elements(self) -> int:
@@ -126,12 +134,14 @@ class Skipped:
         reason: why.
         install: the command that would add it; empty where none would.
         ranks: number of ranks of the run; ``None`` for all runs.
+        operation: the only operation that it was not measured at; empty for all.
     """
 
     peer: str
     reason: str
     install: str = ""
     ranks: int | None = None
+    operation: str = ""
 
 
 @dataclass(slots=True)

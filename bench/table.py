@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from collectives.bench.records import Record, Report, Skipped, Timing
+from collectives.bench.records import KINDS, Record, Report, Skipped, Timing
 from collectives.bench.sizes import format_bytes
 
-__all__ = ["comparison_lines", "header_lines", "record_lines", "report_lines", "skipped_lines"]
+__all__ = [
+    "brief_line",
+    "comparison_lines",
+    "header_lines",
+    "record_lines",
+    "report_lines",
+    "skipped_lines",
+]
 
 _COLUMNS = (
     # name, unit, width
@@ -15,6 +22,7 @@ _COLUMNS = (
     ("count", "(elements)", 11),
     ("type", "", 9),
     ("redop", "", 8),
+    ("root", "", 5),
     ("time", "(us)", 9),
     ("p10", "(us)", 9),
     ("p90", "(us)", 9),
@@ -28,8 +36,8 @@ _COLUMNS = (
     ("#wrong", "", 8),
     ("loop", "(us)", 9),
 )
-_COLD = slice(4, 11)
-_HOT = slice(11, 15)
+_COLD = slice(5, 12)
+_HOT = slice(12, 16)
 
 
 def header_lines(report: Report) -> list[str]:
@@ -41,6 +49,7 @@ def header_lines(report: Report) -> list[str]:
         options["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})"
     elif sizes:
         options["sizes"] = sizes
+    peers = "; ".join(f"{peer} is {version}" for peer, version in machine.get("peers", {}).items())
     versions = ", ".join(f"{name} {machine[name]}" for name in ("collectives", "torch", "numpy", "python"))
     where = [
         machine["host"],
@@ -55,6 +64,7 @@ def header_lines(report: Report) -> list[str]:
     return [
         f"# {report.program}: {versions}",
         f"# machine: {', '.join(where)}",
+        *([f"# peers: {peers}"] if peers else []),
         "# options: " + "; ".join(f"{name} {_plain(value)}" for name, value in options.items()),
     ]
 
@@ -66,14 +76,16 @@ def _plain(value: object) -> str:
 
 
 def report_lines(report: Report) -> Iterator[str]:
-    """Yields a table for each number of ranks and peer, then the peers side by side, then those skipped."""
+    """Yields tables by number of ranks, operation and peer, the peers side by side, then those skipped."""
     for ranks in sorted({record.ranks for record in report.records}):
         of_run = [record for record in report.records if record.ranks == ranks]
-        for peer in dict.fromkeys(record.peer for record in of_run):
-            yield ""
-            yield from record_lines([record for record in of_run if record.peer == peer])
-        yield ""
-        yield from comparison_lines(of_run)
+        for operation in dict.fromkeys(record.question for record in of_run):
+            compared = [record for record in of_run if record.question == operation]
+            for peer in dict.fromkeys(record.peer for record in compared):
+                yield ""
+                yield from record_lines([record for record in compared if record.peer == peer])
+            for kind in KINDS:
+                yield from comparison_lines(compared, kind)
     if report.skipped:
         yield ""
         yield from skipped_lines(report.skipped)
@@ -86,8 +98,9 @@ def record_lines(records: Sequence[Record]) -> Iterator[str]:
         records: of one peer and number of ranks, not empty.
     """
     first = records[0]
-    how = "in-place" if first.in_place else "out-of-place (with the copy)"
-    run = f"{_ranks(first.ranks)}, {how}"
+    run = _ranks(first.ranks)
+    if first.operation == "all_reduce":
+        run += ", in-place" if first.in_place else ", out-of-place (with the copy)"
     yield f"# {first.operation} by {first.peer}, {run}; slowest rank, median over calls"
     yield "#" + _over()
     yield "#" + "".join(name.rjust(width) for name, _, width in _COLUMNS)
@@ -119,7 +132,8 @@ def _cells(record: Record) -> list[str]:
         str(record.size_bytes),
         str(record.count_elements),
         record.dtype,
-        record.redop if record.operation == "all_reduce" else "none",
+        record.redop,
+        str(record.root),
         *(_number(value) for value in (cold.median_us, cold.p10_us, cold.p90_us, cold.min_us)),
         *_bandwidths(record, cold),
         str(record.cold_wrong_elements),
@@ -140,27 +154,77 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def comparison_lines(records: Sequence[Record]) -> Iterator[str]:
-    """Yields all peers side by side: cold medians, and how many times longer each takes than the first.
+def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
+    """Yields all peers side by side: medians, and how many times longer each takes than the first.
+
+    What communicates nothing is no peer to be faster than: of it the last column tells, which is its time
+    over the first peer's, the fraction of the memory limit that the first peer reaches.
 
     Args:
-        records: of one number of ranks.
+        records: of one number of ranks and operation, not empty.
+        kind: which time, a name of :data:`~collectives.bench.records.KINDS`.
     """
     peers = list(dict.fromkeys(record.peer for record in records))
-    if len(peers) < 2:
-        return
     first = peers[0]
-    # What communicates nothing is there to be looked at, not to be compared with.
-    others = [record.peer for record in records[1 : len(peers)] if record.operation == records[0].operation]
-    times = {(record.size_bytes, record.peer): record.cold.median_us for record in records}
-    ratios = [f"{peer}/{first}" for peer in others]
+    limits = [record.peer for record in records[: len(peers)] if record.operation != record.question]
+    others = [peer for peer in peers[1:] if peer not in limits]
+    times = {
+        (record.size_bytes, record.peer): timing.median_us
+        for record in records
+        if (timing := record.timing(kind)) is not None
+    }
+    if len(peers) < 2 or not times:
+        return
+    ratios = [f"{peer}/{first}" for peer in others] + [f"of {limit}" for limit in limits]
     widths = [max(12, len(name) + 2) for name in (*peers, *ratios)]
-    yield f"# cold time (us) of each peer with {_ranks(records[0].ranks)}, then relative to {first}"
+    yield ""
+    yield (
+        f"# {kind} time (us) of {records[0].question}, each peer with {_ranks(records[0].ranks)}, "
+        f"then relative to {first}"
+    )
     yield "#" + "size (B)".rjust(10) + _row([*peers, *ratios], widths)
     for size in dict.fromkeys(record.size_bytes for record in records):
-        cells = [_number(times[size, peer]) for peer in peers]
-        cells += [f"{times[size, peer] / times[size, first]:.3g}x" for peer in others]
-        yield str(size).rjust(11) + _row(cells, widths)
+        cells = [_time(times.get((size, peer))) for peer in peers]
+        mine = times.get((size, first))
+        cells += [_ratio(times.get((size, peer)), mine, "x") for peer in others]
+        cells += [_ratio(times.get((size, limit)), mine, "") for limit in limits]
+        if mine is not None:
+            yield str(size).rjust(11) + _row(cells, widths)
+
+
+def _time(value: float | None) -> str:
+    return "-" if value is None else _number(value)
+
+
+def _ratio(value: float | None, over: float | None, unit: str) -> str:
+    return "-" if value is None or over is None else f"{value / max(over, 1e-3):.3g}{unit}"
+
+
+def _both(record: Record, first: Record, unit: str) -> str:
+    cold = _ratio(record.cold.median_us, first.cold.median_us, unit)
+    return f"{cold} / {_ratio(record.hot.median_us, first.hot.median_us, unit)}"
+
+
+def brief_line(records: Sequence[Record]) -> str:
+    """Returns one point in one line: each peer's cold and hot median, and the ratios to the first peer's.
+
+    Args:
+        records: of one number of ranks, operation and size, not empty.
+    """
+    first = records[0]
+    cells = []
+    for record in records:
+        times = f"{_number(record.cold.median_us)} / {_number(record.hot.median_us)}"
+        if record is first:
+            ratio = ""
+        elif record.operation == record.question:
+            ratio = f" ({_both(record, first, 'x')})"
+        else:
+            ratio = f" (reached {_both(record, first, '')})"
+        wrong = f" {record.wrong_elements} WRONG" if record.wrong_elements else ""
+        cells.append(f"{record.peer} {times}{ratio}{wrong}")
+    where = f"{first.question}, {_ranks(first.ranks)}, {format_bytes(first.size_bytes)}"
+    return f"{where.ljust(36)} us cold / hot: {'; '.join(cells)}"
 
 
 def _ranks(number: int) -> str:
@@ -174,7 +238,8 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
     """Yields why peers were not measured and what would add them."""
     for entry in skipped:
-        run = "" if entry.ranks is None else f" with {_ranks(entry.ranks)}"
+        run = f" at {entry.operation}" if entry.operation else ""
+        run += "" if entry.ranks is None else f" with {_ranks(entry.ranks)}"
         yield f"# skipped {entry.peer}{run}: {entry.reason}"
         if entry.install and entry.install not in entry.reason:
             yield f"#   to add it: {entry.install}"

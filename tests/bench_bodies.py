@@ -18,8 +18,8 @@ from collectives.bench.doctor import _reduce as reduce_smoke
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.ranks import commands
 from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
-from collectives.types import AllreduceOptions
-from collectives.work import Work
+from collectives.types import AllgatherOptions, AllreduceOptions, BarrierOptions
+from collectives.work import CompletedWork, Work
 
 
 def multiply(rank: int, connection: Connection, factor: int) -> None:
@@ -64,7 +64,7 @@ def cross(rank: int, connection: Connection, size: int, path: str, times: int) -
 
 
 class FaultyGloo(ProcessGroupGloo):
-    """Gloo whose all-reduce spoils the last element on rank 1."""
+    """Gloo whose all-reduce and all-gather spoil the last element on rank 1, and whose barrier is none."""
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         work = super()._allreduce(tensor, opts)
@@ -72,6 +72,16 @@ class FaultyGloo(ProcessGroupGloo):
         if self.rank() == 1:
             tensor.view(-1)[-1] += 1
         return work
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        work = super()._allgather_single(output, tensor, opts)
+        work.wait()
+        if self.rank() == 1:
+            output.view(-1)[-1] += 1
+        return work
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        return CompletedWork([])
 
 
 def create_faulty(store: Any, rank: int, size: int, timeout: timedelta) -> FaultyGloo:

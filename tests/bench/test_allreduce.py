@@ -9,7 +9,7 @@ import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
 from collectives.bench import table
-from collectives.bench.allreduce import DTYPES, Options, available_backends
+from collectives.bench.comparison import DTYPES, Options, available_backends
 from collectives.bench.machine import bind_to_core
 from collectives.bench.records import Record, Report, Timing, read_report
 from collectives.bench.sweep import MAX_CALLS, MIN_CALLS
@@ -17,7 +17,7 @@ from collectives.cli import main
 from collectives.registry import backend_names
 
 COLUMNS = [
-    *("size", "count", "type", "redop", "time", "p10", "p90", "min", "algbw", "busbw", "#wrong"),
+    *("size", "count", "type", "redop", "root", "time", "p10", "p90", "min", "algbw", "busbw", "#wrong"),
     *("time", "algbw", "busbw", "#wrong", "loop"),
 ]
 
@@ -72,6 +72,7 @@ def test_a_sweep_with_everything(tmp_path, capsys):
     assert "# skipped elsewhere: serves tensors on cuda" in out
     assert "faulty/gloo" in out
     assert "limit/gloo" not in out
+    assert "of limit" in out
 
     report = read_report(tmp_path / "out.json")
     assert [(record.peer, record.size_bytes) for record in report.records] == [

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from collectives.bench.operations import bus_factor
 from collectives.bench.records import (
     SCHEMA,
     Record,
     Report,
     Skipped,
     Timing,
-    bus_factor,
     read_report,
     write_json,
 )
@@ -33,6 +33,13 @@ def test_slowest_rank_counts():
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (4, 1.5), (8, 1.75)])
 def test_bus_factor(ranks, factor):
     assert bus_factor("all_reduce", ranks) == factor
+
+
+def test_bus_factors_of_other_operations():
+    parts = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+    assert [bus_factor(name, 4) for name in parts] == [0.75] * 5
+    assert [bus_factor(name, 4) for name in ("broadcast", "reduce", "sendrecv")] == [1.0] * 3
+    assert [bus_factor(name, 4) for name in ("barrier", "add_")] == [None] * 2
 
 
 def test_bus_factor_of_an_unknown_operation():
@@ -59,7 +66,9 @@ def test_json_round_trip(tmp_path):
     assert plain["schema"] == SCHEMA
     assert plain["records"][0]["loop"] is None
     assert plain["records"][1]["cold"]["busbw_gb_per_s"] == pytest.approx(6.0)
-    assert plain["skipped"] == [{"peer": "mpi", "reason": "why", "install": "how", "ranks": None}]
+    assert plain["skipped"] == [
+        {"peer": "mpi", "reason": "why", "install": "how", "ranks": None, "operation": ""}
+    ]
 
 
 def test_another_schema_is_refused(tmp_path):
