@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives import _native
+from collectives.backends.host_tuning import tuning_for
 from collectives.errors import CollectiveTimeoutError, DistError, DistNetworkError
 
 __all__ = ["join"]
@@ -63,6 +64,7 @@ class _Attempt:
     def invite(self) -> _native.Membership:
         """Rank 0: makes the memory and hands it to all others."""
         host = _native.BootstrapHost(self.size)
+        host.set_tuning(tuning_for(self.size), self.size)
         self._name_failures_after(host.address)
         self.store.set(_ADDRESS, f"{_machine()}\n{socket.gethostname()}\n{host.address}")
         try:

@@ -28,11 +28,6 @@ void copy_own(std::byte* output, const std::byte* input, std::size_t bytes) {
   if (output != input) collectives::copy(output, input, bytes);
 }
 
-// Bytes of a piece when a chunk holds one for each rank.
-std::size_t piece_step(const Round& round) {
-  return round_down(round.usual_chunk() / static_cast<std::size_t>(round.size()), kSliceAlignment);
-}
-
 }  // namespace
 
 void barrier(Round& round) {
@@ -42,7 +37,7 @@ void barrier(Round& round) {
 void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
   if (round.size() == 1) return;
   const bool sends = round.rank() == root;
-  if (bytes <= Round::kMostStaged) {
+  if (bytes <= round.tuning().staged_bytes) {
     round.reserve(bytes);
     if (sends) collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
@@ -50,8 +45,8 @@ void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
     return;
   }
   round.meet();
-  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
-  round.open_rings(pieces.count(), round.usual_chunk());
+  const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
+  round.open_rings(pieces.count(), round.tuning().chunk_bytes);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       round.await_room(c);
@@ -71,7 +66,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
   const Part& mine = outputs[static_cast<std::size_t>(me)];
   if (ranks == 1) return copy_own(mine.data, input, mine.bytes);
   const std::size_t longest = longest_bytes(outputs);
-  if (longest <= Round::kMostStaged) {
+  if (longest <= round.tuning().staged_bytes) {
     round.reserve(longest);
     collectives::copy(round.stage(mine.bytes), input, mine.bytes);
     round.meet();
@@ -82,9 +77,9 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
     return copy_own(mine.data, input, mine.bytes);
   }
   round.meet();
-  const std::size_t step = round.usual_chunk();
+  const std::size_t step = round.tuning().chunk_bytes;
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
-  round.open_rings(chunks, round.usual_chunk());
+  round.open_rings(chunks, round.tuning().chunk_bytes);
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       const Pieces pieces{.total = mine.bytes, .step = step};
@@ -112,7 +107,7 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
   const int me = round.rank();
   const int ranks = round.size();
   const bool receives = me == root;
-  if (bytes <= Round::kMostStaged) {
+  if (bytes <= round.tuning().staged_bytes) {
     round.reserve(bytes);
     if (!receives) collectives::copy(round.stage(bytes), input, bytes);
     if (ranks > 1) round.meet();
@@ -124,8 +119,8 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
     return copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   }
   if (ranks > 1) round.meet();
-  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
-  round.open_rings(pieces.count(), round.usual_chunk());
+  const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
+  round.open_rings(pieces.count(), round.tuning().chunk_bytes);
   if (receives) copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (!receives) {
@@ -150,7 +145,7 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   const bool sends = me == root;
   const auto all = static_cast<std::size_t>(ranks);
   const std::size_t total = bytes * all;
-  if (total <= Round::kMostStaged) {
+  if (total <= round.tuning().staged_bytes) {
     round.reserve(total);
     if (sends) {
       std::byte* stage = round.stage(total);
@@ -163,8 +158,8 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   if (ranks > 1) round.meet();
   if (sends) copy_own(output, inputs[static_cast<std::size_t>(me)].data, bytes);
   if (ranks == 1) return;
-  const Pieces pieces{.total = bytes, .step = piece_step(round)};
-  round.open_rings(pieces.count(), round.usual_chunk());
+  const Pieces pieces{.total = bytes, .step = round.piece_bytes()};
+  round.open_rings(pieces.count(), all * pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       round.await_room(c);
@@ -195,8 +190,8 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
     splits[ranks + r] = outputs[r].bytes;
   }
   const std::size_t total = total_bytes(inputs);
-  round.reserve(Round::kMostStaged);  // what the others send is not known yet
-  if (total <= Round::kMostStaged) {
+  round.reserve(round.tuning().staged_bytes);  // what the others send is not known yet
+  if (total <= round.tuning().staged_bytes) {
     std::byte* stage = round.stage(total);
     for (std::size_t r = 0; r < ranks; stage += inputs[r].bytes, ++r)
       collectives::copy(stage, inputs[r].data, inputs[r].bytes);
@@ -220,7 +215,7 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       sends += theirs[d];
       if (d != s) most = std::max(most, theirs[d]);
     }
-    if (sends > Round::kMostStaged) longest = std::max(longest, most);
+    if (sends > round.tuning().staged_bytes) longest = std::max(longest, most);
   }
   copy_own(outputs[me].data, inputs[me].data, inputs[me].bytes);
 
@@ -233,14 +228,14 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       if (d < me) before += theirs[d];
       sends += theirs[d];
     }
-    staged[s] = sends <= Round::kMostStaged;
+    staged[s] = sends <= round.tuning().staged_bytes;
     if (staged[s] && s != me)
       collectives::copy(outputs[s].data, round.staged(as_rank(s), sends) + before, outputs[s].bytes);
   }
 
-  const std::size_t step = piece_step(round);
+  const std::size_t step = round.piece_bytes();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
-  round.open_rings(chunks, round.usual_chunk());
+  round.open_rings(chunks, ranks * step);
   for (std::uint64_t i = 0; chunks > 0 && i <= chunks; ++i) {
     if (i < chunks && !staged[me]) {
       round.await_room(i);

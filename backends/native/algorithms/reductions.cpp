@@ -27,20 +27,11 @@
 namespace collectives {
 namespace {
 
-constexpr std::size_t kShortestChunk = 32 << 10;
-constexpr std::size_t kChunksWanted = 4;
-
-// Up to here every rank reduces everything. With more ranks that is more work for each, and slices pay off
-// earlier.
-std::size_t one_shot_limit(const Round& round) {
-  const auto ranks = static_cast<std::size_t>(round.size());
-  return std::max<std::size_t>(2 * Round::kMostStaged / ranks, 8 << 10);
-}
-
 // Bytes of a chunk that is cut into slices: enough chunks to overlap, none too short to be worth its flags.
 std::size_t sliced_chunk(const Round& round, std::size_t bytes) {
-  const std::size_t wanted = round_up(bytes / kChunksWanted, kPage);
-  return std::clamp(wanted, kShortestChunk, round.usual_chunk());
+  const Tuning& tuning = round.tuning();
+  const std::size_t wanted = round_up(bytes / tuning.chunks_wanted, kPage);
+  return std::clamp(wanted, std::min(tuning.shortest_chunk_bytes, tuning.chunk_bytes), tuning.chunk_bytes);
 }
 
 void reduce_staged(Round& round, void* data, std::size_t count, std::size_t bytes,
@@ -177,9 +168,9 @@ void reduce_between_two(Round& round, std::byte* data, std::size_t bytes, const 
   const int me = round.rank();
   const int other = 1 - me;
   const std::size_t element = size_of(reduction.dtype);
-  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
+  const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
   const std::uint64_t chunks = pieces.count();
-  round.open_rings(chunks, round.usual_chunk());
+  round.open_rings(chunks, round.tuning().chunk_bytes);
   const void** sources = round.sources();
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
@@ -203,8 +194,8 @@ void reduce_between_two_to(int root, Round& round, std::byte* data, std::size_t 
                            const Reduction& reduction) {
   const int other = 1 - root;
   const std::size_t element = size_of(reduction.dtype);
-  const Pieces pieces{.total = bytes, .step = round.usual_chunk()};
-  round.open_rings(pieces.count(), round.usual_chunk());
+  const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
+  round.open_rings(pieces.count(), round.tuning().chunk_bytes);
   const void** sources = round.sources();
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (round.rank() == other) {
@@ -227,7 +218,7 @@ void reduce_between_two_to(int root, Round& round, std::byte* data, std::size_t 
 void all_reduce(Round& round, void* data, std::size_t count, const Reduction& reduction) {
   if (round.size() == 1) return reduce_alone(data, count, reduction);
   const std::size_t bytes = count * size_of(reduction.dtype);
-  if (bytes <= one_shot_limit(round)) {
+  if (bytes <= round.tuning().one_shot_bytes) {
     round.reserve(bytes);
     collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
@@ -242,7 +233,7 @@ void all_reduce(Round& round, void* data, std::size_t count, const Reduction& re
 void reduce_to_root(Round& round, void* data, std::size_t count, const Reduction& reduction, int root) {
   if (round.size() == 1) return reduce_alone(data, count, reduction);
   const std::size_t bytes = count * size_of(reduction.dtype);
-  if (bytes <= one_shot_limit(round)) {
+  if (bytes <= round.tuning().one_shot_bytes) {
     round.reserve(bytes);
     if (round.rank() != root) collectives::copy(round.stage(bytes), data, bytes);
     round.meet();
@@ -274,7 +265,7 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
   }
   const void** sources = round.sources();
 
-  if (total <= Round::kMostStaged) {
+  if (total <= round.tuning().staged_bytes) {
     round.reserve(total);
     std::byte* stage = round.stage(total);
     std::size_t offset = 0;
@@ -296,9 +287,9 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
 
   // Long: a chunk holds a piece for each rank, at equal distances.
   round.meet();
-  const std::size_t step = round_down(round.usual_chunk() / static_cast<std::size_t>(ranks), kSliceAlignment);
+  const std::size_t step = round.piece_bytes();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
-  round.open_rings(chunks, round.usual_chunk());
+  round.open_rings(chunks, static_cast<std::size_t>(ranks) * step);
   for (std::uint64_t i = 0; i <= chunks; ++i) {
     if (i < chunks) {
       round.await_room(i);

@@ -28,6 +28,24 @@
 
 namespace collectives {
 
+// The pieces of a range that goes through the rings `step` at a time.
+struct Pieces {
+  std::size_t total;
+  std::size_t step;
+
+  std::uint64_t count() const noexcept { return (total + step - 1) / step; }
+  std::size_t begin(std::uint64_t piece) const noexcept { return std::min(total, piece * step); }
+  std::size_t length(std::uint64_t piece) const noexcept { return begin(piece + 1) - begin(piece); }
+};
+
+// Where slices of a chunk begin, so that no two ranks write one line.
+inline constexpr std::size_t kSliceAlignment = 64;
+
+constexpr std::size_t round_up(std::size_t value, std::size_t step) noexcept {
+  return (value + step - 1) / step * step;
+}
+constexpr std::size_t round_down(std::size_t value, std::size_t step) noexcept { return value / step * step; }
+
 class Round {
  public:
   // `sources` is scratch space for one pointer a rank.
@@ -41,15 +59,9 @@ class Round {
   const Call& call() const noexcept { return call_; }
   const void** sources() const noexcept { return sources_.data(); }
 
-  // Most that a rank stages.
-  static constexpr std::size_t kMostStaged = 64 << 10;
-  static constexpr std::size_t kRingBytes = 1 << 20;
-  // Bytes of a chunk of a long message. Between two ranks it stays in a core's cache together with its
-  // neighbours; between more, long chunks keep the number of synchronisations low, each of which costs
-  // context switches where ranks outnumber cores.
-  std::size_t usual_chunk() const noexcept { return size() == 2 ? 64 << 10 : 256 << 10; }
+  const Tuning& tuning() const noexcept { return station_.tuning(); }
 
-  // Reserves room for contributions of up to `bytes`, at most kMostStaged. All ranks name the same number.
+  // Reserves room for contributions of up to `bytes`. All ranks name the same number.
   void reserve(std::size_t bytes) {
     if (bytes > station_.shape().near_bytes) window_ = next_window(bytes);
   }
@@ -73,8 +85,14 @@ class Round {
   // the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes) {
     chunk_bytes_ = chunk_bytes;
-    ring_chunks_ = std::min<std::uint64_t>(kRingBytes / chunk_bytes, std::max<std::uint64_t>(chunks, 1));
+    ring_chunks_ =
+        std::min<std::uint64_t>(tuning().ring_bytes / chunk_bytes, std::max<std::uint64_t>(chunks, 1));
     ring_ = next_window(ring_chunks_ * chunk_bytes);
+  }
+  // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
+  std::size_t piece_bytes() const noexcept {
+    return std::max(round_down(tuning().chunk_bytes / static_cast<std::size_t>(size()), kSliceAlignment),
+                    kSliceAlignment);
   }
   std::byte* chunk(int peer, std::uint64_t index) const noexcept {
     return station_.arena(peer) + ring_ + (index % ring_chunks_) * chunk_bytes_;
@@ -132,23 +150,5 @@ class Round {
   std::size_t chunk_bytes_ = 1;
   std::uint64_t ring_chunks_ = 1;
 };
-
-// The pieces of a range that goes through the rings `step` at a time.
-struct Pieces {
-  std::size_t total;
-  std::size_t step;
-
-  std::uint64_t count() const noexcept { return (total + step - 1) / step; }
-  std::size_t begin(std::uint64_t piece) const noexcept { return std::min(total, piece * step); }
-  std::size_t length(std::uint64_t piece) const noexcept { return begin(piece + 1) - begin(piece); }
-};
-
-// Where slices of a chunk begin, so that no two ranks write one line.
-inline constexpr std::size_t kSliceAlignment = 64;
-
-constexpr std::size_t round_up(std::size_t value, std::size_t step) noexcept {
-  return (value + step - 1) / step * step;
-}
-constexpr std::size_t round_down(std::size_t value, std::size_t step) noexcept { return value / step * step; }
 
 }  // namespace collectives

@@ -1,5 +1,6 @@
 // The host group: addresses are plain numbers, and the callers keep the memory alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,9 +9,12 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -112,6 +116,43 @@ auto without_gil(Function&& function) {
   return function();
 }
 
+using TuningValues = std::map<std::string, std::uint64_t>;
+
+TuningValues values_of(const Tuning& tuning) {
+  TuningValues values;
+  for (const TuningField& field : tuning_fields()) values[field.name] = tuning.*field.value;
+  return values;
+}
+
+// The fields that `values` does not name keep their defaults.
+Tuning tuning_from(const TuningValues& values, int size) {
+  Tuning tuning = default_tuning(size);
+  for (const auto& [name, value] : values) {
+    bool known = false;
+    for (const TuningField& field : tuning_fields()) {
+      if (name != field.name) continue;
+      tuning.*field.value = value;
+      known = true;
+    }
+    if (!known) throw std::invalid_argument("there is no threshold '" + name + "'");
+  }
+  const std::string complaint = complaint_about(tuning);
+  if (!complaint.empty()) throw std::invalid_argument(complaint);
+  return tuning;
+}
+
+void bind_tuning(nb::module_& module) {
+  nb::dict fields;
+  for (const TuningField& field : tuning_fields()) {
+    fields[field.name] = nb::make_tuple(field.least, field.most, field.unit, field.meaning);
+  }
+  module.attr("TUNING_FIELDS") = fields;
+  module.def(
+      "complete_tuning",
+      [](const TuningValues& values, int size) { return values_of(tuning_from(values, size)); },
+      nb::arg("values"), nb::arg("size"));
+}
+
 void bind_bootstrap(nb::module_& module) {
   nb::class_<Membership>(module, "Membership");
   module.def("alone", [] { return new Membership(alone()); }, nb::rv_policy::take_ownership);
@@ -124,6 +165,12 @@ void bind_bootstrap(nb::module_& module) {
             return without_gil([&] { return host.accept(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
+      .def(
+          "set_tuning",
+          [](BootstrapHost& host, const TuningValues& values, int size) {
+            host.set_tuning(tuning_from(values, size));
+          },
+          nb::arg("values"), nb::arg("size"))
       .def(
           "share",
           [](BootstrapHost& host, double seconds) { without_gil([&] { host.share(deadline_in(seconds)); }); },
@@ -224,6 +271,7 @@ void bind_group(nb::module_& module) {
             if (!group.inherited()) without_gil([&] { group->shutdown(finish); });
           },
           nb::arg("finish"))
+      .def_prop_ro("tuning", [](OwnedGroup& group) { return values_of(group->tuning()); })
       .def("report", [](OwnedGroup& group) {
         Group& mine = usable(group);
         return without_gil([&] { return mine.report(); });
@@ -240,6 +288,7 @@ void bind_group(nb::module_& module) {
 
 void bind_host(nb::module_& module) {
   bind_errors(module);
+  bind_tuning(module);
   bind_bootstrap(module);
   bind_task(module);
   bind_group(module);

@@ -31,6 +31,7 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       size_(membership.size),
       label_(std::move(label)),
       timeout_(timeout),
+      tuning_(membership.tuning),
       station_(std::make_unique<Station>(std::move(membership), label_)),
       messenger_(std::make_shared<Messenger>(*station_)),
       sources_(static_cast<std::size_t>(size_)) {}

@@ -63,6 +63,8 @@ class Group {
   // What every rank waits in or did last.
   std::string report() const;
 
+  const Tuning& tuning() const noexcept { return tuning_; }
+
  private:
   struct Queued {
     std::shared_ptr<Task> task;
@@ -81,6 +83,7 @@ class Group {
   const int size_;
   const std::string label_;
   std::atomic<Nanoseconds> timeout_;
+  const Tuning tuning_;
   // Whoever executes an operation is counted in `pending_` and uses it freely; everyone else under
   // `station_mutex_`.
   std::unique_ptr<Station> station_;

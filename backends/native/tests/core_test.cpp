@@ -52,6 +52,7 @@ Groups shared_ranks(int size) {
     membership.rank = r;
     membership.size = size;
     membership.segment = segment;
+    membership.tuning = default_tuning(size);
     membership.layout = layout;
     membership.processes.resize(static_cast<std::size_t>(size));
     groups.push_back(std::make_unique<Group>(std::move(membership), "shared group", kNever));

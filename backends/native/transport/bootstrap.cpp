@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "common/error.hpp"
@@ -103,7 +104,10 @@ Membership alone() {
 }
 
 BootstrapHost::BootstrapHost(int size)
-    : size_(size), secret_(random_name()), guests_(static_cast<std::size_t>(size)) {
+    : size_(size),
+      tuning_(default_tuning(size)),
+      secret_(random_name()),
+      guests_(static_cast<std::size_t>(size)) {
   const std::string name = "collectives-" + random_name();
   address_ = name + " " + secret_;
   listener_ = listen_abstract(name, std::max(size, 16));
@@ -143,12 +147,19 @@ void BootstrapHost::admit(Descriptor socket, Nanoseconds deadline) {
   guest.socket = std::move(socket);
 }
 
+void BootstrapHost::set_tuning(const Tuning& tuning) {
+  const std::string complaint = complaint_about(tuning);
+  if (!complaint.empty()) throw std::invalid_argument(complaint);
+  tuning_ = tuning;
+}
+
 void BootstrapHost::share(Nanoseconds deadline) {
   const Layout layout(shape_for(size_));
   segment_ = std::make_shared<Segment>(Segment::create(layout.total_bytes()));
   segment_->commit(0, kPage);
   auto* header = reinterpret_cast<Header*>(segment_->data());
   header->shape = layout.shape();
+  header->tuning = tuning_;
   header->version = kLayoutVersion;
   header->magic = kMagic;
   commit_own(*segment_, layout, 0);
@@ -202,6 +213,7 @@ Membership BootstrapHost::release(Nanoseconds deadline) {
   Membership membership;
   membership.rank = 0;
   membership.size = size_;
+  membership.tuning = tuning_;
   membership.layout = Layout(shape_for(size_));
   membership.segment = std::move(segment_);
   for (Guest& guest : guests_) {
@@ -242,10 +254,12 @@ void BootstrapGuest::attach(Nanoseconds deadline) {
   membership_.layout = Layout(shape_for(size_));
   const auto* header = reinterpret_cast<const Header*>(membership_.segment->data());
   if (membership_.segment->bytes() != membership_.layout.total_bytes() || header->magic != kMagic ||
-      header->version != kLayoutVersion || header->shape != membership_.layout.shape()) {
+      header->version != kLayoutVersion || header->shape != membership_.layout.shape() ||
+      !complaint_about(header->tuning).empty()) {
     throw Error(ErrorKind::network,
                 "rank 0 lays its segment out differently; install one version for all ranks");
   }
+  membership_.tuning = header->tuning;
   membership_.processes.resize(static_cast<std::size_t>(size_));
   for (std::uint32_t seen = 0; seen < welcome.count;) {
     Message batch;

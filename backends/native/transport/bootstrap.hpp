@@ -35,6 +35,7 @@ struct Membership {
   int rank = 0;
   int size = 1;
   std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
+  Tuning tuning = default_tuning(1);
   Layout layout{Shape{.size = 1, .near_bytes = 0, .arena_bytes = 0, .mail_bytes = 0}};
   std::vector<Descriptor>
       processes;  // by rank; empty for this rank, and where the kernel has no such descriptors
@@ -52,6 +53,9 @@ class BootstrapHost {
 
   // Takes connections until all ranks have come or the deadline passed; returns the ranks that are missing.
   std::vector<int> accept(Nanoseconds deadline);
+
+  // Replaces the defaults, before `share`. Throws std::invalid_argument where a value is out of bounds.
+  void set_tuning(const Tuning& tuning);
 
   // Makes the segment and hands it to all guests.
   void share(Nanoseconds deadline);
@@ -71,6 +75,7 @@ class BootstrapHost {
   void admit(Descriptor socket, Nanoseconds deadline);
 
   int size_;
+  Tuning tuning_;
   std::string secret_;
   std::string address_;
   Descriptor listener_;

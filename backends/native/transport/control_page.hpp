@@ -7,7 +7,7 @@
 // done with s.
 //
 // The segment holds, in this order:
-//   header             magic, shape, the poison
+//   header             magic, shape, tuning, the poison
 //   per rank           control page: arrivals, progress, status, bells
 //                      split table: 2 parities x 2n numbers
 //                      mail counters: n bytes-written, n bytes-read
@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "common/clock.hpp"
+#include "transport/tuning.hpp"
 
 namespace collectives {
 
@@ -148,6 +149,7 @@ struct Header {
   std::uint64_t magic;
   std::uint64_t version;
   Shape shape;
+  Tuning tuning;
   Poison poison;
 };
 static_assert(sizeof(Header) <= kPage);

@@ -12,7 +12,6 @@ namespace collectives {
 class Spinning {
  public:
   static constexpr int kShortSpins = 100;
-  static constexpr int kLongMicroseconds = 20;
 
   // Without hope no credit is given in advance: more ranks than cores.
   explicit Spinning(bool hope) : credit_(hope ? kMost / 2 : 0) {}

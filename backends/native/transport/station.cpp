@@ -116,7 +116,7 @@ void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std
   if (spin()) return;
   Spinning& spinning = spinning_[static_cast<std::size_t>(kind)];
   if (spinning.worth_long()) {
-    const Nanoseconds end = now_ns() + Spinning::kLongMicroseconds * 1000;
+    const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(tuning().spin_us) * 1000;
     do {
       if (spin()) return spinning.succeeded();
     } while (now_ns() < end);

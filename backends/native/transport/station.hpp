@@ -68,6 +68,7 @@ class Station {
   int rank() const noexcept { return membership_.rank; }
   int size() const noexcept { return membership_.size; }
   const Shape& shape() const noexcept { return membership_.layout.shape(); }
+  const Tuning& tuning() const noexcept { return membership_.tuning; }
   const std::string& label() const noexcept { return label_; }
 
   ControlPage& page(int rank) const noexcept {

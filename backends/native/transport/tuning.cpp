@@ -1,0 +1,67 @@
+#include "transport/tuning.hpp"
+
+#include <algorithm>
+
+namespace collectives {
+namespace {
+
+constexpr std::uint64_t kKiB = 1 << 10;
+constexpr std::uint64_t kMiB = 1 << 20;
+
+// Within these bounds the windows of two neighbouring operations fit into an arena (Round says why they
+// must).
+constexpr TuningField kFields[] = {
+    {"one_shot_bytes", &Tuning::one_shot_bytes, 128, 128 * kKiB, 1,
+     "all_reduce and reduce: up to this length every rank reduces everything, after one synchronisation"},
+    {"staged_bytes", &Tuning::staged_bytes, 128, 128 * kKiB, 1,
+     "all other collectives: what a rank contributes goes without chunks up to this length"},
+    {"chunk_bytes", &Tuning::chunk_bytes, 16 * kKiB, 256 * kKiB, 4 * kKiB,
+     "length of the chunks in which long contributions pass"},
+    {"shortest_chunk_bytes", &Tuning::shortest_chunk_bytes, 4 * kKiB, 256 * kKiB, 4 * kKiB,
+     "all_reduce and reduce by slices: chunks become no shorter than this to make them more"},
+    {"chunks_wanted", &Tuning::chunks_wanted, 1, 64, 1,
+     "all_reduce and reduce by slices: chunks that a message is cut into if they may be so short"},
+    {"ring_bytes", &Tuning::ring_bytes, 256 * kKiB, 1 * kMiB, 4 * kKiB,
+     "how far a rank may be ahead of those who read what it contributes"},
+    {"past_cache_bytes", &Tuning::past_cache_bytes, 0, std::uint64_t{1} << 62, 1,
+     "outputs of at least this length are written past the processor's caches"},
+    {"spin_us", &Tuning::spin_us, 0, 10'000, 1,
+     "longest wait, in microseconds, before a thread gives its core away"},
+};
+
+}  // namespace
+
+std::span<const TuningField> tuning_fields() noexcept { return kFields; }
+
+Tuning default_tuning(int size) {
+  const auto ranks = static_cast<std::uint64_t>(std::max(size, 1));
+  const bool pair = size <= 2;
+  return Tuning{
+      // With more ranks, reducing everything is more work for each, and slices pay off earlier.
+      .one_shot_bytes = std::max(128 * kKiB / std::max<std::uint64_t>(ranks, 2), 8 * kKiB),
+      .staged_bytes = 64 * kKiB,
+      // Between two ranks a chunk stays in a core's cache together with its neighbours; between more, long
+      // chunks keep the number of synchronisations low, each of which costs context switches where ranks
+      // outnumber cores.
+      .chunk_bytes = pair ? 64 * kKiB : 256 * kKiB,
+      .shortest_chunk_bytes = 32 * kKiB,
+      .chunks_wanted = 4,
+      .ring_bytes = 1 * kMiB,
+      .past_cache_bytes = 8 * kMiB,
+      .spin_us = 20,
+  };
+}
+
+std::string complaint_about(const Tuning& tuning) {
+  for (const TuningField& field : kFields) {
+    const std::uint64_t value = tuning.*field.value;
+    if (value >= field.least && value <= field.most && value % field.unit == 0) continue;
+    return std::string(field.name) + " must be from " + std::to_string(field.least) + " to " +
+           std::to_string(field.most) +
+           (field.unit == 1 ? std::string() : " and a multiple of " + std::to_string(field.unit)) + ", not " +
+           std::to_string(value);
+  }
+  return {};
+}
+
+}  // namespace collectives

@@ -1,0 +1,130 @@
+"""Thresholds of the host backend: their file, and that they change no bit of a result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from harness import run_ranks
+
+import collectives as dist
+from collectives.backends import host_tuning
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv(host_tuning.VARIABLE, str(path))
+    return path
+
+
+def test_what_is_saved_is_read(file):
+    assert host_tuning.save({2: {"one_shot_bytes": 4096}, 4: {"spin_us": 7}}) == file
+    assert host_tuning.tuning_for(2) == host_tuning.defaults(2) | {"one_shot_bytes": 4096}
+    assert host_tuning.tuning_for(3) == host_tuning.defaults(3) | {"one_shot_bytes": 4096}
+    assert host_tuning.tuning_for(9) == host_tuning.defaults(9) | {"spin_us": 7}
+
+
+def test_a_group_smaller_than_all_that_were_measured_takes_the_defaults(file):
+    host_tuning.save({4: {"spin_us": 7}})
+    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+
+
+def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, monkeypatch):
+    monkeypatch.delenv(host_tuning.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)  # without a warning
+    assert tmp_path in host_tuning.save({2: {"spin_us": 5}}).parents
+    assert host_tuning.tuning_for(2)["spin_us"] == 5
+    monkeypatch.setenv(host_tuning.VARIABLE, "")
+    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+    with pytest.raises(ValueError, match="is empty"):
+        host_tuning.save({2: {}})
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        pytest.param("{", "Expecting", id="no JSON"),
+        pytest.param("[]", "no file of thresholds", id="a list"),
+        pytest.param({"format": 99}, "no file of thresholds of format 1", id="another format"),
+        pytest.param({"machine": "abacus"}, "measured on 'abacus'", id="another machine"),
+        pytest.param({"ranks": [1]}, "does not map sizes", id="no table"),
+        pytest.param({"ranks": {"2": 5}}, "of 2 ranks are no table", id="no table of thresholds"),
+        pytest.param({"ranks": {"2": {"luck": 1}}}, "no threshold 'luck'", id="unknown"),
+        pytest.param({"ranks": {"2": {"chunk_bytes": 17000}}}, "multiple of 4096, not 17000", id="bounds"),
+        pytest.param({"ranks": {"2": {"spin_us": "long"}}}, "", id="no number"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_warning(file, content, reason):
+    if isinstance(content, dict):
+        content = json.dumps({"format": 1, "machine": host_tuning.machine(), "ranks": {}} | content)
+    file.write_text(str(content), encoding="utf-8")
+    with pytest.warns(UserWarning, match="uses its default thresholds") as caught:
+        assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+    assert len(caught) == 1
+    assert reason in str(caught[0].message)
+
+
+def test_a_missing_file_that_the_environment_names_is_one_warning(file):
+    with pytest.warns(UserWarning, match="No such file"):
+        assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+
+
+def test_nothing_out_of_bounds_is_saved(file):
+    with pytest.raises(ValueError, match="chunks_wanted must be from 1 to 64, not 0"):
+        host_tuning.save({2: {"chunks_wanted": 0}})
+    assert not file.exists()
+
+
+EXTREMES = [
+    {},
+    {"one_shot_bytes": 128, "staged_bytes": 128, "chunk_bytes": 16384, "shortest_chunk_bytes": 4096,
+     "chunks_wanted": 64, "ring_bytes": 262144, "past_cache_bytes": 0, "spin_us": 0},
+    {"one_shot_bytes": 131072, "staged_bytes": 131072, "chunk_bytes": 262144, "shortest_chunk_bytes": 262144,
+     "chunks_wanted": 1, "past_cache_bytes": 1 << 60, "spin_us": 100},
+]  # fmt: skip
+
+
+def _digests(group):
+    """Returns the thresholds in use, and the bits of results of all sizes."""
+    rank, size = group.rank(), group.size()
+    digests = []
+
+    def note(*tensors):
+        digests.extend(hashlib.sha256(t.view(torch.uint8).numpy().tobytes()).hexdigest() for t in tensors)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (1, 31, 300, 5_000, 40_000, 70_001, 600_000):
+            generator = torch.Generator().manual_seed(1000 * count + rank)
+            mine = torch.randn(count, generator=generator).to(dtype)
+            reduced = mine.clone()
+            group.allreduce([reduced]).wait()
+            rooted = mine.clone()
+            group.reduce([rooted], root=size - 1).wait()
+            parts = [mine[: count - r].contiguous() for r in range(size)] if count >= size else [mine] * size
+            output = torch.empty_like(parts[rank])
+            group.reduce_scatter(
+                [output], [parts], dist.ReduceScatterOptions(reduceOp=dist.ReduceOp.AVG)
+            ).wait()
+            gathered = [torch.empty_like(mine) for _ in range(size)]
+            group.allgather([gathered], [mine]).wait()
+            received = [torch.empty_like(mine) for _ in range(size)]
+            group.alltoall(received, [mine] * size).wait()
+            note(reduced, rooted, output, *gathered, *received)
+    return group._native.tuning, digests
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_thresholds_change_no_bit(size, tmp_path):
+    expected = None
+    for number, values in enumerate(EXTREMES):
+        file = host_tuning.save({size: values}, tmp_path / f"{number}.json")
+        answers = run_ranks(_digests, size, backend="host", env={host_tuning.VARIABLE: str(file)})
+        for used, _ in answers:
+            assert used == host_tuning.defaults(size) | values
+        digests = [answer[1] for answer in answers]
+        expected = expected or digests
+        assert digests == expected
