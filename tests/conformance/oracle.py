@@ -93,11 +93,20 @@ def reduced(inputs: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     terms = [tensor.to(wide) for tensor in inputs]
     if op.factor is not None:
         terms = [term * torch.tensor(op.factor, dtype=wide) for term in terms]
-    combine = {"PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}.get(op.name, torch.add)
+    combine = {"PRODUCT": torch.mul, "MIN": _lesser, "MAX": _greater}.get(op.name, torch.add)
     total = functools.reduce(combine, terms)
     if op.name == "AVG":
         total = total / len(inputs)
     return total.to(dtype).clone()
+
+
+def _lesser(total: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    """As torch.minimum, but of equal zeros it keeps the first: torch's choice depends on the place."""
+    return torch.where((term < total) | term.isnan(), term, total)
+
+
+def _greater(total: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    return torch.where((term > total) | term.isnan(), term, total)
 
 
 def _reduced_ints(inputs: list[np.ndarray], op: ReduceOp) -> torch.Tensor:
