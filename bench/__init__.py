@@ -15,5 +15,6 @@ __all__ = ["PROGRAMS"]
 PROGRAMS = {
     "allreduce": "collectives.bench.allreduce",
     "collectives": "collectives.bench.every_operation",
+    "ddp": "collectives.bench.ddp",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

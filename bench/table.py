@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from collectives.bench.records import KINDS, Record, Report, Skipped, Timing
 from collectives.bench.sizes import format_bytes
 
 __all__ = [
+    "Described",
     "brief_line",
     "comparison_lines",
     "header_lines",
@@ -40,7 +42,23 @@ _COLD = slice(5, 12)
 _HOT = slice(12, 16)
 
 
-def header_lines(report: Report) -> list[str]:
+class Described(Protocol):
+    """A report of any program."""
+
+    @property
+    def program(self) -> str:
+        """Its name."""
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Machine and versions."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the program was asked to do."""
+
+
+def header_lines(report: Described) -> list[str]:
     """Returns the program, the versions, the machine and the options."""
     machine, options = report.environment, dict(report.options)
     cache = machine["cache_last_level_bytes"]

@@ -1,0 +1,190 @@
+"""The models that training is measured with: random weights, no files and no network.
+
+Those of the field are built from the configurations in the package transformers, with its default sizes; the
+one called ``small`` needs torch alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["MODELS", "Model", "install_command", "loss_of", "why_unavailable"]
+
+PACKAGE = "transformers"
+
+VOCABULARY = 30522
+"""Words of BERT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model.
+
+    Attributes:
+        name: as the command line calls it.
+        about: what it is.
+        batch: samples of a rank in an iteration where the user names no number.
+        length: of a sample where the user names none: width and height of an image, tokens of a text.
+        build: returns it with fresh random weights, in training mode.
+        inputs: returns random keyword arguments of its forward for so many samples of such length, drawn from
+            the generator.
+        package: the package that it comes from; empty where torch is enough.
+    """
+
+    name: str
+    about: str
+    batch: int
+    length: int
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
+    package: str = ""
+
+
+def why_unavailable(model: Model) -> str | None:
+    """Returns why a model cannot be built here, ``None`` where it can."""
+    if model.package and importlib.util.find_spec(model.package) is None:
+        return f"needs {model.package}, not installed"
+    return None
+
+
+def install_command(model: Model) -> str:
+    """Returns the command that adds what a model needs; empty where it needs nothing."""
+    if not model.package:
+        return ""
+    wanted = [
+        requirement.partition(";")[0].strip()
+        for requirement in importlib.metadata.requires("collectives") or []
+        if requirement.startswith(model.package)
+    ]
+    return f"python -m pip install '{(wanted or [model.package])[0]}'"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Returns a loss that every output tensor takes part in: the sum of their mean squares.
+
+    Args:
+        output: a tensor, or a mapping or sequence of tensors.
+    """
+    return torch.stack([tensor.square().mean() for tensor in _tensors(output)]).sum()
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif output is not None:
+        for value in output.values() if hasattr(output, "values") else output:
+            yield from _tensors(value)
+
+
+def _from_config(kind: str, **sizes: int) -> nn.Module:
+    package = importlib.import_module(PACKAGE)
+    model: nn.Module = getattr(package, f"{kind}Model")(getattr(package, f"{kind}Config")(**sizes))
+    return model.train()
+
+
+def _images(batch: int, size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, size, size, generator=generator)}
+
+
+def _tokens(batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    shape = (batch, length)
+    return {
+        "input_ids": torch.randint(VOCABULARY, shape, generator=generator),
+        "attention_mask": torch.ones(shape, dtype=torch.int64),
+    }
+
+
+class _Residual(nn.Module):
+    """Two convolutions around which the input goes, too."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the input's shape."""
+        return torch.relu(x + self.inner(x))
+
+
+class _Small(nn.Module):
+    """A residual network of torch's own layers, with three quarters of its parameters in the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 64, 3, stride=2, padding=1),
+            *(_Residual(64) for _ in range(4)),
+            nn.Conv2d(64, 128, 3, stride=2, padding=1),
+            *(_Residual(128) for _ in range(2)),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+        )
+        self.head = nn.Sequential(nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 1000))
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Returns the scores of a thousand classes."""
+        return torch.as_tensor(self.head(self.body(pixel_values)))
+
+
+def _small() -> nn.Module:
+    return _Small().train()
+
+
+_MINI = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model(
+            "resnet50",
+            "ResNet-50 without its classifier, 23.5 M parameters",
+            1,
+            224,
+            functools.partial(_from_config, "ResNet"),
+            _images,
+            PACKAGE,
+        ),
+        Model(
+            "bert-base",
+            "BERT-base, 109.5 M parameters",
+            1,
+            128,
+            functools.partial(_from_config, "Bert"),
+            _tokens,
+            PACKAGE,
+        ),
+        Model(
+            "bert-mini",
+            "BERT of 4 layers of width 256, 11.2 M parameters",
+            4,
+            64,
+            functools.partial(_from_config, "Bert", **_MINI),
+            _tokens,
+            PACKAGE,
+        ),
+        Model(
+            "small",
+            "a residual network of torch's own layers, 4.1 M parameters",
+            2,
+            64,
+            _small,
+            _images,
+        ),
+    )
+}
+"""All models by name."""

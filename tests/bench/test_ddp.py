@@ -1,0 +1,142 @@
+"""``collectives bench ddp`` as users run it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from collectives.bench import ddp, models
+from collectives.bench.models import MODELS, loss_of
+from collectives.bench.records import Timing
+from collectives.bench.trainer import parse_peer
+from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
+from collectives.cli import main
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    peers = "ours:host,ours:host+noop,torch:gloo,ours:absent"
+    status = main(
+        ["bench", "ddp", "--models", "small", "--peers", peers, "--iters", "3", "--warmup", "2",
+         "--batch", "1", "--import", "bench_bodies", "--json", str(path)]
+    )  # fmt: skip
+    assert status == 0
+    out = capsys.readouterr().out
+    assert "# skipped ours:absent: needs no_such_package" in out
+    plain = json.loads(path.read_text())
+    records = {record["peer"]: record for record in plain["records"]}
+    assert list(records) == ["ours:host", "ours:host+noop", "torch:gloo"]
+    for record in records.values():
+        assert record["agrees"]
+        assert (record["ranks"], record["batch"], record["iteration"]["calls"]) == (2, 1, 3)
+        assert record["parameters"] > 4e6
+        phases = sum(record[phase]["min_us"] for phase in ("forward", "backward", "step"))
+        assert phases <= record["iteration"]["p90_us"] * 1.01
+        # Parameters, gradients and buckets at least.
+        assert record["peak_memory_bytes"] - record["start_memory_bytes"] > 3 * 4 * record["parameters"]
+    ours, noop, torchs = records.values()
+    assert ours["communicates"]
+    assert ours["ranks_identical"]
+    assert not noop["communicates"]
+    assert not noop["ranks_identical"]  # so that the check can fail
+    assert ours["grad_norm"] == pytest.approx(torchs["grad_norm"], rel=1e-5)
+    assert ours["grad_norm"] != pytest.approx(noop["grad_norm"], rel=1e-5)
+    medians = {name: record["iteration"]["median_us"] for name, record in records.items()}
+    assert ours["ratios"] == {
+        "time_over_noop": medians["ours:host"] / medians["ours:host+noop"],
+        "time_over_torch": medians["ours:host"] / medians["torch:gloo"],
+        "memory_over_torch": ours["peak_memory_bytes"] / torchs["peak_memory_bytes"],
+    }
+    assert torchs["ratios"]["time_over_noop"] is None
+
+
+def record(peer, milliseconds, **changes):
+    timing = Timing(5, *[milliseconds * 1e3] * 4)
+    fields = {
+        "peer": peer, "model": "m", "ranks": 2, "batch": 1, "length": 8, "parameters": 10,
+        "parameter_tensors": 2, "iteration": timing, "forward": timing, "backward": timing, "step": timing,
+        "peak_memory_bytes": 2**20, "start_memory_bytes": 0, "communicates": True, "ranks_identical": True,
+        "grad_norm": 1.0, "agrees": True, **changes,
+    }  # fmt: skip
+    return TrainingRecord(**fields)
+
+
+def test_ratios_compare_like_with_like():
+    report = TrainingReport("ddp", {}, {}, [
+        record("ours:host", 110), record("ours:host+noop", 100, communicates=False),
+        record("torch:gloo", 220, agrees=False), record("torch:gloo+noop", 50, communicates=False),
+        record("ours:host", 70, model="other"),
+    ])  # fmt: skip
+    assert report.ratios(report.records[0]) == {
+        "time_over_noop": 1.1, "time_over_torch": 0.5, "memory_over_torch": 1.0,
+    }  # fmt: skip
+    assert report.ratios(report.records[1])["time_over_torch"] == 2.0
+    assert set(report.ratios(report.records[4]).values()) == {None}
+    rows = [line.split() for line in report_lines(report) if line.startswith(" ")]
+    assert [row[-1] for row in rows] == ["yes", "-", "NO", "-", "yes"]
+
+
+def test_without_transformers_the_small_model_is_measured_and_the_command_is_named(monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    skipped = []
+    assert [model.name for model in ddp._models(ddp.Options(), skipped)] == ["small"]
+    assert [entry.peer for entry in skipped] == ["resnet50", "bert-base", "bert-mini"]
+    for entry in skipped:
+        assert entry.reason == "needs transformers, not installed"
+        assert entry.install.startswith("python -m pip install 'transformers>=")
+
+
+def test_peers_that_disagree_are_told():
+    peers = []
+    for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
+        peer = object.__new__(ddp._Peer)
+        peer.name = name
+        peer.ready = [ddp.Ready(10, 2, norm, 0)] * 2
+        peer.times = [ddp.Times([5], [5], [5], [5])] * 2
+        peer.team = type("Team", (), {"size": 2})
+        peers.append(peer)
+    norms = ddp._agreed_norms(peers)
+    same, other = [ddp.End(1, 2**20)] * 2, [ddp.End(1, 2**20), ddp.End(2, 2**20)]
+    made = [ddp._record(peer, MODELS["small"], (1, 64), same, norms) for peer in peers]
+    assert [one.agrees for one in made] == [True, True, False]
+    assert not ddp._record(peers[0], MODELS["small"], (1, 64), other, norms).agrees
+
+
+def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(ddp, "memory_available_bytes", lambda: 2**20)
+    words = ["bench", "ddp", "--models", "small", "--peers", "alone,torch:gloo", "--nproc", "1"]
+    assert main(words) == 1
+    assert "name fewer at once by --peers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
+        (["--peers", "alone:host"], "must be alone"),
+        (["--peers", "ours:host+zip"], "has no known hook; known are +noop, +fp16, +bf16"),
+        (["--peers", "ours:hots"], "unknown backend 'hots'"),
+        (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message, capsys):
+    assert main(["bench", "ddp", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_names_of_peers():
+    assert parse_peer("torch:gloo+fp16") == ("torch", "gloo", "fp16")
+    assert parse_peer("alone") == ("alone", "", "")
+
+
+def test_every_output_takes_part_in_the_loss():
+    tensors = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    loss_of({"a": tensors[0], "b": (tensors[1], None, [tensors[2]])}).backward()
+    assert all(torch.equal(tensor.grad, torch.ones(2)) for tensor in tensors)
