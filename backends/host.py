@@ -152,6 +152,22 @@ class ProcessGroupHost(ProcessGroup):
 
     # ---- collectives ---------------------------------------------------------------------------------
 
+    def plain_launch(
+        self,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> Work | None:
+        """Issues a collective where the core takes the arguments as they are."""
+        task = self._native.plain_launch(kind, output, input, op_code, root, listed)
+        if task is None:
+            return None
+        outputs = _as_tuple(output)
+        return self._launch(task, (*outputs, *_as_tuple(input)), outputs, True)
+
     def allreduce(
         self,
         tensors: torch.Tensor | Sequence[torch.Tensor],
@@ -434,21 +450,24 @@ class ProcessGroupHost(ProcessGroup):
         work = HostWork(task, keep, results, self._forget_finished)
         if task.finished():
             return work
-        self._forget_finished()
         with self._in_flight_lock:
             self._in_flight.append(work)
+            self._forget_first_finished()
         if not asynchronous:
             work.wait()
         return work
 
     def _forget_finished(self) -> None:
         with self._in_flight_lock:
-            flying = self._in_flight
-            while flying and flying[0].task.finished():
-                flying.popleft()
-            if len(flying) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
-                self._in_flight = deque(work for work in flying if not work.task.finished())
-                self._crowd = max(_CROWD, 2 * len(self._in_flight))
+            self._forget_first_finished()
+
+    def _forget_first_finished(self) -> None:
+        flying = self._in_flight
+        while flying and flying[0].task.finished():
+            flying.popleft()
+        if len(flying) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
+            self._in_flight = deque(work for work in flying if not work.task.finished())
+            self._crowd = max(_CROWD, 2 * len(self._in_flight))
 
     @staticmethod
     def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
@@ -460,6 +479,13 @@ class ProcessGroupHost(ProcessGroup):
             else:
                 finishing.wait()
         return finishing
+
+
+def _as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of an operand now, because the caller may change a list of them later."""
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
 
 
 def _count(tensor: torch.Tensor) -> int:

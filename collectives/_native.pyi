@@ -62,6 +62,9 @@ class HostGroup:
         root: object = 0,
         listed: bool = False,
     ) -> bool: ...
+    def plain_launch(
+        self, kind: int, output: object, input: object, op_code: int, root: object, listed: bool
+    ) -> HostTask | None: ...
     def plain_message(
         self, sends: bool, tensor: object, peer: object, tag: object
     ) -> HostTask | Literal[True] | None: ...

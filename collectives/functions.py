@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -89,8 +89,9 @@ def all_reduce(
     op = _reduction(target, "all_reduce", op)
     if pending and keep_back(target, "all_reduce", op, tensor):
         return KeptBackWork() if async_op else None
-    if not async_op and target.plain(_ALL_REDUCE, tensor, None, op.code):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_ALL_REDUCE, tensor, None, op.code):
+        return _answer(work)
     return _finish(target.allreduce(tensor, AllreduceOptions(None, async_op, op)), async_op)
 
 
@@ -114,8 +115,9 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
-    if not async_op and target.plain(_BROADCAST, tensor, None, 0, root):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_BROADCAST, tensor, None, 0, root):
+        return _answer(work)
     work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
     return _finish(work, async_op)
 
@@ -143,8 +145,9 @@ def reduce(
         return None
     root = group_rank(target, "reduce", dst, group_dst, "dst")
     op = _reduction(target, "reduce", op)
-    if not async_op and target.plain(_REDUCE, tensor, None, op.code, root):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_REDUCE, tensor, None, op.code, root):
+        return _answer(work)
     work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
     return _finish(work, async_op)
 
@@ -166,8 +169,9 @@ def all_gather(
     target = member_group(group, "all_gather")
     if target is None:
         return None
-    if not async_op and target.plain(_ALL_GATHER, tensor_list, tensor, 0, 0, True):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_ALL_GATHER, tensor_list, tensor, 0, 0, True):
+        return _answer(work)
     # Inside a list of one, so that a list for a group of size 1 is not taken for a tensor list "per device".
     outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
     work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
@@ -194,8 +198,9 @@ def all_gather_single(
         return None
     if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
         return KeptBackWork() if async_op else None
-    if not async_op and target.plain(_ALL_GATHER, output_tensor, input_tensor):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_ALL_GATHER, output_tensor, input_tensor):
+        return _answer(work)
     work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
     return _finish(work, async_op)
 
@@ -222,8 +227,9 @@ def gather(
     if target is None:
         return None
     root = _root(target, "gather", dst, group_dst, "dst")
-    if not async_op and target.plain(_GATHER, gather_list, tensor, 0, root, True):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_GATHER, gather_list, tensor, 0, root, True):
+        return _answer(work)
     outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
     work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
     return _finish(work, async_op)
@@ -251,8 +257,9 @@ def scatter(
     if target is None:
         return None
     root = _root(target, "scatter", src, group_src, "src")
-    if not async_op and target.plain(_SCATTER, tensor, scatter_list, 0, root, True):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_SCATTER, tensor, scatter_list, 0, root, True):
+        return _answer(work)
     inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
     work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
     return _finish(work, async_op)
@@ -278,8 +285,9 @@ def reduce_scatter(
     if target is None:
         return None
     op = _reduction(target, "reduce_scatter", op)
-    if not async_op and target.plain(_REDUCE_SCATTER, output, input_list, op.code, 0, True):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_REDUCE_SCATTER, output, input_list, op.code, 0, True):
+        return _answer(work)
     inputs = check_list(target, "reduce_scatter", input_list, "input_list")
     work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
@@ -307,8 +315,9 @@ def reduce_scatter_single(
     op = _reduction(target, "reduce_scatter_single", op)
     if pending and keep_back(target, "reduce_scatter_single", op, output, input):
         return KeptBackWork() if async_op else None
-    if not async_op and target.plain(_REDUCE_SCATTER, output, input, op.code):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_REDUCE_SCATTER, output, input, op.code):
+        return _answer(work)
     work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
 
@@ -335,8 +344,9 @@ def all_to_all_single(
     if target is None:
         return None
     even = not (output_split_sizes or input_split_sizes)
-    if even and not async_op and target.plain(_ALL_TO_ALL, output, input):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if even and (work := attempt(_ALL_TO_ALL, output, input)):
+        return _answer(work)
     options = AllToAllOptions(None, async_op)
     work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
     return _finish(work, async_op)
@@ -359,8 +369,9 @@ def all_to_all(
     target = member_group(group, "all_to_all")
     if target is None:
         return None
-    if not async_op and target.plain(_ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
-        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(_ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
+        return _answer(work)
     work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
     return _finish(work, async_op)
 
@@ -382,8 +393,10 @@ def barrier(
     target = member_group(group, "barrier")
     if target is None:
         return None
-    if timeout is None and device_ids is None and not async_op and target.plain(_BARRIER):
-        return None
+    usual = timeout is None and device_ids is None
+    attempt = target.plain_launch if async_op else target.plain
+    if usual and (work := attempt(_BARRIER)):
+        return _answer(work)
     _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)
     if device_ids is not None:
@@ -438,6 +451,10 @@ def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
         return ReduceOp.of(op)
     except TypeError as error:
         fail(group, operation, str(error), TypeError)
+
+
+def _answer(work: Work | Literal[True]) -> Work | None:
+    return None if work is True else work
 
 
 def _finish(work: Work, async_op: bool) -> Work | None:

@@ -198,6 +198,18 @@ class ProcessGroup(Primitives):
         """
         return False
 
+    def plain_launch(
+        self,
+        kind: int,  # noqa: ARG002
+        output: Any = None,  # noqa: ARG002
+        input: Any = None,  # noqa: ARG002
+        op_code: int = 0,  # noqa: ARG002
+        root: object = 0,  # noqa: ARG002
+        listed: bool = False,  # noqa: ARG002
+    ) -> Work | None:
+        """Issues a collective that :meth:`plain` runs; returns ``None``, with nothing done, for any other."""
+        return None
+
     def allreduce(
         self,
         tensors: Tensors,

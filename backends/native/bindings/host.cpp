@@ -247,6 +247,8 @@ void bind_group(nb::module_& module) {
       .def("plain", plain_collective, nb::arg("kind"), nb::arg("output").none() = nb::none(),
            nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
            nb::arg("listed") = false)
+      .def("plain_launch", plain_launch, nb::arg("kind"), nb::arg("output").none(), nb::arg("input").none(),
+           nb::arg("op_code"), nb::arg("root"), nb::arg("listed"))
       .def("plain_message", plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
            nb::arg("tag"))
       .def(

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "bindings/tensor_view.hpp"
@@ -121,34 +122,55 @@ bool read(Request& request, Reader& reader, std::size_t me, bool is_root, nb::ha
   return false;
 }
 
-}  // namespace
-
-bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nb::handle output, nb::handle input,
-                      std::uint8_t op, nb::handle root, bool listed) {
-  Group& group = usable(owned);
+struct Plain {
   Request request;
+  std::size_t bytes = 0;
+};
+
+std::optional<Plain> plain_request(const Group& group, std::uint8_t kind, nb::handle output, nb::handle input,
+                                   std::uint8_t op, nb::handle root, bool listed) {
+  std::optional<Plain> plain(std::in_place);
+  Request& request = plain->request;
   request.kind = static_cast<Kind>(kind);
   if (rooted(request.kind)) {
     const std::optional<int> checked = number_below(root, group.size());
-    if (!checked) return false;
+    if (!checked) return std::nullopt;
     request.root = *checked;
   }
   Reader reader(group.size());
   if (!read(request, reader, static_cast<std::size_t>(group.rank()), group.rank() == request.root, output,
             input, listed)) {
-    return false;
+    return std::nullopt;
   }
   request.reduction.dtype = reader.dtype();
   if (reduces(request.kind)) {
     request.reduction.op = static_cast<ReduceOp>(op);
     if (!is_reduce_op(op) || request.reduction.op == ReduceOp::premul_sum ||
         !reducible(reader.dtype(), request.reduction.op)) {
-      return false;
+      return std::nullopt;
     }
     if (request.reduction.op == ReduceOp::avg) request.reduction.factor = group.size();
   }
-  PythonInterrupt interrupt(release_for(reader.bytes()));
-  return group.run(request, group.timeout(), &interrupt);
+  plain->bytes = reader.bytes();
+  return plain;
+}
+
+}  // namespace
+
+bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nb::handle output, nb::handle input,
+                      std::uint8_t op, nb::handle root, bool listed) {
+  Group& group = usable(owned);
+  const std::optional<Plain> plain = plain_request(group, kind, output, input, op, root, listed);
+  if (!plain) return false;
+  PythonInterrupt interrupt(release_for(plain->bytes));
+  return group.run(plain->request, group.timeout(), &interrupt);
+}
+
+std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nb::handle output, nb::handle input,
+                                   std::uint8_t op, nb::handle root, bool listed) {
+  Group& group = usable(owned);
+  std::optional<Plain> plain = plain_request(group, kind, output, input, op, root, listed);
+  return plain ? group.enqueue(std::move(plain->request), group.timeout()) : nullptr;
 }
 
 nb::object plain_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::handle peer, nb::handle tag) {

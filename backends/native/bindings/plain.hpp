@@ -1,6 +1,6 @@
 // The short way from a user function into the core, for the calls that nearly all calls are.
 //
-// A *plain* call is synchronous, without a time limit of its own, on dense real CPU tensors of one registered
+// A *plain* call has no time limit of its own and is on dense real CPU tensors of one registered
 // type that fit together; its arguments are looked at here, through DLPack, and not in Python. Whatever is
 // not plain, wrong arguments among it, is left to the way of every operation, which knows all cases and words
 // the errors.
@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "bindings/owned_group.hpp"
 
@@ -20,6 +21,11 @@ namespace collectives {
 // tensor.
 bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nanobind::handle output, nanobind::handle input,
                       std::uint8_t op, nanobind::handle root, bool listed);
+
+// The same for an asynchronous call: queues it and returns its task, or null. The caller keeps the tensors.
+std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nanobind::handle output,
+                                   nanobind::handle input, std::uint8_t op, nanobind::handle root,
+                                   bool listed);
 
 // Posts a message or a receive: returns None where the call is not plain; true where the message has gone or
 // come at once; else the transfer, whose tensor the caller must keep.
