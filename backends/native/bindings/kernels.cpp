@@ -29,6 +29,9 @@ ReduceOp op_from(std::uint8_t code) {
 
 void* pointer_from(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
+using Reduce = void (*)(void*, const void* const*, int, std::size_t, DType, ReduceOp, double);
+
+template <Reduce kFunction>
 void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t count,
                   std::uint8_t dtype, std::uint8_t op, double factor) {
   std::vector<const void*> pointers;
@@ -37,8 +40,8 @@ void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources
   const DType checked_dtype = dtype_from(dtype);
   const ReduceOp checked_op = op_from(op);
   const nb::gil_scoped_release release;
-  reduce(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
-         checked_op, factor);
+  kFunction(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
+            checked_op, factor);
 }
 
 }  // namespace
@@ -53,8 +56,16 @@ void bind_kernels(nb::module_& module) {
       "reducible",
       [](std::uint8_t dtype, std::uint8_t op) { return reducible(dtype_from(dtype), op_from(op)); },
       nb::arg("dtype_code"), nb::arg("op_code"));
-  module.def("reduce", bound_reduce, nb::arg("dst_ptr"), nb::arg("source_ptrs"), nb::arg("count"),
+  module.def("reduce", bound_reduce<reduce>, nb::arg("dst_ptr"), nb::arg("source_ptrs"), nb::arg("count"),
              nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
+  module.def("accumulate", bound_reduce<accumulate>, nb::arg("partial_ptr"), nb::arg("source_ptrs"),
+             nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
+  module.def("combine", bound_reduce<combine>, nb::arg("dst_ptr"), nb::arg("partial_ptrs"), nb::arg("count"),
+             nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
+  module.def(
+      "accumulator_bytes",
+      [](std::uint8_t dtype, std::uint8_t op) { return accumulator_bytes(dtype_from(dtype), op_from(op)); },
+      nb::arg("dtype_code"), nb::arg("op_code"));
   module.def(
       "copy",
       [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {

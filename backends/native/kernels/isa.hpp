@@ -20,9 +20,16 @@ using CopyKernel = void (*)(std::byte* dst, const std::byte* src, std::size_t by
 // Sums of so many 32-bit integers are exact in float64.
 inline constexpr int kMaxAveragedIntegers = 1 << 20;
 
+struct PartialKernels {
+  ReduceKernel accumulate;
+  ReduceKernel combine;
+  std::size_t bytes;  // of an accumulator
+};
+
 struct InstructionSet {
   const char* name;
   ReduceKernel reduce[kDTypeCount][kReduceOpCount];  // null: handled by the dispatcher, or not reducible
+  PartialKernels partial[kDTypeCount][kReduceOpCount];
   CopyKernel copy_streaming;
 };
 

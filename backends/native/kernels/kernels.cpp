@@ -88,6 +88,17 @@ DType component_of(DType dtype) {
   }
 }
 
+void run_partial(ReduceKernel PartialKernels::* kernel, void* dst, const void* const* sources, int n,
+                 std::size_t count, DType dtype, ReduceOp op, double factor) {
+  const InstructionSet& set = instruction_set();
+  if (count == 0) return;
+  const DType element = component_of(dtype);
+  if (element != dtype) count *= 2;
+  const DefaultFloatEnvironment environment;
+  const PartialKernels& kernels = set.partial[static_cast<int>(element)][static_cast<int>(op)];
+  (kernels.*kernel)(static_cast<std::byte*>(dst), sources, n, count, factor);
+}
+
 }  // namespace
 
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
@@ -104,6 +115,25 @@ void reduce(void* dst, const void* const* sources, int n, std::size_t count, DTy
   const DefaultFloatEnvironment environment;
   set.reduce[static_cast<int>(element)][static_cast<int>(op)](static_cast<std::byte*>(dst), sources, n, count,
                                                               factor);
+}
+
+std::size_t accumulator_bytes(DType dtype, ReduceOp op) {
+  const DType element = component_of(dtype);
+  const std::size_t components = element == dtype ? 1 : 2;
+  return components *
+         isa_default::kInstructionSet.partial[static_cast<int>(element)][static_cast<int>(op)].bytes;
+}
+
+void accumulate(void* partial, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
+                double factor) {
+  check(n, dtype, op, factor);
+  run_partial(&PartialKernels::accumulate, partial, sources, n, count, dtype, op, factor);
+}
+
+void combine(void* dst, const void* const* partials, int n, std::size_t count, DType dtype, ReduceOp op,
+             double factor) {
+  check(n, dtype, op, factor);
+  run_partial(&PartialKernels::combine, dst, partials, n, count, dtype, op, factor);
 }
 
 void copy(void* dst, const void* src, std::size_t bytes) {

@@ -48,6 +48,22 @@ namespace collectives {
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
             double factor);
 
+// The same reduction in two steps, for sources in several places. The *partial* of some sources is what their
+// accumulators hold after the last of them, in memory: an accumulator an element, in their order and in this
+// CPU's byte order. `combine` reduces partials from left to right and rounds:
+//
+//   accumulate(p[j], sources of place j, ...) for each j, then combine(dst, p, number of places, ...)
+//
+// With one source a place that gives the bits of `reduce` over all sources; with more it adds up place by
+// place. Operations whose accumulators are exact (integers, bool, MIN, MAX) give the same either way.
+//
+// `dst` may be exactly one of the sources where both have elements of one size; else it overlaps none.
+std::size_t accumulator_bytes(DType dtype, ReduceOp op);
+void accumulate(void* partial, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
+                double factor);
+void combine(void* dst, const void* const* partials, int n, std::size_t count, DType dtype, ReduceOp op,
+             double factor);
+
 // Copies between ranges that do not overlap.
 void copy(void* dst, const void* src, std::size_t bytes);
 

@@ -242,48 +242,75 @@ void average_kernel(std::byte* dst, const void* const* sources, int n, std::size
 
 __extension__ typedef __int128 Int128;
 
+#include "kernels/partial.inl"
+
 constexpr ReduceKernel* entry(InstructionSet& set, DType dtype, ReduceOp op) {
   return &set.reduce[static_cast<int>(dtype)][static_cast<int>(op)];
 }
 
+template <class Format, template <class> class OpOf>
+constexpr void add_partial(InstructionSet& set, DType dtype, ReduceOp op) {
+  using Elements = InOrder<Format>;
+  using Accumulated = Carried<Elements>;
+  PartialKernels& kernels = set.partial[static_cast<int>(dtype)][static_cast<int>(op)];
+  kernels.accumulate = fold_kernel<Elements, Accumulated, Beginning<OpOf<Elements>>>;
+  kernels.combine = fold_kernel<Accumulated, Elements, Ending<OpOf<Elements>>>;
+  kernels.bytes = sizeof(typename Format::Element);
+}
+
+template <class Format, template <class> class OpOf>
+constexpr void add(InstructionSet& set, DType dtype, ReduceOp op) {
+  *entry(set, dtype, op) = reduce_kernel<Format, OpOf>;
+  add_partial<Format, OpOf>(set, dtype, op);
+}
+
+template <class T, class Wide, class Divisor>
+constexpr void add_average(InstructionSet& set, DType dtype) {
+  *entry(set, dtype, ReduceOp::avg) = average_kernel<T, Wide, Divisor>;
+  PartialKernels& kernels = set.partial[static_cast<int>(dtype)][static_cast<int>(ReduceOp::avg)];
+  kernels.accumulate = sum_exactly_kernel<T, Wide>;
+  kernels.combine = divide_sums_kernel<T, Wide, Divisor>;
+  kernels.bytes = sizeof(Wide);
+}
+
 template <class Format>
 constexpr void add_floating(InstructionSet& set, DType dtype) {
-  *entry(set, dtype, ReduceOp::sum) = reduce_kernel<Format, Sum>;
-  *entry(set, dtype, ReduceOp::avg) = reduce_kernel<Format, Average>;
-  *entry(set, dtype, ReduceOp::product) = reduce_kernel<Format, Product>;
-  *entry(set, dtype, ReduceOp::min) = reduce_kernel<Format, Min>;
-  *entry(set, dtype, ReduceOp::max) = reduce_kernel<Format, Max>;
-  *entry(set, dtype, ReduceOp::premul_sum) = reduce_kernel<Format, PremulSum>;
+  add<Format, Sum>(set, dtype, ReduceOp::sum);
+  add<Format, Average>(set, dtype, ReduceOp::avg);
+  add<Format, Product>(set, dtype, ReduceOp::product);
+  add<Format, Min>(set, dtype, ReduceOp::min);
+  add<Format, Max>(set, dtype, ReduceOp::max);
+  add<Format, PremulSum>(set, dtype, ReduceOp::premul_sum);
 }
 
 // Wrapping arithmetic and bits know no sign, so that both types share the unsigned kernels.
 template <class Unsigned>
 constexpr void add_integer(InstructionSet& set, DType dtype) {
   using Format = Integer<Unsigned>;
-  *entry(set, dtype, ReduceOp::sum) = reduce_kernel<Format, Sum>;
-  *entry(set, dtype, ReduceOp::product) = reduce_kernel<Format, Product>;
-  *entry(set, dtype, ReduceOp::band) = reduce_kernel<Format, And>;
-  *entry(set, dtype, ReduceOp::bor) = reduce_kernel<Format, Or>;
-  *entry(set, dtype, ReduceOp::bxor) = reduce_kernel<Format, Xor>;
+  add<Format, Sum>(set, dtype, ReduceOp::sum);
+  add<Format, Product>(set, dtype, ReduceOp::product);
+  add<Format, And>(set, dtype, ReduceOp::band);
+  add<Format, Or>(set, dtype, ReduceOp::bor);
+  add<Format, Xor>(set, dtype, ReduceOp::bxor);
 }
 
 template <class T, class Wide, class Divisor>
 constexpr void add_ordered(InstructionSet& set, DType dtype) {
-  *entry(set, dtype, ReduceOp::min) = reduce_kernel<Integer<T>, Min>;
-  *entry(set, dtype, ReduceOp::max) = reduce_kernel<Integer<T>, Max>;
-  *entry(set, dtype, ReduceOp::avg) = average_kernel<T, Wide, Divisor>;
+  add<Integer<T>, Min>(set, dtype, ReduceOp::min);
+  add<Integer<T>, Max>(set, dtype, ReduceOp::max);
+  add_average<T, Wide, Divisor>(set, dtype);
 }
 
 constexpr InstructionSet make_instruction_set() {
-  InstructionSet set{COLLECTIVES_ISA_NAME, {}, copy_past_cache};
+  InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_past_cache};
 
-  *entry(set, DType::boolean, ReduceOp::sum) = reduce_kernel<Boolean, Or>;
-  *entry(set, DType::boolean, ReduceOp::max) = reduce_kernel<Boolean, Or>;
-  *entry(set, DType::boolean, ReduceOp::bor) = reduce_kernel<Boolean, Or>;
-  *entry(set, DType::boolean, ReduceOp::product) = reduce_kernel<Boolean, And>;
-  *entry(set, DType::boolean, ReduceOp::min) = reduce_kernel<Boolean, And>;
-  *entry(set, DType::boolean, ReduceOp::band) = reduce_kernel<Boolean, And>;
-  *entry(set, DType::boolean, ReduceOp::bxor) = reduce_kernel<Boolean, Xor>;
+  add<Boolean, Or>(set, DType::boolean, ReduceOp::sum);
+  add<Boolean, Or>(set, DType::boolean, ReduceOp::max);
+  add<Boolean, Or>(set, DType::boolean, ReduceOp::bor);
+  add<Boolean, And>(set, DType::boolean, ReduceOp::product);
+  add<Boolean, And>(set, DType::boolean, ReduceOp::min);
+  add<Boolean, And>(set, DType::boolean, ReduceOp::band);
+  add<Boolean, Xor>(set, DType::boolean, ReduceOp::bxor);
 
   add_integer<std::uint8_t>(set, DType::uint8);
   add_integer<std::uint8_t>(set, DType::int8);
