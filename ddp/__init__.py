@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, ModelMismatchError
-from collectives.ddp.grad_bucket import GradBucket
+from collectives.ddp.grad_bucket import BucketLayout, GradBucket
 
-__all__ = ["DistributedDataParallel", "GradBucket", "GradientSyncError", "ModelMismatchError"]
+__all__ = ["BucketLayout", "DistributedDataParallel", "GradBucket", "GradientSyncError", "ModelMismatchError"]

@@ -2,15 +2,15 @@
 
 Words used here. A *bucket* is a flat tensor in which several gradients lie one after the other, so that one
 all-reduce averages them all (PyTorch Distributed, VLDB 2020, section 3.2.2). Its *wire* is the tensor given
-to the all-reduce: the bucket, complex numbers as pairs of real ones, and in the last bucket one element more,
-the *flag*, by which a rank tells the others that something went wrong.
+to the all-reduce: the bucket, complex numbers as pairs of real ones, and in the last bucket a *tail*, by
+which a rank tells the others how it fares.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch.futures import Future
@@ -24,6 +24,8 @@ __all__ = [
     "BucketState",
     "assign_buckets",
     "bucket_limits",
+    "layout",
+    "strides_of",
 ]
 
 MIB = 1024 * 1024
@@ -123,44 +125,67 @@ class BucketState(enum.Enum):
 class Bucket:
     """Gradients that are reduced together, through one backward pass after another.
 
+    Most lie one after the other in a flat buffer. Large ones may be left where they are and be reduced there,
+    *in place*, as messages of their own: copying them would cost more than another message.
+
     Args:
         index: place in the order of launch.
-        indices: indices of the parameters, in the order in which their gradients lie in the bucket.
-        parameters: those parameters; all of one data type on one device.
-        with_flag: whether the wire ends with a flag.
+        indices: indices of the parameters, in the order of their gradients.
+        parameters: those parameters; on one device.
+        dtype: data type of the buffer.
+        device: device of the parameters.
+        in_place: indices of the parameters whose gradients are reduced where they are.
+        tail: number of elements that the wire has after the gradients.
+        delayed: whether the bucket waits for a gradient beyond its own.
     """
 
     __slots__ = (
         "buffer",
-        "flag",
+        "delayed",
         "future",
+        "in_place",
         "index",
         "indices",
+        "outside",
         "parameters",
         "pending",
         "state",
+        "tail",
         "views",
         "wire",
         "work",
     )
 
     def __init__(
-        self, index: int, indices: Sequence[int], parameters: Sequence[torch.nn.Parameter], *, with_flag: bool
+        self,
+        index: int,
+        indices: Sequence[int],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_place: Collection[int] = (),
+        tail: int = 0,
+        delayed: bool = False,
     ) -> None:
         self.index = index
         self.indices = list(indices)
         self.parameters = list(parameters)
-        first = self.parameters[0]
-        numel = sum(parameter.numel() for parameter in self.parameters)
-        dtype = first.dtype
+        self.in_place = [i for i in self.indices if i in in_place]
+        self.delayed = delayed
+        packed = [p for i, p in zip(self.indices, self.parameters, strict=True) if i not in in_place]
+        numel = sum(parameter.numel() for parameter in packed)
         width = 2 if dtype.is_complex else 1
-        self.wire = torch.zeros(numel * width + with_flag, dtype=dtype.to_real(), device=first.device)
+        self.wire = torch.zeros(numel * width + tail, dtype=dtype.to_real(), device=device)
         values = self.wire[: numel * width]
         self.buffer = torch.view_as_complex(values.view(numel, 2)) if dtype.is_complex else values
-        """The gradients, flat, in the data type of the parameters; shares its memory with the wire."""
-        self.flag = self.wire[numel * width :] if with_flag else None
-        self.views = self.layout(self.buffer)
-        """The gradients, each in the shape and the strides of its parameter; they lie in the buffer."""
+        """The gradients that are not reduced in place, flat; shares its memory with the wire."""
+        self.tail = self.wire[numel * width :] if tail else None
+        places = iter(layout(packed, self.buffer))
+        self.views = [None if i in in_place else next(places) for i in self.indices]
+        """The gradients in the buffer, each in the shape and the strides of its parameter."""
+        self.outside: list[torch.Tensor] = []
+        """What is reduced besides the wire in this pass: flat tensors, for the gradients in place."""
         self.work: Work | None = None
         self.future: Future[torch.Tensor] | None = None
         self.reset()
@@ -168,22 +193,18 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Size of the gradients."""
-        return self.buffer.numel() * self.buffer.element_size()
+        sizes = (p.numel() for i, p in zip(self.indices, self.parameters, strict=True) if i in self.in_place)
+        return (self.buffer.numel() + sum(sizes)) * self.buffer.element_size()
 
-    def layout(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of ``flat``: one for each parameter, in its shape and strides, in order."""
-        views = []
-        offset = flat.storage_offset()
-        for parameter in self.parameters:
-            strides = parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
-            views.append(flat.as_strided(parameter.shape, strides, offset))
-            offset += parameter.numel()
-        return views
+    def wires(self) -> list[torch.Tensor]:
+        """Returns what is reduced, tensors of real numbers."""
+        return [self.wire, *self.outside] if self.wire.numel() or not self.outside else self.outside
 
     def reset(self) -> None:
         """Begins a pass: every gradient is pending."""
         self.pending = len(self.indices)
         self.state = BucketState.FILLING
+        self.outside = []
         self.work = None
         self.future = None
 
@@ -231,10 +252,24 @@ class Bucket:
             self.buffer.copy_(result.reshape(self.buffer.shape))
 
     def __repr__(self) -> str:
-        elements = self.buffer.numel()
         return (
-            f"<Bucket {self.index} {self.state.value}, {elements} elements, {self.pending} gradients pending>"
+            f"<Bucket {self.index} {self.state.value}, {len(self.indices)} gradients, {self.pending} pending>"
         )
+
+
+def layout(parameters: Iterable[torch.nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Returns views of ``flat``: one for each parameter, in its shape and strides, in order."""
+    views = []
+    offset = flat.storage_offset()
+    for parameter in parameters:
+        views.append(flat.as_strided(parameter.shape, strides_of(parameter), offset))
+        offset += parameter.numel()
+    return views
+
+
+def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides that autograd gives to a gradient: the parameter's where it has no gaps."""
+    return parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -245,7 +245,9 @@ class DistributedDataParallel(nn.Module):
         output = self._devices.move_outputs(output)
         self.require_forward_param_sync = sync
         if grad_enabled:
-            self.reducer.prepare_for_backward(tensors_in(output), self.require_backward_grad_sync)
+            self.reducer.prepare_for_backward(
+                tensors_in(output), self.require_backward_grad_sync, training=self.training
+            )
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -42,7 +42,7 @@ class PassOwner(Protocol):
     def autograd_hook(self, index: int) -> None:
         """Called when the gradient of a parameter was accumulated."""
 
-    def output_hook(self, sync: bool) -> None:
+    def output_hook(self, forward: Any) -> None:
         """Called when the gradient of an output of forward was computed."""
 
     def end_task(self, task: int) -> None:
@@ -98,21 +98,21 @@ class OutputHook:
 
     Args:
         owner: who is told.
-        sync: what it is told.
+        forward: what it is told.
     """
 
-    __slots__ = ("_kept", "_owner", "_sync")
+    __slots__ = ("_forward", "_kept", "_owner")
 
-    def __init__(self, owner: PassOwner, sync: bool) -> None:
+    def __init__(self, owner: PassOwner, forward: Any) -> None:
         self._kept: PassOwner | None = owner
         self._owner = weakref.ref(owner)
-        self._sync = sync
+        self._forward = forward
 
     def __call__(self, grad: torch.Tensor) -> None:  # noqa: ARG002
         """Called by the engine."""
         live = self._owner()
         if live is not None:
-            live.output_hook(self._sync)
+            live.output_hook(self._forward)
         self._kept = None
 
 

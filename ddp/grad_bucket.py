@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from collectives.ddp.buckets import Bucket
+from collectives.ddp.buckets import Bucket, layout
 
-__all__ = ["GradBucket"]
+__all__ = ["BucketLayout", "GradBucket"]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """What lies in a bucket, as told to a communication hook when the buckets are laid out again.
+
+    The state of the hook, or the hook itself, may have a method ``buckets_rebuilt(before, after)``, which
+    gets the layouts of all buckets, in order. It is called on all ranks between two passes, and can carry
+    over to the new buckets what it keeps for the old ones.
+
+    Attributes:
+        index: the bucket's place in the order of reduction.
+        names: names of its parameters within the wrapped module, in the order of their gradients.
+        parameters: those parameters.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
 
 
 class GradBucket:
     """The gradients of one bucket, ready to be reduced, as the communication hook gets them.
 
     Methods are those of ``torch.distributed.GradBucket``, and :meth:`names`. Buckets are laid out again after
-    the first backward pass, so that :meth:`index` means other parameters from the second one on.
+    the first backward pass, and where the order of the gradients changes for good, so that :meth:`index` then
+    means other parameters; see :class:`BucketLayout`.
 
     Args:
         bucket: the bucket.
@@ -57,9 +78,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradient of each parameter, in its shape, as a view of :meth:`buffer`."""
-        if self._buffer is self._bucket.buffer:
-            return list(self._bucket.views)
-        return self._bucket.layout(self._buffer)
+        return layout(self._bucket.parameters, self._buffer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters, in the order of :meth:`gradients`."""

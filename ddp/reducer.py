@@ -8,21 +8,23 @@ Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2): one hook for each p
 into its bucket; full buckets are reduced asynchronously, strictly in the order of the buckets, which is the
 same on all ranks; the pass ends with a wait for all of them. Unlike there, the graph is never walked: what
 is absent from the pass is what the engine has not delivered when it ends.
+
+The life of a pass: the first hook that runs begins it (:meth:`Reducer._enter_task`); a synchronised one takes
+gradients (:meth:`Reducer._gradient_came`) and launches buckets (:mod:`collectives.ddp.launcher`); at the end
+of the outermost task it is finished (:meth:`Reducer._finish`), or abandoned where an exception broke it off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.futures import Future
 
-from collectives import BroadcastOptions, ProcessGroup
-from collectives.ddp.averaging import average, averaging_op
-from collectives.ddp.buckets import Bucket
+from collectives import ProcessGroup
+from collectives.ddp.averaging import Averager
 from collectives.ddp.engine import (
     NO_TASK,
     OutputHook,
@@ -33,15 +35,16 @@ from collectives.ddp.engine import (
     runs_backward,
     will_accumulate,
 )
-from collectives.ddp.grad_bucket import GradBucket
 from collectives.ddp.gradients import BadGradientError, Gradients
-from collectives.ddp.usage import UsageMap
+from collectives.ddp.launcher import Hook, Launcher
+from collectives.ddp.order import OrderTrace, agree_on_order
+from collectives.ddp.passes import Forward, Pass, Progress
+from collectives.ddp.signals import Heard, SignalExchange, Signals
 from collectives.ddp.verdict import Report, ReportExchange, sync_error
 
 __all__ = ["Hook", "Reducer"]
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-"""A communication hook: takes its state and a full bucket, returns a future of the averaged flat tensor."""
+Waitable = Any
 
 
 class Reducer:
@@ -55,8 +58,7 @@ class Reducer:
         passes: number of synchronised passes that ended well.
         same_usage: whether all of them used the parameters alike.
         initial_bucket_bytes: sizes of the buckets before the first pass.
-        has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients in the first pass.
-        ready_order: indices of the parameters in the order of their gradients in the first pass.
+        has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients.
 
     Args:
         parameters: parameters that need gradients, by name.
@@ -68,13 +70,6 @@ class Reducer:
         static_graph: whether all passes use the parameters alike, so that the first one tells how.
         batched_grad_copy: whether gradients are collected when their bucket is full, all at once.
     """
-
-    _task: int
-    _committed: bool
-    _broken: bool
-    _nested: bool
-    _ending: bool
-    _counts: list[int]
 
     def __init__(
         self,
@@ -92,35 +87,41 @@ class Reducer:
         self._model = model
         self._find_unused = find_unused_parameters
         self._static = static_graph
-        self._batched = batched_grad_copy
+        self._averager = Averager(group)
         for parameter in parameters.values():
-            averaging_op(group, parameter.dtype, parameter.device)
-        self.gradients = Gradients(parameters, limits, as_views=gradient_as_bucket_view)
+            self._averager.check(parameter.dtype, parameter.device)
+        self._signals = Signals(len(parameters) if find_unused_parameters or static_graph else 0)
+        self.gradients = Gradients(
+            parameters,
+            limits,
+            tail=self._signals.size,
+            as_views=gradient_as_bucket_view,
+            batched=batched_grad_copy,
+        )
+        self._launcher = Launcher(self.gradients, self._averager)
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._device = self.gradients.parameters[0].device
         self._lock = threading.RLock()
+        self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
 
-        self._hook: Hook | None = None
-        self._hook_state: Any = None
-        self._hook_is_local = False
-
-        self._once = [1] * len(parameters)
         # How often each gradient comes in a pass; None before the first pass of a static graph has ended.
-        self._expected: list[int] | None = None if static_graph else self._once
+        self._expected: list[int] | None = None if static_graph else [1] * len(parameters)
         self._idle: list[int] = []  # parameters of a static graph that never get a gradient here
-        self._unused_everywhere: frozenset[int] = frozenset()  # ... and on no other rank
+        self._unused_everywhere: Collection[int] = ()  # ... and on no other rank
         self._used = [0] * len(parameters)  # adds up over passes under no_sync
-        self._usage = self._make_usage_map()
 
         self.passes = 0
         self.same_usage = True
         self.has_rebuilt_buckets = False
-        self.ready_order: list[int] = []
+        self._order = OrderTrace(i for bucket in self.gradients.buckets for i in bucket.indices)
+        self._must_agree = False
         self._last_counts: list[int] = []
-        self._expect_sync = False
-        self._stale: list[Bucket | UsageMap | ReportExchange] = []
+        self._latest: Forward | None = None
+        self._progress = Progress()
+        self._stale: list[Waitable] = []
         self._open: set[int] = set()
-        self._sync = False
+        self._task = NO_TASK
+        self._pass = Pass([], Report())
         self._reset()
 
         self._accumulators = [accumulator(parameter) for parameter in self.gradients.parameters]
@@ -155,35 +156,45 @@ class Reducer:
             if not count
         )
 
+    @property
+    def ready_order(self) -> list[int]:
+        """Indices of the parameters in the order of their gradients in the last pass that ended well."""
+        return self._order.latest if self.passes else []
+
     def register_hook(self, state: object, hook: Hook, *, is_local: bool) -> None:
         """Hands the reduction of full buckets to a communication hook."""
-        self._hook_state = state
-        self._hook = hook
-        self._hook_is_local = is_local
-        self._usage = self._make_usage_map()
+        self._launcher.hook = hook, state
+        self._launcher.is_local = is_local
+        self.gradients.pack_all()
+        self._exchange = None if is_local else SignalExchange(self._averager, self._signals, self._device)
 
     def set_static_graph(self) -> None:
         """Promises from now on that all passes use the parameters alike."""
         self._static = True
         self._expected = None
-        self._usage = self._make_usage_map()
+        self._signals = Signals(len(self.gradients))
+        self.gradients.set_tail(self._signals.size)
+        if self._exchange is not None:
+            self._exchange = SignalExchange(self._averager, self._signals, self._device)
 
     def before_forward(self) -> None:
-        """Lays the buckets out again, once, in the order that the first pass showed on rank 0.
+        """Lays the buckets out again where the ranks know that they should agree on the order of gradients.
 
         Called before each synchronised forward, on all ranks.
         """
         self._settle()
-        may_rebuild = self._static or not self._find_unused
-        if self.has_rebuilt_buckets or not may_rebuild or not self.passes or self._open:
+        if not self._must_agree or self._open:
             return
-        order = torch.tensor(self.ready_order, dtype=torch.int64, device=self._device)
-        if not self._hook_is_local:
-            self._group.broadcast([order], BroadcastOptions(asyncOp=False, rootRank=0)).wait()
+        self._must_agree = False
+        if self._launcher.is_local:
+            order = self._order.latest
+        else:
+            order = agree_on_order(self._group, self._order.latest, self._device)
+        self._order.agreed()
         self.has_rebuilt_buckets = True
-        self.gradients.lay_out(order.tolist())
+        self._launcher.lay_out(order)
 
-    def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool) -> None:
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool, *, training: bool) -> None:
         """Tells what the backward pass of the forward that just ran must do.
 
         Called at the end of each forward that records a graph. The pass begins when the engine reaches one of
@@ -192,9 +203,11 @@ class Reducer:
         Args:
             outputs: tensors that the forward returned.
             sync: whether gradients are averaged; ``False`` under ``no_sync``.
+            training: whether the forward is one that all ranks run, as in training.
         """
-        self._expect_sync = sync
-        hook = OutputHook(self, sync)
+        self._progress.forwards += training
+        self._latest = forward = Forward(sync)
+        hook = OutputHook(self, forward)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -206,12 +219,13 @@ class Reducer:
         with self._lock:
             if current_task() != self._task:
                 self._enter_task(None)
-            count = self._counts[index] + 1
-            self._counts[index] = count
-            if self._sync:
-                self._gradient_came(index, count)
+            current = self._pass
+            count = current.counts[index] + 1
+            current.counts[index] = count
+            if current.sync:
+                self._gradient_came(current, index, count)
 
-    def output_hook(self, sync: bool) -> None:
+    def output_hook(self, forward: Forward) -> None:
         """Called when the gradient of an output of forward was computed.
 
         It may be the beginning of ``torch.autograd.grad``, which accumulates nothing: such a task leaves no
@@ -219,13 +233,16 @@ class Reducer:
         """
         with self._lock:
             if current_task() != self._task:
-                self._enter_task(sync)
-            if not sync:
+                self._enter_task(forward)
+            current = self._pass
+            if forward not in current.forwards:
+                current.forwards.append(forward)
+            if not forward.sync:
                 return
-            if not self._sync:
+            if not current.sync:
                 self._begin_sync()
-            if not self._committed:
-                self._committed = any(map(will_accumulate, self._accumulators)) or runs_backward()
+            if not current.committed:
+                current.committed = any(map(will_accumulate, self._accumulators)) or runs_backward()
 
     def end_task(self, task: int) -> None:
         """Called when a task is complete; what is raised here, ``backward()`` raises."""
@@ -234,15 +251,18 @@ class Reducer:
             self._task = NO_TASK
             if self._open:
                 return
+            current = self._pass
             try:
-                if not self._took_part():
+                if not current.took_part():
                     return
-                if self._needs_usage():
-                    self._used = [int(u or c > 0) for u, c in zip(self._used, self._counts, strict=True)]
-                if self._sync:
-                    self._expect_sync = False
+                if self._counts_usage():
+                    self._used = [int(u or c > 0) for u, c in zip(self._used, current.counts, strict=True)]
+                if current.sync:
+                    self._latest = None
                     with torch.no_grad():
-                        self._finish()
+                        self._finish(current)
+                elif current.forwards:
+                    self._progress.unsynced += 1
             finally:
                 self._reset()
 
@@ -253,11 +273,12 @@ class Reducer:
             self._task = NO_TASK
             if self._open:
                 return
+            current = self._pass
             try:
-                if self._sync and self._took_part() and not self._broken:
-                    self._expect_sync = False
+                if current.sync and current.took_part() and not current.broken:
+                    self._latest = None
                     with torch.no_grad(), contextlib.suppress(Exception):
-                        self._abandon()
+                        self._abandon(current)
             finally:
                 self._reset()
 
@@ -265,85 +286,82 @@ class Reducer:
 
     def _reset(self) -> None:
         """Ends the pass."""
-        if self._sync:
-            self._used = [0] * len(self._used)
+        if self._pass.sync:
+            if self._pass.took_part():
+                self._used = [0] * len(self._used)
+                self._progress = Progress()
+                for forward in self._pass.forwards:
+                    forward.averaged = True
+            self._launcher.end()
         self._open.clear()
         self._task = NO_TASK
-        self._sync = False
-        self._committed = False
-        self._broken = False
-        self._nested = False
-        self._ending = False
-        self._counts = [0] * len(self.gradients)
-        self._order: list[int] = []
-        self._absent: set[int] = set()
-        self._next = 0
-        self._report = Report(total=len(self.gradients))
+        count = len(self.gradients)
+        self._pass = Pass([0] * count, Report(total=count))
 
-    def _enter_task(self, sync: bool | None) -> None:
+    def _enter_task(self, forward: Forward | None) -> None:
         """Notes that hooks now run in another task than before; the first task of all begins a pass."""
         task = current_task()
         if task not in self._open:
             begins = not self._open
             TaskGuard(self, task)
             self._open.add(task)
-            self._nested = not begins
+            self._pass.nested = not begins
             if begins:
                 self._settle()
-                if self._expect_sync if sync is None else sync:
+                forward = forward or self._latest
+                if forward is not None and forward.sync:
                     self._begin_sync()
         self._task = task
 
     def _begin_sync(self) -> None:
         """Makes the pass a synchronised one; gradients that came before are taken now."""
-        self._sync = True
-        self.gradients.reset()
+        current = self._pass
+        current.sync = True
+        self._launcher.begin(self._fill_tail)
         for index in self._idle:
-            self._collect_absent(index)
-        for index, count in enumerate(self._counts):
+            self._collect_absent(current, index)
+        for index, count in enumerate(current.counts):
             if count:
-                self._gradient_came(index, count)
+                self._gradient_came(current, index, count)
 
-    def _took_part(self) -> bool:
-        """Returns whether the pass reached a parameter, or would have."""
-        return self._committed or any(self._counts)
-
-    def _needs_usage(self) -> bool:
-        """Returns whether the ranks count how many of them gave each parameter a gradient."""
+    def _counts_usage(self) -> bool:
+        """Returns whether the ranks tell each other which parameters they gave a gradient."""
         return self._find_unused or self._expected is None
 
-    def _make_usage_map(self) -> UsageMap | None:
-        """Returns the map for the next passes, or ``None`` where the flag in the last bucket is enough."""
-        if self._hook_is_local:
-            return None
-        if self._needs_usage():
-            return UsageMap(self._group, len(self.gradients), self._device)
-        if self._hook is not None:
-            return UsageMap(self._group, 0, self._device)
-        return None
+    def _fill_tail(self, current: Pass, tail: torch.Tensor) -> None:
+        """Writes this rank's signals."""
+        used: Sequence[int] | None = None
+        if self._counts_usage() and not all(self._used):
+            used = [int(u or c > 0) for u, c in zip(self._used, current.counts, strict=True)]
+        self._signals.fill(
+            tail,
+            trouble=bool(current.report),
+            wish=self._order.wish,
+            position=current.position(self._progress),
+            used=used,
+        )
 
-    def _start_usage(self) -> None:
-        if self._usage is not None:
-            used = self._used if self._needs_usage() else ()
-            self._usage.start(used, trouble=bool(self._report))
+    def _start_exchange(self, current: Pass) -> None:
+        if self._exchange is not None:
+            self._fill_tail(current, self._exchange.tail)
+            self._exchange.start()
 
-    def _abandon(self) -> None:
+    def _abandon(self, current: Pass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
-        self._report.errors.append("its backward pass was broken off by an exception, which is raised there")
-        if self._hook_is_local:
+        current.report.errors.append(
+            "its backward pass was broken off by an exception, which is raised there"
+        )
+        if self._launcher.is_local:
             return
-        buckets = self.gradients.buckets
-        self._stale += buckets
-        for bucket in buckets[self._next :]:
-            bucket.buffer.zero_()
-            self._launch(bucket)
-        self._start_usage()
-        if self._usage is not None:
-            self._stale.append(self._usage)
-        self._stale.append(ReportExchange(self._group, self._report, self._device))
+        self._launcher.abandon(current)
+        self._start_exchange(current)
+        if self._exchange is not None:
+            self._stale.append(self._exchange)
+        self._stale.append(ReportExchange(self._group, current.report, self._device))
 
     def _settle(self) -> None:
         """Waits for what a pass that broke off has issued; its error was raised then."""
+        self._launcher.settle()
         stale, self._stale = self._stale, []
         for item in stale:
             with contextlib.suppress(Exception):
@@ -351,160 +369,104 @@ class Reducer:
 
     # ---- gradients ---------------------------------------------------------------------------------------
 
-    def _gradient_came(self, index: int, count: int) -> None:
-        if not self.passes:
-            self._order.append(index)
+    def _gradient_came(self, current: Pass, index: int, count: int) -> None:
+        current.came.append(index)
         expected = self._expected
         if expected is None:
             return
         if count != expected[index]:
             if count == expected[index] + 1:
-                names = self._report.changed if self._static else self._report.repeated
+                names = current.report.changed if self._static else current.report.repeated
                 names.append(self.gradients.names[index])
             return
-        if not self._batched:
-            self._collect(index)
-        if self.gradients.bucket_of[index].mark_ready():
-            self._launch_ready()
+        self._take(current, index)
 
-    def _collect(self, index: int) -> None:
+    def _take(self, current: Pass, index: int) -> None:
+        """Takes a gradient of which nothing more will come; launches its bucket where that is full now."""
         try:
             if torch.is_grad_enabled():  # backward(create_graph=True)
                 with torch.no_grad():
-                    self.gradients.collect(index)
+                    self.gradients.came(index)
             else:
-                self.gradients.collect(index)
+                self.gradients.came(index)
         except BadGradientError as error:
-            self._report.errors.append(str(error))
+            current.report.errors.append(str(error))
+        if self.gradients.bucket_of[index].mark_ready() and not current.ending:
+            self._launcher.launch_full(current)
 
-    def _collect_absent(self, index: int) -> None:
-        self._absent.add(index)
+    def _collect_absent(self, current: Pass, index: int) -> None:
+        current.absent.add(index)
         try:
             with torch.no_grad():
                 self.gradients.collect_absent(index)
         except BadGradientError as error:
-            self._report.errors.append(str(error))
+            current.report.errors.append(str(error))
         self.gradients.bucket_of[index].mark_ready()
-
-    def _launch_ready(self) -> None:
-        """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper)."""
-        buckets = self.gradients.buckets
-        # Nested tasks may yet bring a gradient again; the flag that tells so leaves with the last bucket.
-        end = len(buckets) - (self._nested and not self._ending)
-        while self._next < end and not buckets[self._next].pending:
-            bucket = buckets[self._next]
-            if self._batched:
-                try:
-                    with torch.no_grad():
-                        self.gradients.collect_bucket(bucket, self._absent)
-                except BadGradientError as error:
-                    self._report.errors.append(str(error))
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        """Starts the reduction of a bucket; the last one carries the flag."""
-        self._next = bucket.index + 1
-        try:
-            if self._hook is not None:
-                bucket.mark_launched(future=self._run_hook(self._hook, bucket))
-                return
-            if bucket.flag is not None:
-                bucket.flag.fill_(float(bool(self._report)))
-            bucket.mark_launched(work=average(self._group, bucket.wire))
-        except BaseException:
-            self._broken = True
-            raise
-
-    def _run_hook(self, hook: Hook, bucket: Bucket) -> Future[torch.Tensor]:
-        names = [self.gradients.names[index] for index in bucket.indices]
-        last = bucket.index == len(self.gradients.buckets) - 1
-        future = hook(self._hook_state, GradBucket(bucket, names, last=last))
-        if not isinstance(future, torch._C.Future):
-            raise TypeError(
-                f"[rank {self._group.rank()}] the communication hook must return a torch.futures.Future of a "
-                f"tensor, but returned a value of type {type(future).__name__} for bucket {bucket.index}"
-            )
-        return future
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
 
-    def _finish(self) -> None:
+    def _finish(self, current: Pass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
-        self._ending = True
-        self._complete_buckets()
-        self._launch_ready()
-        self._start_usage()
-        self._wait_for_buckets()
-        counts = self._verdict()
-        for index in self._absent:
-            used = counts[index] > 0 if counts else index not in self._unused_everywhere
-            self.gradients.deliver_absent(index, used=used)
+        current.ending = True
+        self._complete(current)
+        self._launcher.launch_full(current)
+        self._start_exchange(current)
+        self._launcher.finish(current)
+        heard = self._verdict(current)
+        unused = heard.unused if self._counts_usage() else self._unused_everywhere
+        for index in current.absent:
+            self.gradients.deliver_absent(index, used=index not in unused)
         if self._expected is None:
-            self._expected = list(self._counts)
-            self._idle = [index for index, count in enumerate(self._counts) if not count]
-            self._unused_everywhere = frozenset(index for index in self._idle if not counts[index])
-            self._usage = self._make_usage_map()
-        self._note_good_pass()
+            self._expected = list(current.counts)
+            self._idle = [index for index, count in enumerate(current.counts) if not count]
+            self._unused_everywhere = heard.unused
+        self._note_good_pass(current, heard)
 
-    def _complete_buckets(self) -> None:
+    def _complete(self, current: Pass) -> None:
         """Collects what the hooks did not, and reports what should not be absent."""
-        counts, expected, names = self._counts, self._expected, self.gradients.names
+        counts, expected, names = current.counts, self._expected, self.gradients.names
         if counts == expected:
             return
         for index, count in enumerate(counts):
             if expected is not None and count >= expected[index]:
                 continue
-            if not count:
-                self._collect_absent(index)
-                continue
-            if not self._batched:
-                self._collect(index)
-            self.gradients.bucket_of[index].mark_ready()
+            if count:
+                self._take(current, index)
+            else:
+                self._collect_absent(current, index)
         if not self._static and not self._find_unused:
-            self._report.missing = [name for name, count in zip(names, counts, strict=True) if not count]
+            current.report.missing = [name for name, count in zip(names, counts, strict=True) if not count]
         elif self._static and expected is not None:
-            self._report.changed = [
+            current.report.changed = [
                 name for name, count, before in zip(names, counts, expected, strict=True) if count != before
             ]
 
-    def _wait_for_buckets(self) -> None:
-        failure: Exception | None = None
-        for bucket in self.gradients.buckets:
-            try:
-                bucket.wait()
-                if failure is None and not self._report:
-                    self.gradients.write_back(bucket, self._absent)
-            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def _verdict(self) -> list[int]:
-        """Returns on how many ranks each parameter got a gradient, where the ranks counted that.
+    def _verdict(self, current: Pass) -> Heard:
+        """Returns what the ranks signalled.
 
         Raises:
             GradientSyncError: a rank is in trouble; raised on all ranks.
         """
-        counts: list[int] = []
-        trouble = False
-        if self._usage is not None:
-            counts, trouble = self._usage.wait()
-        elif self._hook_is_local:
-            counts = self._used if self._needs_usage() else []
+        tail = self.gradients.buckets[-1].tail
+        if self._launcher.is_local or tail is None:
+            heard = self._signals.alone(self._used if self._counts_usage() else ())
         else:
-            flag = self.gradients.buckets[-1].flag
-            trouble = flag is not None and bool(flag.item())
-        if trouble:
-            raise ReportExchange(self._group, self._report, self._device).error(self._model)
-        if self._report:  # only this rank knows: nothing communicates, or the flag had left already
-            raise sync_error(self._group, self._model, {self._group.rank(): self._report.encode()})
-        return counts
+            if self._exchange is not None:
+                self._exchange.wait()
+                tail = self._exchange.tail
+            heard = self._signals.read(tail)
+        if heard.out_of_step:
+            current.report.position = str(current.position(self._progress))
+        if heard.trouble or heard.out_of_step:
+            raise ReportExchange(self._group, current.report, self._device).error(self._model)
+        if current.report:  # only this rank knows: nothing communicates, or the signals had left already
+            raise sync_error(self._group, self._model, {self._group.rank(): current.report.encode()})
+        return heard
 
-    def _note_good_pass(self) -> None:
+    def _note_good_pass(self, current: Pass, heard: Heard) -> None:
         if self.passes:
-            self.same_usage = self.same_usage and self._counts == self._last_counts
-        else:
-            came = list(reversed(dict.fromkeys(reversed(self._order))))  # each at its last time
-            self.ready_order = came + sorted(set(range(len(self.gradients))).difference(came))
-        self._last_counts = self._counts
+            self.same_usage = self.same_usage and current.counts == self._last_counts
+        self._must_agree = heard.wish or not self.passes
+        self._order.note(current.came)
+        self._last_counts = current.counts
         self.passes += 1

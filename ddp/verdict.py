@@ -27,6 +27,7 @@ class _Fault(enum.IntFlag):
     REPEATED = 2
     CHANGED = 4
     OTHER = 8
+    OUT_OF_STEP = 16
 
 
 _ADVICE = {
@@ -36,6 +37,9 @@ _ADVICE = {
     "use_reentrant=True, reached these parameters more than once: pass use_reentrant=False there, or "
     "static_graph=True here.",
     _Fault.CHANGED: "static_graph=True promises that all passes use the parameters alike; leave it out.",
+    _Fault.OUT_OF_STEP: "Ranks averaged gradients of different passes. Run forward, backward and no_sync() "
+    "alike on all ranks; where their inputs are uneven, use join(). What only some ranks run belongs on "
+    ".module, or under torch.no_grad().",
 }
 
 
@@ -50,6 +54,7 @@ class Report:
         changed: names of those that got gradients more or fewer times than in the first pass of a static
             graph.
         errors: what else went wrong, in words.
+        position: where this rank stands, where the ranks are out of step.
     """
 
     total: int = 0
@@ -57,9 +62,10 @@ class Report:
     repeated: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    position: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.repeated or self.changed or self.errors)
+        return bool(self.missing or self.repeated or self.changed or self.errors or self.position)
 
     def encode(self) -> bytes:
         """Returns the report for the wire, padded with zeros."""
@@ -68,10 +74,12 @@ class Report:
             | _Fault.REPEATED * bool(self.repeated)
             | _Fault.CHANGED * bool(self.changed)
             | _Fault.OTHER * bool(self.errors)
+            | _Fault.OUT_OF_STEP * bool(self.position)
         )
         budget = _REPORT_BYTES // 4 - 64
         text = "; ".join(
             [
+                *([self.position] if self.position else []),
                 *(["; ".join(self.errors).encode()[:budget].decode(errors="ignore")] if self.errors else []),
                 *self._listed(self.missing, "got no gradient", budget),
                 *self._listed(self.repeated, "got a gradient more than once", budget),

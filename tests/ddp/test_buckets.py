@@ -96,8 +96,19 @@ def parameters():
     ]
 
 
+def bucket_of(index, parameters, **options):
+    return Bucket(
+        index,
+        range(len(parameters)),
+        parameters,
+        dtype=parameters[0].dtype,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
 def test_views_have_shapes_and_strides_and_do_not_overlap() -> None:
-    bucket = Bucket(0, range(5), parameters(), with_flag=True)
+    bucket = bucket_of(0, parameters(), tail=1)
     assert bucket.buffer.numel() == 6 + 120 + 1 + 0 + 12
     assert bucket.wire.numel() == bucket.buffer.numel() + 1
     assert [view.shape for view in bucket.views] == [p.shape for p in bucket.parameters]
@@ -106,18 +117,30 @@ def test_views_have_shapes_and_strides_and_do_not_overlap() -> None:
     for number, view in enumerate(bucket.views, 1):
         view.add_(number)
     assert sorted(bucket.buffer.tolist()) == [1.0] * 6 + [2.0] * 120 + [3.0] + [5.0] * 12
-    assert bucket.flag.tolist() == [0.0]
+    assert bucket.tail.tolist() == [0.0]
+
+
+def test_gradients_in_place_have_no_room_in_the_bucket() -> None:
+    bucket = bucket_of(0, parameters(), in_place={1}, tail=3)
+    assert bucket.buffer.numel() == 6 + 1 + 0 + 12
+    assert bucket.wire.numel() == bucket.buffer.numel() + 3
+    assert bucket.views[1] is None
+    assert bucket.nbytes == 139 * 4
+    assert bucket.wires() == [bucket.wire]
+    alone = bucket_of(0, parameters()[:1], in_place={0})
+    alone.outside = [torch.ones(6)]
+    assert len(alone.wires()) == 1
 
 
 def test_complex_gradients_travel_as_pairs() -> None:
-    bucket = Bucket(0, [0], [nn.Parameter(torch.ones(3, dtype=torch.complex128))], with_flag=True)
+    bucket = bucket_of(0, [nn.Parameter(torch.ones(3, dtype=torch.complex128))], tail=1)
     bucket.views[0].fill_(2 + 3j)
     assert bucket.buffer.dtype is torch.complex128
     assert bucket.wire.tolist() == [2.0, 3.0] * 3 + [0.0]
 
 
 def test_states() -> None:
-    bucket = Bucket(0, range(5), parameters(), with_flag=False)
+    bucket = bucket_of(0, parameters())
     assert [bucket.mark_ready() for _ in range(4)] == [False] * 4
     assert bucket.state is BucketState.FILLING
     assert bucket.mark_ready()
@@ -134,7 +157,7 @@ def test_states() -> None:
 
 
 def test_what_a_hook_sees() -> None:
-    bucket = Bucket(3, range(5), parameters(), with_flag=True)
+    bucket = bucket_of(3, parameters(), tail=1)
     seen = GradBucket(bucket, ["a", "b", "c", "d", "e"], last=True)
     assert (seen.index(), seen.is_last(), seen.names()) == (3, True, ["a", "b", "c", "d", "e"])
     assert all(p is q for p, q in zip(seen.parameters(), bucket.parameters, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 
@@ -12,7 +13,7 @@ from ddp_oracle import Zoo, differences, naive_average, naive_broadcast, snapsho
 from harness import run_ranks
 from torch import nn
 
-from collectives.ddp import DistributedDataParallel
+from collectives.ddp import DistributedDataParallel, gradients
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 STEPS = 5
@@ -23,6 +24,7 @@ CHOICES = {
     "gradient_as_bucket_view": [False, True],
     "static_graph": [False, True],
     "batched_grad_copy": [False, True],
+    "in_place_bytes": [1 << 18, 0, 60],
     "hook": [False, True],
     "set_to_none": [True, False],
     "micro_batches": [1, 3],
@@ -85,8 +87,9 @@ def train_naively(group, micro_batches, set_to_none, skips):
     return train(group, wrap, micro_batches, set_to_none, skips)
 
 
-def train_with(group, micro_batches, set_to_none, skips, hook, **options):
+def train_with(group, micro_batches, set_to_none, skips, hook, in_place_bytes, **options):
     made = []
+    gradients.IN_PLACE_BYTES = in_place_bytes
 
     def wrap(module):
         model = DistributedDataParallel(module, process_group=group, **options)
@@ -100,6 +103,21 @@ def train_with(group, micro_batches, set_to_none, skips, hook, **options):
     return states
 
 
+def restoring(function):
+    """Returns ``function`` such that the ranks, which serve many tests, keep no setting of it."""
+
+    @functools.wraps(function)
+    def run(*args):
+        before = gradients.IN_PLACE_BYTES
+        try:
+            return function(*args)
+        finally:
+            gradients.IN_PLACE_BYTES = before
+
+    return run
+
+
+@restoring
 def compare(group, chosen, exact):
     """Returns what was not equal to the naive solution, for each combination."""
     references = {}

@@ -9,6 +9,7 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp import gradients as gradient_memory
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 MODES = [
@@ -16,6 +17,7 @@ MODES = [
     {"gradient_as_bucket_view": True},
     {"bucket_cap_mb": 0},
     {"batched_grad_copy": True, "bucket_cap_mb": 0},
+    {"in place": True},
 ]
 
 
@@ -49,9 +51,21 @@ def same(ours, theirs, close=False):
     )
 
 
+def wrapped(group, mode):
+    """Returns the layers, wrapped; the mode may ask for all gradients to be reduced in place."""
+    before = gradient_memory.IN_PLACE_BYTES
+    try:
+        if mode.get("in place"):
+            gradient_memory.IN_PLACE_BYTES = 0
+        options = {name: value for name, value in mode.items() if name != "in place"}
+        return DistributedDataParallel(Layers(), process_group=group, **options)
+    finally:
+        gradient_memory.IN_PLACE_BYTES = before
+
+
 def left_out(group, mode, plan, hook):
     """Follows a plan of passes (layers to run by rank; "-" for ``no_sync``), against the naive solution."""
-    ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True, **mode)
+    ours = wrapped(group, {"find_unused_parameters": True, **mode})
     if hook:
         ours.register_comm_hook(None if hook == "none" else group, allreduce_hook)
     naive = Layers()
@@ -131,7 +145,7 @@ def test_a_rank_whose_pass_reaches_no_parameter_takes_part() -> None:
 
 def error_of(group, mode, runs, hook=False, backend_passes=2):
     """Returns the error of a pass, whether the next pass works, and whether gradients are equal after it."""
-    ours = DistributedDataParallel(Layers(), process_group=group, **mode)
+    ours = wrapped(group, mode)
     if hook:
         ours.register_comm_hook(group, allreduce_hook)
     naive = Layers()

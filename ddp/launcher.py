@@ -1,0 +1,165 @@
+"""The launcher: issues the reductions of full buckets in order, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from collectives import Work
+from collectives.ddp.averaging import Averager
+from collectives.ddp.buckets import Bucket
+from collectives.ddp.grad_bucket import BucketLayout, GradBucket
+from collectives.ddp.gradients import Gradients
+from collectives.ddp.passes import Pass
+
+__all__ = ["Hook", "Launcher"]
+
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+"""A communication hook: takes its state and a full bucket, returns a future of the averaged flat tensor."""
+
+
+class Launcher:
+    """Issues reductions strictly in the order of the buckets, which is the same on all ranks.
+
+    Attributes:
+        hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
+        is_local: whether nothing communicates, because the hook does not.
+
+    Args:
+        gradients: the gradients and their buckets.
+        averager: averages over the ranks.
+    """
+
+    def __init__(self, gradients: Gradients, averager: Averager) -> None:
+        self._gradients = gradients
+        self._averager = averager
+        self._fill_tail: Callable[[Pass, torch.Tensor], None] | None = None
+        self.hook: tuple[Hook, Any] | None = None
+        self.is_local = False
+        self._next = 0
+        self._stale: list[Work | Future[Any]] = []
+
+    def begin(self, fill_tail: Callable[[Pass, torch.Tensor], None]) -> None:
+        """Begins a synchronised pass.
+
+        Args:
+            fill_tail: writes this rank's signals to a tail; kept until :meth:`end`.
+        """
+        self._next = 0
+        self._fill_tail = fill_tail
+        self._gradients.reset()
+
+    def end(self) -> None:
+        """Ends a synchronised pass."""
+        self._fill_tail = None
+        self._gradients.reset()
+
+    def layouts(self) -> list[BucketLayout]:
+        """Returns what lies in the buckets."""
+        names = self._gradients.names
+        return [
+            BucketLayout(bucket.index, tuple(names[i] for i in bucket.indices), tuple(bucket.parameters))
+            for bucket in self._gradients.buckets
+            if bucket.indices
+        ]
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Lays the buckets out for gradients that come in ``order``; tells the hook what changes."""
+        before = self.layouts()
+        if not self._gradients.lay_out(order) or self.hook is None:
+            return
+        for listener in self.hook[::-1]:
+            tell = getattr(listener, "buckets_rebuilt", None)
+            if callable(tell):
+                tell(before, self.layouts())
+                return
+
+    # ---- launching ---------------------------------------------------------------------------------------
+
+    def launch_full(self, current: Pass) -> None:
+        """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper)."""
+        buckets = self._gradients.buckets
+        # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket.
+        end = len(buckets) - (current.nested and not current.ending)
+        while self._next < end:
+            bucket = buckets[self._next]
+            if bucket.pending or (bucket.delayed and not (current.triggered or current.ending)):
+                return
+            self._fill(current, bucket)
+            self._launch(current, bucket)
+
+    def _fill(self, current: Pass, bucket: Bucket) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                bad = self._gradients.fill(bucket, current.absent)
+        else:
+            bad = self._gradients.fill(bucket, current.absent)
+        current.report.errors += bad
+
+    def _launch(self, current: Pass, bucket: Bucket) -> None:
+        """Starts the reduction of a bucket; the last one carries the signals."""
+        self._next = bucket.index + 1
+        try:
+            if self.hook is not None:
+                if bucket.indices:
+                    bucket.mark_launched(future=self._run_hook(*self.hook, bucket))
+                return
+            if bucket.tail is not None and self._fill_tail is not None:
+                self._fill_tail(current, bucket.tail)
+            bucket.mark_launched(work=self._averager.start(bucket.wires()))
+        except BaseException:
+            current.broken = True
+            raise
+
+    def _run_hook(self, hook: Hook, state: Any, bucket: Bucket) -> Future[torch.Tensor]:
+        names = [self._gradients.names[index] for index in bucket.indices]
+        last = bucket.index == len(self._gradients.buckets) - 1
+        future = hook(state, GradBucket(bucket, names, last=last))
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"[rank {self._averager.group.rank()}] the communication hook must return a "
+                f"torch.futures.Future of a tensor, but returned a value of type {type(future).__name__} for "
+                f"bucket {bucket.index}"
+            )
+        return future
+
+    # ---- the end of a pass -------------------------------------------------------------------------------
+
+    def finish(self, current: Pass) -> None:
+        """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
+
+        Raises:
+            Exception: what the first reduction that failed, failed with; all have ended then.
+        """
+        failure: Exception | None = None
+        for bucket in self._gradients.buckets:
+            try:
+                bucket.wait()
+                if failure is None and not current.report:
+                    self._gradients.write_back(bucket, current.absent)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def abandon(self, current: Pass) -> None:
+        """Gives the peers of a pass that broke off here what they wait for, without waiting."""
+        buckets = self._gradients.buckets
+        self._gradients.part_from(buckets[: self._next])
+        for bucket in buckets[self._next :]:
+            self._gradients.fill_with_zeros(bucket)
+            self._launch(current, bucket)
+        self._stale += [
+            carrier for bucket in buckets if (carrier := bucket.work or bucket.future) is not None
+        ]
+
+    def settle(self) -> None:
+        """Waits for what a pass that broke off has issued; its error was raised then."""
+        stale, self._stale = self._stale, []
+        for carrier in stale:
+            with contextlib.suppress(Exception):
+                carrier.wait()

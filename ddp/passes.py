@@ -1,0 +1,76 @@
+"""What is known of one backward pass while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from collectives.ddp.signals import Position
+from collectives.ddp.verdict import Report
+
+__all__ = ["Forward", "Pass", "Progress"]
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward that recorded a graph.
+
+    Attributes:
+        sync: whether its backward pass averages.
+        averaged: whether a synchronised pass over it began.
+    """
+
+    sync: bool
+    averaged: bool = False
+
+
+@dataclass
+class Progress:
+    """What this rank did since the last synchronised pass; the next one tells it to the others.
+
+    Attributes:
+        forwards: number of forwards in training mode.
+        unsynced: number of passes that ran under ``no_sync``.
+    """
+
+    forwards: int = 0
+    unsynced: int = 0
+
+
+@dataclass
+class Pass:
+    """One backward pass.
+
+    Attributes:
+        counts: for each parameter, how often its gradient came.
+        report: what went wrong.
+        sync: whether the pass averages.
+        committed: whether it accumulates gradients, although none came yet.
+        broken: whether a reduction could not be issued, so that the ranks cannot be brought together.
+        nested: whether the current task is within another one.
+        ending: whether the outermost task is complete.
+        triggered: whether the gradient came that delayed buckets wait for.
+        came: parameters in the order in which their gradients came.
+        absent: parameters for which something else than a gradient of this pass travels.
+        forwards: the forwards whose outputs it reached.
+    """
+
+    counts: list[int]
+    report: Report
+    sync: bool = False
+    committed: bool = False
+    broken: bool = False
+    nested: bool = False
+    ending: bool = False
+    triggered: bool = False
+    came: list[int] = field(default_factory=list)
+    absent: set[int] = field(default_factory=set)
+    forwards: list[Forward] = field(default_factory=list)
+
+    def took_part(self) -> bool:
+        """Returns whether the pass reached a parameter, or would have."""
+        return self.committed or any(self.counts)
+
+    def position(self, progress: Progress) -> Position:
+        """Returns where this rank stands."""
+        repeated = bool(self.forwards) and all(forward.averaged for forward in self.forwards)
+        return Position(progress.forwards, progress.unsynced, repeated)
