@@ -66,7 +66,7 @@ std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t byte
   Group& group = usable(owned);
   PythonInterrupt interrupt(release_for(wait ? bytes : 0));
   if (wait && group.run(request, timeout, &interrupt)) return nullptr;
-  return group.enqueue(std::move(request), timeout);
+  return group.enqueue(std::move(request), timeout, call_site());
 }
 
 std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,

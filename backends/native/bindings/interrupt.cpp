@@ -1,15 +1,26 @@
 #include "bindings/interrupt.hpp"
 
+#include <map>
+#include <mutex>
 #include <string_view>
+#include <utility>
 
 namespace nb = nanobind;
 
 namespace collectives {
 namespace {
 
+nb::object code_of(nb::handle frame) {
+  return nb::steal(
+      reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+}
+
+int line_of(nb::handle frame) { return PyFrame_GetLineNumber(reinterpret_cast<PyFrameObject*>(frame.ptr())); }
+
 bool ours(nb::handle frame) {
+  static PyObject* const key = PyUnicode_InternFromString("__name__");
   const nb::object globals = nb::steal(PyFrame_GetGlobals(reinterpret_cast<PyFrameObject*>(frame.ptr())));
-  const nb::handle name = PyDict_GetItemString(globals.ptr(), "__name__");
+  const nb::handle name = PyDict_GetItemWithError(globals.ptr(), key);
   if (!name.is_valid() || !PyUnicode_Check(name.ptr())) return false;
   const std::string_view module = nb::borrow<nb::str>(name).c_str();
   const auto within = [&](std::string_view package) {
@@ -17,6 +28,37 @@ bool ours(nb::handle frame) {
   };
   return within("collectives") || within("torch");
 }
+
+// The innermost frame that is the user's, or of a thread that has none, such as autograd's, the outermost.
+nb::object calling_frame() {
+  nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame.is_valid() && ours(frame)) {
+    nb::object back = nb::steal(
+        reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+    if (!back.is_valid()) break;
+    frame = std::move(back);
+  }
+  return frame;
+}
+
+std::string describe(nb::handle code, int line) {
+  const std::string file = nb::cast<nb::str>(code.attr("co_filename")).c_str();
+  const std::string function = nb::cast<nb::str>(code.attr("co_name")).c_str();
+  return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(line) + " in " + function;
+}
+
+// Texts of lines that issued operations. The code objects are held, so that none is taken for another.
+struct KnownSites {
+  static constexpr std::size_t kMost = 1024;
+
+  struct Site {
+    nb::object code;
+    std::shared_ptr<const std::string> text;
+  };
+
+  std::mutex mutex;  // for interpreters without a global lock
+  std::map<std::pair<const PyObject*, int>, Site> sites;
+};
 
 }  // namespace
 
@@ -35,18 +77,27 @@ bool PythonInterrupt::requested() {
 
 std::string PythonInterrupt::site() {
   const nb::gil_scoped_acquire acquire;
-  nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame.is_valid() && ours(frame)) {
-    frame = nb::steal(
-        reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+  const nb::object frame = calling_frame();
+  return frame.is_valid() ? describe(code_of(frame), line_of(frame)) : "";
+}
+
+std::shared_ptr<const std::string> call_site() {
+  static KnownSites& known = *new KnownSites();  // outlives the interpreter, which must not be called then
+  const nb::gil_scoped_acquire acquire;
+  const nb::object frame = calling_frame();
+  if (!frame.is_valid()) return nullptr;
+  nb::object code = code_of(frame);
+  const std::pair<const PyObject*, int> key{code.ptr(), line_of(frame)};
+  {
+    const std::lock_guard lock(known.mutex);
+    const auto found = known.sites.find(key);
+    if (found != known.sites.end()) return found->second.text;
   }
-  if (!frame.is_valid()) return {};
-  auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
-  const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-  const std::string file = nb::cast<nb::str>(code.attr("co_filename")).c_str();
-  const std::string function = nb::cast<nb::str>(code.attr("co_name")).c_str();
-  const std::string line = std::to_string(PyFrame_GetLineNumber(raw));
-  return file.substr(file.find_last_of('/') + 1) + ":" + line + " in " + function;
+  auto text = std::make_shared<const std::string>(describe(code, key.second));
+  std::map<std::pair<const PyObject*, int>, KnownSites::Site> dropped;  // let go without the mutex
+  const std::lock_guard lock(known.mutex);
+  if (known.sites.size() >= KnownSites::kMost) dropped.swap(known.sites);
+  return known.sites.try_emplace(key, KnownSites::Site{std::move(code), std::move(text)}).first->second.text;
 }
 
 }  // namespace collectives

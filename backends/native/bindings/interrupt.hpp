@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <memory>
 #include <string>
 
 #include "transport/station.hpp"
@@ -32,5 +33,9 @@ class PythonInterrupt final : public Interrupt {
  private:
   PyThreadState* released_ = nullptr;
 };
+
+// The source line that issues an operation which the calling thread does not wait for: as
+// `PythonInterrupt::site`. Texts are kept, so that a line that issues many costs little.
+std::shared_ptr<const std::string> call_site();
 
 }  // namespace collectives

@@ -59,7 +59,7 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
     if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
       refuse();
     const Executing here(this);
-    execute_now(request, timeout, kNever, interrupt);
+    execute_now(request, timeout, kNever, interrupt, nullptr);
   } catch (...) {
     return_turn();
     throw;
@@ -69,7 +69,7 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
 }
 
 void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline,
-                        Interrupt* interrupt) {
+                        Interrupt* interrupt, const std::string* site) {
   station_->check_usable();
   Call call;
   call.sequence = ++sequence_;
@@ -78,6 +78,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
   call.timeout = timeout;
   call.deadline = deadline == kNever ? deadline_after(timeout) : deadline;
   call.interrupt = interrupt;
+  call.site = site;
   Status& status = station_->status();
   status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
   Round round(*station_, call, sources_);
@@ -106,14 +107,15 @@ void Group::return_turn() {
   queue_changed_.notify_all();
 }
 
-std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout) {
+std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
+                                     std::shared_ptr<const std::string> site) {
   auto task = std::make_shared<Task>();
   bool turn_free = false;
   {
     const std::lock_guard lock(mutex_);
     if (closed_.load(std::memory_order_seq_cst)) refuse();
     if (!thread_.started()) thread_.start("collectives", [this] { serve_queue(); });
-    queue_.push_back({task, std::move(request), timeout, deadline_after(timeout)});
+    queue_.push_back({task, std::move(request), timeout, deadline_after(timeout), std::move(site)});
     turn_free = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;
     if (turn_free) queue_has_turn_ = true;
   }
@@ -141,7 +143,7 @@ void Group::serve_queue() {
     lock.unlock();
     std::optional<Error> failure;
     try {
-      execute_now(next.request, next.timeout, next.deadline, nullptr);
+      execute_now(next.request, next.timeout, next.deadline, nullptr, next.site.get());
     } catch (const Error& error) {
       failure = error;
     }

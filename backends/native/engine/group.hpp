@@ -44,8 +44,10 @@ class Group {
   // running.
   bool run(const Request& request, Nanoseconds timeout, Interrupt* interrupt);
 
-  // Queues the operation. Its memory must stay valid until the task is finished.
-  std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout);
+  // Queues the operation. Its memory must stay valid until the task is finished. `site` is the source line of
+  // the call, for reports.
+  std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout,
+                                std::shared_ptr<const std::string> site = nullptr);
 
   // Posts a message or a receive; see Messenger. They need no turn and keep no order with the collectives.
   std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
@@ -71,9 +73,11 @@ class Group {
     Request request;
     Nanoseconds timeout;
     Nanoseconds deadline;
+    std::shared_ptr<const std::string> site;
   };
 
-  void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt);
+  void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt,
+                   const std::string* site);
   void return_turn();
   void serve_queue();
   bool await_idle(Nanoseconds deadline) const;

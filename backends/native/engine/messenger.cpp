@@ -400,6 +400,8 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
   driving_ = true;
   const auto hand_over = [this] {
     driving_ = false;
+    // Not before: what a sleeper waited for is part of its report when the time is up.
+    if (station_ != nullptr) station_->status().mail_peer.store(0, std::memory_order_relaxed);
     changed_.notify_all();
   };
   int idle = 0;
@@ -461,7 +463,6 @@ void Messenger::doze(Lock& lock, Nanoseconds deadline) {
     lock.unlock();
     futex_wait(bell.rings, rings, std::min(kSlice, deadline - now_ns()), FutexScope::machine);
     lock.lock();
-    status.mail_peer.store(0, std::memory_order_relaxed);
   }
   bell.sleepers.fetch_sub(1, std::memory_order_release);
 }

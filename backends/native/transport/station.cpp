@@ -167,8 +167,14 @@ void Station::look_around(const Call& call, int peer) const {
     if (needed(r)) lose(r, describe(call.what, call.own_count) + " number " + std::to_string(call.sequence));
   }
   if (now_ns() >= call.deadline) time_out(call, peer);
+  if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') {
+    if (call.interrupt != nullptr) {
+      note_site(call.interrupt->site());
+    } else if (call.site != nullptr) {
+      note_site(*call.site);
+    }
+  }
   if (call.interrupt != nullptr) {
-    if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') note_site(call.interrupt->site());
     if (call.interrupt->requested()) {
       const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " +
                                describe(call.what, call.own_count) + " number " +

@@ -48,6 +48,7 @@ struct Call {
   Nanoseconds timeout = 0;  // as given, for the message
   Nanoseconds deadline = kNever;
   Interrupt* interrupt = nullptr;
+  const std::string* site = nullptr;  // the source line, of a call that nobody blocks in
 };
 
 inline void relax_processor() noexcept {

@@ -1,0 +1,211 @@
+"""Time limits of the host backend: kept to half a second, and every rank's place in the message."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import Died, current_store, run_ranks
+from torch.distributed import PrefixStore
+
+import collectives as dist
+from collectives import Work
+from collectives.backends.host import ProcessGroupHost
+
+LIMIT_S = 0.6
+SLACK_S = 0.5
+"""How much later than its limit an operation may end."""
+PATIENT = timedelta(seconds=30)
+
+Issue = Callable[[ProcessGroupHost, bool], Work]
+
+
+def all_reduce(group, asynchronous):
+    return group.allreduce([torch.ones(5)], dist.AllreduceOptions(asyncOp=asynchronous))
+
+
+def long_all_reduce(group, asynchronous):
+    return group.allreduce([torch.ones(900_000)], dist.AllreduceOptions(asyncOp=asynchronous))
+
+
+def reduce(group, asynchronous):
+    return group.reduce([torch.ones(5)], dist.ReduceOptions(rootRank=1, asyncOp=asynchronous))
+
+
+def broadcast(group, asynchronous):
+    return group.broadcast([torch.ones(5)], dist.BroadcastOptions(rootRank=0, asyncOp=asynchronous))
+
+
+def all_gather(group, asynchronous):
+    outputs = [torch.ones(5) for _ in range(group.size())]
+    return group.allgather([outputs], [torch.ones(5)], dist.AllgatherOptions(asyncOp=asynchronous))
+
+
+def reduce_scatter(group, asynchronous):
+    options = dist.ReduceScatterOptions(asyncOp=asynchronous)
+    return group.reduce_scatter_single(torch.ones(5), torch.ones(5 * group.size()), options)
+
+
+def gather(group, asynchronous):
+    outputs = [[torch.ones(5) for _ in range(group.size())]] if group.rank() == 1 else []
+    return group.gather(outputs, [torch.ones(5)], dist.GatherOptions(rootRank=1, asyncOp=asynchronous))
+
+
+def scatter(group, asynchronous):
+    inputs = [[torch.ones(5) for _ in range(group.size())]] if group.rank() == 1 else []
+    return group.scatter([torch.ones(5)], inputs, dist.ScatterOptions(rootRank=1, asyncOp=asynchronous))
+
+
+def all_to_all(group, asynchronous):
+    count = 5 * group.size()
+    options = dist.AllToAllOptions(asyncOp=asynchronous)
+    return group.alltoall_base(torch.ones(count), torch.ones(count), None, None, options)
+
+
+def barrier(group, asynchronous):
+    return group.barrier(dist.BarrierOptions(asyncOp=asynchronous))
+
+
+SHOWN: dict[Issue, str] = {
+    all_reduce: "all_reduce(SUM, float32, 5 elements)",
+    long_all_reduce: "all_reduce(SUM, float32, 900000 elements)",
+    reduce: "reduce(SUM, float32, 5 elements, root 1)",
+    broadcast: "broadcast(float32, 5 elements, root 0)",
+    all_gather: "all_gather(float32, 5 elements)",
+    reduce_scatter: "reduce_scatter(SUM, float32, 15 elements)",
+    gather: "gather(float32, 5 elements, root 1)",
+    scatter: "scatter(float32, 5 elements, root 1)",
+    all_to_all: "all_to_all(float32, 15 elements)",
+    barrier: "barrier",
+}
+
+
+def wait_for_the_absent(group, issue, asynchronous, outcomes):
+    """Runs an operation that rank 2 does not come to; notes how it ended."""
+    begin = time.monotonic()
+    try:
+        issue(group, asynchronous).wait()
+    except dist.CollectiveTimeoutError as error:
+        outcomes.append((issue, asynchronous, time.monotonic() - begin, str(error)))
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        outcomes.append((issue, asynchronous, -1.0, f"{type(error).__name__}: {error}"))
+
+
+def absent_rank(rank, size):
+    """Every collective waits for rank 2 in a group of its own, all at once; returns the complaints."""
+    store = current_store()
+    cases = [(issue, asynchronous) for issue in SHOWN for asynchronous in (False, True)]
+    groups = [
+        ProcessGroupHost(PrefixStore(f"g{n}", store), rank, size, PATIENT, group_name=f"g{n}")
+        for n in range(len(cases))
+    ]
+    for group in groups:
+        group.barrier().wait()
+        group.set_timeout(timedelta(seconds=LIMIT_S))
+    if rank == 2:
+        store.wait(["done0", "done1"])
+        return []
+    outcomes = []
+    threads = [
+        threading.Thread(target=wait_for_the_absent, args=(group, *case, outcomes))
+        for group, case in zip(groups, cases, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.set(f"done{rank}", "")
+    complaints = []
+    for issue, asynchronous, took, text in outcomes:
+        place = rf"at test_hangs.py:\d+ in (wait_for_the_absent|{issue.__name__})"
+        what = rf"in {re.escape(SHOWN[issue])} number 2, waits for rank \d, for \d\.\d s, {place}"
+        lines = [
+            f"rank 0: {what}",
+            f"rank 1: {what}",
+            r"rank 2: finished barrier number 1, begun \d\.\d s ago",
+        ]
+        lines.append(rf"was not done after {LIMIT_S} s")
+        missing = [line for line in lines if not re.search(line, text)]
+        if missing or not LIMIT_S - 0.01 <= took <= LIMIT_S + SLACK_S:
+            complaints.append(f"{issue.__name__} {asynchronous=} took {took:.2f} s, misses {missing}: {text}")
+    return [f"{len(cases)} cases", *complaints]
+
+
+def test_every_collective_keeps_its_limit_and_names_every_rank():
+    first, second, _ = run_ranks(absent_rank, 3)
+    assert first == ["20 cases"], "\n".join(first)
+    assert second == ["20 cases"], "\n".join(second)
+
+
+def receive_from_the_absent(group):
+    return group.recv([torch.ones(3)], 2, 5)
+
+
+def send_to_the_absent(group):
+    return group.send([torch.ones(4 << 20)], 2, 6)  # more than the ring between them holds
+
+
+def blocked_message(rank, size, issue, words):
+    group = ProcessGroupHost(current_store(), rank, size, PATIENT, group_name="mail")
+    group.barrier().wait()
+    group.set_timeout(timedelta(seconds=LIMIT_S))
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(dist.CollectiveTimeoutError) as caught:
+            issue(group).wait()
+        assert LIMIT_S - 0.01 <= time.monotonic() - begin <= LIMIT_S + SLACK_S
+        caught.match(
+            rf"rank 0: finished barrier .*; {words}, for \d\.\d s, at test_hangs.py:\d+ in blocked_message"
+        )
+        for r in (1, 2):
+            caught.match(rf"rank {r}: finished barrier number 1, begun \d\.\d s ago")
+        current_store().set("done", "")
+    current_store().wait(["done"])
+
+
+@pytest.mark.parametrize(
+    ("issue", "words"),
+    [
+        (receive_from_the_absent, "waits in receive from rank 2, tag 5"),
+        (send_to_the_absent, "waits in send to rank 2, tag 6"),
+    ],
+    ids=["receive", "send"],
+)
+def test_a_blocked_message_keeps_its_limit_and_names_every_rank(issue, words):
+    run_ranks(blocked_message, 3, issue, words)
+
+
+def stream(group, begun):
+    """Runs long operations for ever; notes when the last one began."""
+    tensor = torch.ones(3_000_000)
+    for n in itertools.count():
+        begun[0] = time.monotonic()
+        group.allreduce([tensor.fill_(1.0)], dist.AllreduceOptions(asyncOp=n % 2 == 0)).wait()
+
+
+def stop_in_the_middle(rank, size):
+    """Rank 1 stops at some place of a stream of long operations: that is no death, but time runs out."""
+    group = ProcessGroupHost(current_store(), rank, size, timedelta(seconds=1.5), group_name="stopped")
+    group.barrier().wait()
+    begun = [0.0]
+    if rank == 1:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    with pytest.raises(dist.CollectiveTimeoutError) as caught:
+        stream(group, begun)
+    assert 1.4 < time.monotonic() - begun[0] < 1.5 + SLACK_S
+    for r in range(size):
+        caught.match(rf"rank {r}: (in|finished) all_reduce\(SUM, float32, 3000000 elements\) number \d+, ")
+    for r in (0, 2):
+        caught.match(rf"rank {r}: in .*, for \d\.\d s, at test_hangs.py:\d+ in stream")
+
+
+def test_a_stopped_rank_is_late_but_not_dead():
+    assert run_ranks(stop_in_the_middle, 3, isolated=True, lost=[1])[1] == Died(-signal.SIGKILL)
