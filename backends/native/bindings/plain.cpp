@@ -170,7 +170,7 @@ std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nb::han
                                    std::uint8_t op, nb::handle root, bool listed) {
   Group& group = usable(owned);
   std::optional<Plain> plain = plain_request(group, kind, output, input, op, root, listed);
-  return plain ? group.enqueue(std::move(plain->request), group.timeout()) : nullptr;
+  return plain ? group.enqueue(std::move(plain->request), group.timeout(), call_site()) : nullptr;
 }
 
 nb::object plain_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::handle peer, nb::handle tag) {

@@ -1,0 +1,150 @@
+"""Ranks that die at any moment of the life of a group: every other rank names them, and soon.
+
+Words. A *scene* is what a group is doing when a rank dies. All scenes play at once, each in a group of its
+own on a thread of its own, so that one death hits many moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import Died, current_store, run_ranks
+
+import collectives as dist
+from collectives.backends.host import ProcessGroupHost
+from collectives.store import PrefixStore
+
+PATIENT = timedelta(seconds=40)
+NEWS_S = 1.0
+"""Within which all ranks of one machine know of a death."""
+
+SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
+
+
+def small(group):
+    group.allreduce([torch.ones(2)], SYNCHRONOUS)
+
+
+def long(group):
+    group.allreduce([torch.ones(2_000_000)], SYNCHRONOUS)
+
+
+def many_in_flight(group):
+    works = [group.allreduce([torch.ones(1000)]) for _ in range(50)]
+    works += [group.reduce_scatter_single(torch.ones(3), torch.ones(3 * group.size())) for _ in range(50)]
+    for work in works:
+        work.wait()
+
+
+def futures(group):
+    futures = [group.allreduce([torch.ones(100_000)]).get_future() for _ in range(5)]
+    for future in futures:
+        future.wait()
+
+
+def barriers(group):
+    group.barrier().wait()
+
+
+def rooted(group):
+    outputs = [[torch.ones(50_000) for _ in range(group.size())]]
+    for root in range(group.size()):
+        group.broadcast([torch.ones(50_000)], root=root).wait()
+        group.gather(outputs if group.rank() == root else [], [torch.ones(50_000)], root=root).wait()
+
+
+def exchanges(group):
+    count = 30_000 * group.size()
+    group.alltoall_base(torch.ones(count), torch.ones(count), None, None).wait()
+
+
+def messages(group):
+    """Round the ring, in pieces that do not fit a mailbox."""
+    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+    sending = group.send([torch.ones(300_000)], after)
+    group.recv([torch.ones(300_000)], before).wait()
+    sending.wait()
+
+
+def from_anybody(group):
+    """Rank 0 waits for whoever comes, and answers when all have."""
+    others = range(1, group.size())
+    if group.rank() == 0:
+        for _ in others:
+            group.recv_anysource([torch.ones(10)], 3).wait()
+        for rank in others:
+            group.send([torch.ones(10)], rank, 4).wait()
+    else:
+        group.send([torch.ones(10)], 0, 3).wait()
+        group.recv([torch.ones(10)], 0, 4).wait()
+
+
+SCENES: list[Callable[[ProcessGroupHost], None]] = [
+    small, long, many_in_flight, futures, barriers, rooted, exchanges, messages, from_anybody,
+]  # fmt: skip
+
+
+def play(scene, group, outcomes):
+    """Repeats a scene until an error ends it; notes which and when."""
+    try:
+        while True:
+            scene(group)
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        lost = error.rank if isinstance(error, dist.PeerLostError) else None
+        outcomes.append((scene.__name__, lost, time.time(), f"{type(error).__name__}: {error}"))
+
+
+def act(rank, size, victim, delay):
+    """Returns what each scene of a survivor came to, and when the victim died."""
+    store = current_store()
+    groups = [ProcessGroupHost(PrefixStore(s.__name__, store), rank, size, PATIENT, group_name=s.__name__)
+              for s in SCENES]  # fmt: skip
+    outcomes = []
+    threads = [
+        threading.Thread(target=play, args=(scene, group, outcomes), daemon=True)
+        for scene, group in zip(SCENES, groups, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    if rank == victim:
+        time.sleep(delay)
+        store.set("died", repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    for thread in threads:
+        thread.join(30)
+    died = float(store.get("died"))
+    for group in groups:
+        group.shutdown()
+    return [(name, lost, when - died, text) for name, lost, when, text in outcomes]
+
+
+def complaints_of(results, victim, limit=NEWS_S):
+    found = []
+    for rank, outcomes in enumerate(results):
+        if rank == victim:
+            continue
+        missing = {scene.__name__ for scene in SCENES} - {outcome[0] for outcome in outcomes}
+        found += [f"rank {rank}: {name} never ended" for name in missing]
+        found += [
+            f"rank {rank}: {name} after {late:.2f} s: {text}"
+            for name, lost, late, text in outcomes
+            if lost != victim or late > limit
+        ]
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_every_scene_names_the_dead(victim):
+    delay = random.Random(victim).uniform(0.05, 0.4)
+    results = run_ranks(act, 4, victim, delay, isolated=True, lost=[victim])
+    assert results[victim] == Died(-signal.SIGKILL)
+    complaints = complaints_of(results, victim)
+    assert not complaints, f"killed after {delay:.3f} s:\n" + "\n".join(complaints)
