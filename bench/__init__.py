@@ -16,5 +16,6 @@ PROGRAMS = {
     "allreduce": "collectives.bench.allreduce",
     "collectives": "collectives.bench.every_operation",
     "ddp": "collectives.bench.ddp",
+    "model": "collectives.bench.predict",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

@@ -1,0 +1,238 @@
+"""How long would an operation take on many machines, and where does each algorithm stop scaling?
+
+Calibrates a cost model (latency, overhead and time per byte, of shared memory and of the network) on
+measurements of this machine, checks it against measurements that the calibration has not seen, and predicts
+an all-reduce by our algorithms and by others of the field, up to thousands of ranks.
+
+Measurements are made here, or taken from the JSON file of an earlier ``collectives bench allreduce`` or
+``collectives bench collectives`` (--record). All-reduces, broadcasts and barriers with the fewest and with
+the most ranks calibrate, at every second size; the check has all the others. The network is what
+--link-bandwidth, --link-latency and --message-overhead say, or is calibrated on a record of ranks on several
+machines (--network-record with --network-machines), such as namespaces that play machines.
+
+*efficiency* is the time that no algorithm can beat (latencies of the best fan-out; 2(m-1)/m of the size on
+each link; every byte read and written once) over the algorithm's time. *limit* is the largest term of its
+time. Algorithms with a * are ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from collectives.bench.calibration import (
+    MEMORY,
+    NETWORK,
+    Point,
+    as_json,
+    errors,
+    fit,
+    points_of_records,
+    split,
+)
+from collectives.bench.comparison import Options, at_least, measure, parse_sizes_argument, show_progress
+from collectives.bench.machine import usable_cores
+from collectives.bench.model import Parameters, Scale
+from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
+from collectives.bench.ranks import RankFailedError
+from collectives.bench.records import KINDS, Report, read_report, write_json
+from collectives.bench.scaling import ends, ours, predictions, scales_up_to
+from collectives.bench.sizes import parse_sizes
+from collectives.bench.table import header_lines
+from collectives.cli import CommandError
+
+__all__ = ["add_arguments", "run"]
+
+MEASURED_SIZES = "8:64M:8,1K,16K,1M,4M,64M"
+MEASURED = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
+SIZES = "8,4K,64K,1M,25M,256M"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the program's options to a parser."""
+    parser.add_argument(
+        "--record",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="JSON file of measurements on one machine, instead of measuring here; may be repeated",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=lambda text: tuple(at_least(2)(part) for part in text.split(",")),
+        default=(2, 3, 4),
+        metavar="N,...",
+        help="numbers of ranks to measure here (default: 2,3,4)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=12.0,
+        metavar="SECONDS",
+        help="time to measure with each number of ranks (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS[:2], default="cold", help="which of the measured times (default: cold)"
+    )
+    parser.add_argument(
+        "--network-record", type=Path, metavar="FILE", help="JSON file of measurements between machines"
+    )
+    parser.add_argument(
+        "--network-machines",
+        type=at_least(2),
+        default=2,
+        metavar="M",
+        help="machines that those ranks were on, equally many on each (default: 2)",
+    )
+    network = Parameters()
+    parser.add_argument(
+        "--link-bandwidth",
+        type=_bandwidth,
+        default=1 / network.link_us_per_byte,
+        metavar="RATE",
+        help="of a machine's link in each direction, such as 1G, 25G: bits a second (default: 10G)",
+    )
+    parser.add_argument(
+        "--link-latency",
+        type=float,
+        default=network.latency_us,
+        metavar="US",
+        help="microseconds from one machine to another (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--message-overhead",
+        type=float,
+        default=network.message_us,
+        metavar="US",
+        help="microseconds of a core for sending or receiving a message (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=at_least(2),
+        default=10_000,
+        metavar="N",
+        help="predict up to N ranks (default: 10000)",
+    )
+    parser.add_argument(
+        "--ranks-per-machine",
+        type=at_least(1),
+        default=4,
+        metavar="R",
+        help="ranks on each of the predicted machines (default: 4)",
+    )
+    parser.add_argument(
+        "--cores",
+        type=at_least(1),
+        metavar="C",
+        help="cores of each of the predicted machines (default: as many as ranks)",
+    )
+    parser.add_argument(
+        "--sizes", type=parse_sizes_argument, default=SIZES, metavar="SIZES", help="(default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over ranks into FILE (PNG)")
+
+
+def _bandwidth(text: str) -> float:
+    """Returns bytes a microsecond of bits a second; K, M and G are powers of 1000 here."""
+    factor = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text.strip()[-1:].upper())
+    number = float(text.strip()[:-1] if factor else text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, but is {text!r}")
+    return number * (factor or 1.0) / 8 / 1e6
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the program as the command line asks; returns 0.
+
+    Raises:
+        CommandError: a file cannot be used, a rank failed, or matplotlib is missing.
+    """
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
+    start = Parameters(
+        cores=usable_cores(),
+        link_us_per_byte=1 / arguments.link_bandwidth,
+        latency_us=arguments.link_latency,
+        message_us=arguments.message_overhead,
+    )
+    try:
+        reports = [read_report(path) for path in arguments.record] or [_measure(arguments)]
+        start = replace(start, cores=int(reports[0].environment["cores_usable"]))
+        points = [point for report in reports for point in points_of_records(report.records, arguments.kind)]
+        used, kept = split(points)
+        parameters = fit(used, start, MEMORY)
+        if arguments.network_record is not None:
+            records = read_report(arguments.network_record).records
+            between = points_of_records(records, arguments.kind, arguments.network_machines)
+            seen, unseen = split(between)
+            parameters = fit(seen, parameters, NETWORK)
+            used, kept = [*used, *seen], [*kept, *unseen]
+    except (OSError, KeyError, TypeError, ValueError, RankFailedError) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        show_progress("")
+    target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine)
+    scales = scales_up_to(arguments.ranks, arguments.ranks_per_machine)
+    lines = [
+        *header_lines(reports[0]),
+        *parameter_lines(
+            parameters, used, calibrated=(*MEMORY, *(NETWORK if arguments.network_record else ()))
+        ),
+        *check_lines(used, kept, parameters),
+        *prediction_lines(arguments.sizes, scales, target),
+    ]
+    print("\n".join(lines))
+    if arguments.json is not None:
+        write_json(
+            arguments.json, _as_json(reports[0], parameters, target, used, kept, arguments.sizes, scales)
+        )
+    if arguments.plot is not None:
+        from collectives.bench.model_plot import plot_scaling
+
+        plot_scaling(arguments.plot, arguments.sizes, scales, target)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> Report:
+    options = Options(
+        backends=("host",),
+        ranks=arguments.nproc,
+        sizes=tuple(parse_sizes(MEASURED_SIZES)),
+        operations=MEASURED,
+        budget_s=arguments.budget,
+    )
+    return measure(options, show_progress, program="model")
+
+
+def _as_json(
+    report: Report,
+    parameters: Parameters,
+    target: Parameters,
+    used: Sequence[Point],
+    kept: Sequence[Point],
+    sizes: Sequence[int],
+    scales: Sequence[Scale],
+) -> dict[str, Any]:
+    checked = errors(kept, parameters)
+    return {
+        "program": "model",
+        "environment": dict(report.environment),
+        "parameters": asdict(parameters),
+        "predicted_for": asdict(target),
+        "calibration": [as_json(point, parameters) for point in used],
+        "check": [as_json(point, parameters) for point in kept],
+        "check_errors": None if checked is None else asdict(checked),
+        "predictions": [
+            {**asdict(each), "is_ours": each.algorithm == ours(size, scale, target).algorithm}
+            for size in sizes
+            for scale in scales
+            for each in predictions(size, scale, target)
+        ],
+        "ends": [asdict(each) for each in ends(sizes, scales, target)],
+    }

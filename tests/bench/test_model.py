@@ -1,0 +1,284 @@
+"""The cost model: limits, order, hand-computed values, and parameters found again in synthetic times."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from collectives.bench import model, scaling
+from collectives.bench.calibration import MEMORY, NETWORK, Point, errors, fit, predicted_us, split
+from collectives.bench.model import ALGORITHMS, Parameters, Scale, is_possible, lower_bound_us, terms, time_us
+
+EASY = Parameters(
+    cores=4,
+    meeting_us=2.0,
+    line_us=0.5,
+    switch_us=7.0,
+    flag_us=1.0,
+    copy_us_per_byte=1e-4,
+    reduce_us_per_byte=5e-5,
+    crowding=0.5,
+    latency_us=10.0,
+    message_us=3.0,
+    link_us_per_byte=1e-3,
+    socket_us_per_byte=2e-4,
+)
+ONE = Scale(1, 4)
+FIELDS = [*MEMORY, *NETWORK]
+SCALES = [Scale(m, r) for m in (1, 2, 3, 5, 16, 100) for r in (1, 2, 3, 8)]
+SIZES = [8, 4096, 1 << 20, 100 << 20]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_nothing_communicates_alone(name):
+    assert terms(name, 1 << 20, Scale(1, 1), EASY) == {}
+    assert lower_bound_us(1 << 20, Scale(1, 1), EASY) == 0
+
+
+def test_ring_by_hand():
+    # 2(n-1) steps, each a latency, two overheads, and s/n bytes over the link and twice through sockets; in
+    # the first half each rank reads s/n bytes of its own and of the other's.
+    s, n = 1_000_000, 5
+    step = 10 + 2 * 3 + s / n * (1e-3 + 2 * 2e-4)
+    wanted = 2 * (n - 1) * step + (n - 1) * 2 * s / n * 5e-5
+    assert time_us("ring", s, Scale(n, 1), EASY) == pytest.approx(wanted)
+
+
+def test_recursive_doubling_by_hand():
+    # log2(8) steps of the whole.
+    step = 10 + 2 * 3 + 4096 * (1e-3 + 2 * 2e-4) + 2 * 4096 * 5e-5
+    assert time_us("recursive doubling", 4096, Scale(8, 1), EASY) == pytest.approx(3 * step)
+
+
+def test_rabenseifner_by_hand():
+    s, n = 1 << 20, 8
+    sent = s * (n - 1) / n  # in each of the two halves, in three steps
+    wanted = 2 * (3 * (10 + 2 * 3) + sent * (1e-3 + 2 * 2e-4)) + 2 * sent * 5e-5
+    assert time_us("Rabenseifner", s, Scale(n, 1), EASY) == pytest.approx(wanted)
+
+
+def test_tree_by_hand():
+    step = 10 + 2 * 3 + 4096 * (1e-3 + 2 * 2e-4)
+    assert time_us("tree", 4096, Scale(4, 1), EASY) == pytest.approx(4 * step + 2 * 2 * 4096 * 5e-5)
+
+
+def test_one_shot_by_hand():
+    # One machine: a meeting, three lines, a copy in, and four contributions read.
+    assert time_us("one-shot", 1000, ONE, EASY) == pytest.approx(2 + 3 * 0.5 + 0.1 + 4 * 0.05)
+    # Twice as many ranks as cores: a core does all that twice, at 1.5 times the cost of a byte, and switches.
+    wanted = 2 + 7 + 2 * 7 * 0.5 + 2 * 1.5 * (0.1 + 8 * 0.05)
+    assert time_us("one-shot", 1000, Scale(1, 8), EASY) == pytest.approx(wanted)
+
+
+def test_meeting_of_machines_by_hand():
+    # Leaders exchange frames of two lines, each with two others; two meetings of the local ranks around it.
+    frame = 2 * 128
+    parts = terms("barrier", 0, Scale(3, 2), EASY)
+    assert parts == {
+        model.MEETING: pytest.approx(4),
+        model.LINES: pytest.approx(5 * 0.5),
+        model.LATENCY: pytest.approx(10),
+        model.MESSAGES: pytest.approx(2 * 2 * 3),
+        model.LINK: pytest.approx(2 * frame * 1e-3),
+        model.SOCKETS: pytest.approx(2 * 2 * frame * 2e-4),
+        model.COPIES: pytest.approx(3 * frame * 1e-4),
+    }
+
+
+def test_pair_by_hand():
+    s = 4 << 20
+    meeting = 2 + 0.5
+    work = s * 1e-4 + 2 * s * 5e-5
+    first = (64 << 10) * 1e-4 + 0  # the first chunk is copied before anything can be reduced
+    flags = 64 * 1.0
+    assert time_us("pair", s, Scale(1, 2), EASY) == pytest.approx(meeting + work + first + flags, rel=1e-9)
+
+
+def test_long_messages_between_machines_reach_the_link():
+    fast = replace(EASY, message_us=0, latency_us=0, copy_us_per_byte=1e-9, reduce_us_per_byte=1e-9,
+                   flag_us=0, socket_us_per_byte=1e-9)  # fmt: skip
+    for machines in (2, 3, 10):
+        link = 2 * (machines - 1) / machines * (64 << 20) * fast.link_us_per_byte
+        assert time_us("hierarchical", 64 << 20, Scale(machines, 2), fast) == pytest.approx(link, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_more_work_takes_longer(name):
+    for scale in SCALES:
+        if not is_possible(name, scale):
+            continue
+        # Between many machines short contributions may take longer than long ones: they go to everybody.
+        sizes = SIZES if scale.machines == 1 or name in scaling.ALL_REDUCES else SIZES[2:]
+        times = [time_us(name, size, scale, EASY) for size in sizes]
+        assert times == sorted(times)
+        for size in (8, 1 << 20):
+            now = time_us(name, size, scale, EASY)
+            for field in FIELDS:
+                slower = replace(EASY, **{field: 2 * getattr(EASY, field)})
+                assert now <= time_us(name, size, scale, slower) * (1 + 1e-12)
+                # Nothing can become slower by more than the one thing that did.
+                assert time_us(name, size, scale, slower) <= 2 * now * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_more_machines_take_longer(name):
+    for ranks in (1, 4):
+        scales = [Scale(m, ranks) for m in (2, 4, 8, 16, 64, 256, 1024)]
+        if is_possible(name, scales[0]):
+            for size in (8, 100 << 20):
+                times = [time_us(name, size, scale, EASY) for scale in scales]
+                if name in {"all_gather", "all_to_all", "reduce_scatter"}:
+                    continue  # a part is the smaller, the more ranks there are
+                assert times == sorted(times), (ranks, size)
+
+
+@pytest.mark.parametrize("name", scaling.ALL_REDUCES)
+def test_nothing_is_faster_than_the_bound(name):
+    for scale in SCALES:
+        for size in SIZES:
+            if is_possible(name, scale):
+                bound = lower_bound_us(size, scale, EASY)
+                assert 0 <= bound <= time_us(name, size, scale, EASY) * (1 + 1e-9), (scale, size)
+
+
+def test_bound_by_hand():
+    assert lower_bound_us(0, Scale(2, 1), EASY) == pytest.approx(10 + 2 * 3)
+    # Nine machines: two steps with two others each cost less than four with one, or one with eight.
+    assert lower_bound_us(0, Scale(9, 1), EASY) == pytest.approx(min(4 * 16, 2 * (10 + 12), 10 + 16 * 3))
+    assert lower_bound_us(1 << 30, Scale(4, 1), EASY) == pytest.approx(1.5 * (1 << 30) * 1e-3)
+
+
+def test_which_of_our_algorithms_is_taken():
+    chosen = {
+        (size, scale): model.our_algorithm("all_reduce", size, scale)
+        for size in (8, 64 << 10, 1 << 20)
+        for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))
+    }
+    assert [chosen[8, scale] for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))] == ["one-shot"] * 3
+    assert chosen[64 << 10, Scale(1, 2)] == "one-shot"
+    assert chosen[64 << 10, Scale(1, 4)] == "sliced"
+    assert chosen[1 << 20, Scale(1, 2)] == "pair"
+    assert chosen[64 << 10, Scale(4, 2)] == chosen[1 << 20, Scale(4, 2)] == "hierarchical"
+    assert model.our_algorithm("broadcast", 8, ONE) == "broadcast"
+
+
+def synthetic(parameters, noise=0.0):
+    """Times as the model has them, some with noise."""
+    rng = random.Random(7)
+    return [
+        Point(operation, size, scale, 0.0)
+        for scale in (
+            Scale(1, 2),
+            Scale(1, 3),
+            Scale(1, 4),
+            Scale(1, 8),
+            Scale(2, 1),
+            Scale(2, 4),
+            Scale(5, 2),
+        )
+        for operation in ("all_reduce", "broadcast", "barrier")
+        for size in ((0,) if operation == "barrier" else [8 << shift for shift in range(0, 24, 2)])
+    ], lambda point: predicted_us(point, parameters) * math.exp(noise * rng.gauss(0, 1))
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.25), (0.05, 0.3)])
+def test_fit_finds_parameters_again(noise, tolerance):
+    true = replace(
+        Parameters(cores=2), meeting_us=2.5, switch_us=9.0, copy_us_per_byte=2e-4, reduce_us_per_byte=9e-5,
+        latency_us=55.0, link_us_per_byte=2.4e-3,
+    )  # fmt: skip
+    points, measure = synthetic(true, noise)
+    points = [replace(point, measured_us=measure(point)) for point in points]
+    found = fit(points, Parameters(cores=2), [*MEMORY, *NETWORK])
+    for name in ("meeting_us", "switch_us", "copy_us_per_byte", "reduce_us_per_byte", "latency_us",
+                 "link_us_per_byte"):  # fmt: skip
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=tolerance), name
+    assert errors(points, found).median < 0.01 + noise
+
+
+def test_fit_leaves_what_is_not_asked_for():
+    points, measure = synthetic(EASY)
+    points = [replace(point, measured_us=measure(point)) for point in points]
+    start = replace(Parameters(), cores=4)
+    found = fit(points, start, ["copy_us_per_byte"])
+    assert found == replace(start, copy_us_per_byte=found.copy_us_per_byte)
+    with pytest.raises(ValueError, match="no measurement"):
+        fit([], start, MEMORY)
+
+
+def test_check_has_only_points_that_did_not_calibrate():
+    points, _ = synthetic(EASY)
+    one_machine = [point for point in points if point.scale.machines == 1]
+    extra = [replace(point, operation="all_gather") for point in one_machine]
+    used, kept = split([*one_machine, *extra])
+    assert len(used) + len(kept) == len(one_machine) + len(extra)
+    assert not set(used) & set(kept)
+    assert {point.scale.ranks for point in used} == {2, 8}
+    assert {point.scale.ranks for point in kept} == {2, 3, 4, 8}
+    assert not [point for point in used if point.operation == "all_gather"]
+    for ranks in (2, 8):
+        sizes = {point.size_bytes for point in used if point.scale.ranks == ranks}
+        between = {point.size_bytes for point in kept if point.operation == "all_reduce"} - sizes
+        assert sizes
+        assert between
+
+
+def test_errors_are_relative_in_both_directions():
+    points = [
+        Point("barrier", 0, ONE, time_us("barrier", 0, ONE, EASY) * factor) for factor in (0.5, 1.0, 2.0)
+    ]
+    off = errors(points, EASY)
+    assert (off.median, off.worst) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert errors([], EASY) is None
+
+
+def test_scales_grow_to_the_limit():
+    assert scaling.scales_up_to(10_000, 4)[-1] == Scale(2500, 4)
+    assert [scale.machines for scale in scaling.scales_up_to(20, 2)] == [1, 2, 4, 8, 10]
+    assert [scale.machines for scale in scaling.scales_up_to(16, 2)] == [1, 2, 4, 8]
+    assert scaling.scales_up_to(3, 4) == [Scale(1, 4)]
+
+
+def test_ends_of_scaling():
+    scales = scaling.scales_up_to(4096, 1)
+    end = scaling.end_of("one-shot", 8, scales, EASY)
+    # A leader speaks with everybody: 6 us each, beside 10 us of latency.
+    first = time_us("one-shot", 8, Scale(2, 1), EASY)
+    assert time_us("one-shot", 8, end.doubles, EASY) >= 2 * first
+    assert time_us("one-shot", 8, Scale(end.doubles.machines // 2, 1), EASY) < 2 * first
+    assert end.limit == model.MESSAGES
+    assert end.inefficient is not None
+    ring = scaling.end_of("ring", 8, scales, EASY)
+    assert ring.limit == model.LATENCY
+    long_ring = scaling.end_of("ring", 1 << 30, scaling.scales_up_to(16, 1), EASY)
+    assert (long_ring.doubles, long_ring.inefficient, long_ring.limit) == (None, None, model.LINK)
+    with pytest.raises(ValueError, match="does not exist"):
+        scaling.end_of("sliced", 8, scales, EASY)
+
+
+def test_best_is_the_fastest_that_exists():
+    for scale in SCALES:
+        if scale.ranks > 1:
+            for size in SIZES:
+                fastest = scaling.best(size, scale, EASY)
+                assert is_possible(fastest.algorithm, scale)
+                assert fastest.time_us <= scaling.ours(size, scale, EASY).time_us
+
+
+def test_limits_that_are_no_times():
+    assert model.connections_per_leader(Scale(1, 8)) == 0
+    assert model.connections_per_leader(Scale(101, 8)) == 300
+    small, large = (model.segment_bytes(Scale(m, 4)) for m in (1, 2500))
+    assert 4 << 20 < small < 5 << 20
+    assert large > 1000 * (64 << 10)
+    # Tables of all with all: twice the ranks need about four times the memory.
+    assert model.segment_bytes(Scale(5000, 4)) / large == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("machines", [0, -1])
+def test_scales_without_ranks_are_refused(machines):
+    with pytest.raises(ValueError, match="there must be"):
+        Scale(machines, 2)
