@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -220,6 +221,55 @@ def test_abort_releases_all_ranks(what):
     run_ranks(_abort, 3, what)
 
 
+def _abort_all(rank, size):
+    """Every kind of waiter of rank 0 is released at once by a thread that waits for none of them."""
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 1:
+        current_store().wait(["aborted"])
+        return
+    works = [group.recv([torch.ones(1)], 1, tag) for tag in range(3)]
+    works.append(group.send([torch.ones(1 << 20)], 1))
+    works += [group.allreduce([torch.ones(10)]) for _ in range(3)]
+    other = ProcessGroupHost(PrefixStore("alone", current_store()), 0, 1, LIMIT)
+    released = []
+
+    def wait(call):
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
+            call()
+        released.append(time.monotonic())
+
+    def future_of(work):
+        future = work.get_future()
+        while not future.done():
+            time.sleep(0.001)
+        future.value()
+
+    calls = [work.wait for work in works]
+    calls += [lambda: works[0].wait(timedelta(seconds=10)), lambda: future_of(works[1])]
+    calls.append(lambda: future_of(works[4]))
+    calls.append(lambda: group.allreduce([torch.ones(10)], SYNCHRONOUS))  # waits behind those in flight
+    threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    assert not released
+    begin = time.monotonic()
+    group.abort()
+    for thread in threads:
+        thread.join(10)
+    assert len(released) == len(calls)
+    assert max(released) - begin < 0.1
+    tensor = torch.ones(2)
+    other.allreduce([tensor]).wait()  # another group of the process is as good as before
+    other.shutdown()
+    current_store().set("aborted", "")
+
+
+def test_abort_releases_every_kind_of_waiter_at_once():
+    run_ranks(_abort_all, 2)
+
+
 # ---- forming a group -------------------------------------------------------------------------------------
 
 
@@ -284,9 +334,13 @@ def test_address_of_a_dead_run_is_recognised():
 
 
 def _census():
+    """Counts what a group could leave behind in this process."""
     lists = {name: Path(f"/proc/self/{name}") for name in ("fd", "task")}
     counts = {name: len(list(path.iterdir())) for name, path in lists.items()}
-    counts["maps"] = Path("/proc/self/maps").read_text().count("memfd:collectives")
+    counts["segments"] = Path("/proc/self/maps").read_text().count("memfd:collectives")
+    counts["children"] = sum(len(task.read_text().split()) for task in lists["task"].glob("*/children"))
+    links = [str(link.readlink()) for link in lists["fd"].iterdir() if link.is_symlink()]
+    counts["sockets"] = sum(link.startswith("socket:") for link in links)
     return counts
 
 
@@ -295,6 +349,9 @@ def _await_census(expected):
     while _census() != expected and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel shows a thread for a moment after it was joined
     assert _census() == expected
+
+
+ROUNDS = 200
 
 
 def _rounds(rank, size):
@@ -315,20 +372,43 @@ def _rounds(rank, size):
 
     once()
     before = _census()
-    for _ in range(50):
+    for _ in range(ROUNDS):
         once()
     _await_census(before)
-    assert before["maps"] == 0
-    # A group that nobody shuts down ends when it is collected.
+    assert before["segments"] == before["children"] == 0
+    # A group that nobody shuts down ends when it is collected, one that was aborted at once.
     for _ in range(3):
         group = make()
         group.allreduce([torch.ones(10)]).wait()
         del group
+        group = make()
+        with contextlib.suppress(dist.GroupAbortedError):  # the peer's abort may come first
+            group.recv([torch.ones(1)], 1 - rank)
+        group.abort()
+    del group
     _await_census(before)
 
 
 def test_nothing_is_left_of_groups_made_and_ended():
     run_ranks(_rounds, 2)
+
+
+def _worlds(rank, size):
+    store = current_store()
+    before = None
+    for n in range(ROUNDS // 4):
+        dist.init_process_group("host", store=PrefixStore(f"world{n}", store), rank=rank, world_size=size)
+        subgroup = dist.new_group([0, 1])
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        dist.all_reduce(torch.ones(2), group=subgroup)
+        work.wait()
+        dist.destroy_process_group()
+        before = before or _census()
+    _await_census(before)
+
+
+def test_nothing_is_left_of_worlds_made_and_destroyed():
+    run_ranks(_worlds, 2)
 
 
 def _memory(group):
