@@ -21,6 +21,7 @@ from collectives.bench import mpi4py_peer, patterns
 from collectives.bench.goals import goal_lines, parse_goal
 from collectives.bench.machine import describe_machine, memory_available_bytes, usable_cores
 from collectives.bench.mpi4py_peer import MPI4PY
+from collectives.bench.namespaces import NamespacesUnavailableError
 from collectives.bench.operations import OPERATIONS, rounded_count
 from collectives.bench.player import Workload, memory_bytes
 from collectives.bench.plot import plot
@@ -95,10 +96,13 @@ class Options:
         imports: modules that register further backends; imported here and on every rank.
         bind: whether each rank stays on a core of its own.
         goals: what is asked of the times, as :mod:`collectives.bench.goals` reads it.
+        machines: number of network namespaces that play machines, with equal shares of the ranks; 1 for
+            none.
+        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
 
     Raises:
         ValueError: a backend or an operation is not known, a goal cannot be read, a size is no multiple of
-            the element's, or there is too little memory or too few cores.
+            the element's, there is too little memory or too few cores, or the machines do not fit the ranks.
     """
 
     backends: tuple[str, ...] | None = None
@@ -115,6 +119,8 @@ class Options:
     imports: tuple[str, ...] = ()
     bind: bool = False
     goals: tuple[str, ...] = ()
+    machines: int = 1
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for module in self.imports:
@@ -138,6 +144,7 @@ class Options:
             raise ValueError(
                 f"{max(self.ranks)} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
             )
+        self._check_machines()
         needed = max(ranks * memory_bytes(self.workload((), ranks)) for ranks in self.ranks)
         available = memory_available_bytes()
         if needed > available:
@@ -145,6 +152,13 @@ class Options:
                 f"{max(self.ranks)} ranks with tensors of {format_bytes(max(self.sizes))} need "
                 f"{needed / 2**30:.1f} GiB of memory, but {available / 2**30:.1f} GiB are available"
             )
+
+    def _check_machines(self) -> None:
+        for ranks in self.ranks:
+            if self.machines > 1 and ranks % self.machines:
+                raise ValueError(f"{ranks} ranks cannot be shared equally among {self.machines} machines")
+        if self.link is not None and self.machines == 1:
+            raise ValueError("a link joins machines; ask for 2 or more of them")
 
     def workload(self, backends: Sequence[str], ranks: int) -> Workload:
         """Returns what so many ranks measure with these peers."""
@@ -163,6 +177,8 @@ class Options:
             self.limit,
             self.imports,
             self.bind,
+            self.machines,
+            self.link,
         )
 
 
@@ -214,8 +230,12 @@ def measure(
 
     Raises:
         RankFailedError: a rank failed.
+        NamespacesUnavailableError: there can be no network namespaces here.
     """
     backends, skipped = available_backends(options.backends)
+    if options.machines > 1 and MPI4PY in backends:
+        backends.remove(MPI4PY)
+        skipped.append(Skipped(MPI4PY, "mpirun would start its ranks on one machine only", ""))
     versions: dict[str, str] = {}
     environment = {**describe_machine(), "peers": versions}
     report = Report(program, environment, asdict(options), skipped=skipped)
@@ -300,6 +320,19 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
     )
     parser.add_argument(
+        "--machines",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
+        "administrator (default: none)",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
+    )
+    parser.add_argument(
         "--goal",
         dest="goals",
         action="append",
@@ -346,12 +379,14 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
             imports=arguments.imports,
             bind=arguments.bind,
             goals=tuple(arguments.goals),
+            machines=arguments.machines,
+            link=arguments.link,
         )
     except ValueError as error:
         raise CommandError(str(error)) from None
     try:
         report = measure(options, show_progress, _show_point if quick else None, program)
-    except RankFailedError as error:
+    except (RankFailedError, NamespacesUnavailableError) as error:
         raise CommandError(str(error)) from error
     finally:
         show_progress("")

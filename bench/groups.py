@@ -7,18 +7,24 @@ from datetime import timedelta
 import collectives
 from collectives.store import TCPStore
 
-__all__ = ["TIMEOUT", "initialize", "parent_store"]
+__all__ = ["LOCALHOST", "TIMEOUT", "initialize", "parent_store"]
+
+LOCALHOST = "127.0.0.1"
 
 TIMEOUT = timedelta(seconds=60)
 """Time limit of operations, so that a broken peer ends a run with an error."""
 
 
-def parent_store() -> TCPStore:
-    """Returns a store that this process serves on a free port; ranks :func:`initialize` with the port."""
-    return TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+def parent_store(host: str = LOCALHOST) -> TCPStore:
+    """Returns a store that this process serves on a free port; ranks :func:`initialize` with the port.
+
+    Args:
+        host: its address, where ranks can reach it.
+    """
+    return TCPStore(host, 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
 
 
-def initialize(rank: int, size: int, port: int, backend: str) -> None:
+def initialize(rank: int, size: int, port: int, backend: str, host: str = LOCALHOST) -> None:
     """Makes the default group of a rank; called by all ranks, blocks until they are connected.
 
     Args:
@@ -26,6 +32,7 @@ def initialize(rank: int, size: int, port: int, backend: str) -> None:
         size: number of ranks.
         port: of the store that the parent serves.
         backend: name of the default group's backend.
+        host: where that store listens.
     """
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
     collectives.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

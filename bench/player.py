@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ import torch
 
 import collectives
 from collectives.bench import patterns
-from collectives.bench.groups import initialize
+from collectives.bench.groups import LOCALHOST, initialize
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.machine import bind_to_core
+from collectives.bench.namespaces import INTERFACE, enter
 from collectives.bench.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.peers import Bind, add_zero, group_peer, why_not
 from collectives.bench.ranks import commands
@@ -62,6 +64,10 @@ class Workload:
         limit: whether the peer :data:`LIMIT` is wanted too.
         imports: modules to import first, which register further backends.
         bind: whether each rank, with all its threads, stays on a core of its own.
+        machines: number of network namespaces that play machines; 1 for none.
+        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
+        host: where the parent's store listens.
+        namespaces: the network namespace of each rank, where there are machines.
     """
 
     dtype: str
@@ -73,6 +79,10 @@ class Workload:
     limit: bool = False
     imports: tuple[str, ...] = ()
     bind: bool = False
+    machines: int = 1
+    link: str | None = None
+    host: str = LOCALHOST
+    namespaces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +351,15 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         port: of the parent's store.
     """
     torch.set_num_threads(1)
+    if workload.namespaces:
+        enter(workload.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
     if workload.bind:
         bind_to_core(rank)
     for module in workload.imports:
         importlib.import_module(module)
     if workload.backends:
-        initialize(rank, size, port, workload.backends[0])
+        initialize(rank, size, port, workload.backends[0], workload.host)
     peers, introduction = _peers(workload)
     serve(connection, rank, size, workload, board, peers, introduction)
     if workload.backends:

@@ -13,6 +13,7 @@ import torch
 from collectives.bench.groups import parent_store
 from collectives.bench.lockstep import create_board
 from collectives.bench.mpi4py_peer import MPI4PY, start_team
+from collectives.bench.namespaces import Machines
 from collectives.bench.operations import ADD, OPERATIONS, ROOT, rounded_count
 from collectives.bench.player import LIMIT, Introduction, Turn, TurnResult, Workload, play
 from collectives.bench.ranks import SpawnedTeam, Team
@@ -154,10 +155,16 @@ def sweep(
 
     Raises:
         RankFailedError: a rank failed.
+        NamespacesUnavailableError: there can be no network namespaces here.
     """
     own = replace(workload, backends=tuple(name for name in workload.backends if name != MPI4PY))
-    store = parent_store()
     with ExitStack() as stack:
+        if own.machines > 1:
+            machines = stack.enter_context(Machines(own.machines, own.link))
+            places = tuple(machines.namespace(rank * own.machines // ranks) for rank in range(ranks))
+            own = replace(own, host=machines.host, namespaces=places)
+        store = parent_store(own.host)
+        stack.callback(store.close)
         teams: list[Team] = []
         if own.backends or own.limit:
             args = (ranks, own, _board(stack, ranks), store.port)
