@@ -5,5 +5,15 @@ from __future__ import annotations
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, ModelMismatchError
 from collectives.ddp.grad_bucket import BucketLayout, GradBucket
+from collectives.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
-__all__ = ["BucketLayout", "DistributedDataParallel", "GradBucket", "GradientSyncError", "ModelMismatchError"]
+__all__ = [
+    "BucketLayout",
+    "DistributedDataParallel",
+    "GradBucket",
+    "GradientSyncError",
+    "ModelMismatchError",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+]

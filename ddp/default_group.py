@@ -5,7 +5,7 @@ from __future__ import annotations
 import collectives
 from collectives import ProcessGroup
 
-__all__ = ["resolve_group"]
+__all__ = ["default_group_or_none", "resolve_group"]
 
 
 def resolve_group(group: object) -> ProcessGroup:
@@ -28,3 +28,9 @@ def resolve_group(group: object) -> ProcessGroup:
             f"{type(group).__module__}.{type(group).__name__}; make one with collectives.new_group()"
         )
     return group
+
+
+def default_group_or_none() -> ProcessGroup | None:
+    """Returns the default group, ``None`` where there is none."""
+    group = collectives.GroupMember.WORLD
+    return group if isinstance(group, ProcessGroup) else None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from collectives.ddp.sync_batch_norm import SyncBatchNorm
+
 if TYPE_CHECKING:
     from collectives.ddp.distributed import DistributedDataParallel
 
@@ -35,7 +37,9 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "device_ids": _joined(ddp.device_ids or ()),
         "output_device": -1 if ddp.output_device is None else ddp.output_device,
         "is_multi_device_module": int(ddp.is_multi_device_module),
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "has_sync_bn": int(
+            any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in ddp.module.modules())
+        ),
         "dtypes": _joined(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
