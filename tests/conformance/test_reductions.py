@@ -14,12 +14,21 @@ COUNTS = (0, 1, 7, 1009)
 LARGE = 300_007
 
 
+def sparse(group: ProcessGroup) -> bool:
+    """Whether to take one reduction of each data type, in turn, instead of all.
+
+    Gloo needs milliseconds for each. What it does with a data type is the same for any number of ranks, and
+    two ranks see all of it.
+    """
+    return group.name() == "gloo" and group.size() > 2
+
+
 def offered(group: ProcessGroup, operation: str):
     """Yields the data types and reductions of the group: all that a data type can have must be there."""
-    for dtype in DTYPES:
-        for op in OPS:
-            if group.supports(operation, device="cpu", dtype=dtype, op=op):
-                yield dtype, op
+    for turn, dtype in enumerate(DTYPES):
+        ops = [op for op in OPS if group.supports(operation, device="cpu", dtype=dtype, op=op)]
+        for op in ops[turn % len(ops) :][:1] if sparse(group) and ops else ops:
+            yield dtype, op
 
 
 def all_reduce_cases(group: ProcessGroup):
@@ -47,7 +56,7 @@ def all_reduce(group: ProcessGroup) -> str:
         report.reduced(case, mine.tensor, inputs, op)
         report.whole(case, mine)
         digests.append(digest(mine.tensor))
-    report.finish(600)
+    report.finish(120 if sparse(group) else 600)
     return " ".join(digests)
 
 
@@ -104,7 +113,7 @@ def reduce(group: ProcessGroup) -> None:
             report.reduced(f"large, root {root}", mine, inputs, ReduceOp.SUM)
         else:
             report.same(f"large, not root {root}", mine, inputs[group.rank()])
-    report.finish(300)
+    report.finish(50 if sparse(group) else 300)
 
 
 def test_reduce(backend: str, world_size: int) -> None:
@@ -143,7 +152,7 @@ def reduce_scatter(group: ProcessGroup) -> None:
                 if not (in_place and part == me):
                     report.same(f"{case}, input {part}", given[part].tensor, parts[me][part])
             report.whole(case, output, *given)
-    report.finish(300)
+    report.finish(50 if sparse(group) else 300)
 
 
 def test_reduce_scatter(backend: str, world_size: int) -> None:
@@ -182,7 +191,7 @@ def reduce_scatter_single(group: ProcessGroup) -> None:
     output = torch.empty(2, 3)
     report.run("stack", lambda: group.reduce_scatter_single(output, inputs[me].clone()).wait())
     report.reduced("stack", output, [tensor[me].reshape(-1) for tensor in inputs], ReduceOp.SUM)
-    report.finish(300)
+    report.finish(50 if sparse(group) else 300)
 
 
 def test_reduce_scatter_single(backend: str, world_size: int) -> None:
