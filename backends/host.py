@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from collectives import _native
-from collectives.backends.host_bootstrap import join
+from collectives.backends.host_bootstrap import form
 from collectives.backends.host_work import HostWork
 from collectives.capabilities import Capabilities
 from collectives.process_group import ProcessGroup
@@ -123,7 +123,7 @@ class ProcessGroupHost(ProcessGroup):
         )
         self._timeout_ns = _nanoseconds(timeout)
         label = self.describe()
-        self._native = _native.HostGroup(join(store, rank, size, timeout, label), label, self._timeout_ns)
+        self._native = form(store, rank, size, timeout, label)
         self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
         self._in_flight: deque[HostWork] = deque()
         self._in_flight_lock = threading.Lock()

@@ -11,12 +11,15 @@ void Round::meet() {
   Arrival& mine = station_.arrival(rank(), call_.sequence);
   mine.what = call_.what;
   mine.own_count = call_.own_count;
+  const bool several = station_.several();
+  if (several) station_.own().relay.staged[call_.sequence & 1] = staged_;
   station_.publish(mine.sequence, call_.sequence);
+  if (several) station_.meet_machines(call_);
   bool alike = true;
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
     const Arrival& theirs = station_.arrival(r, call_.sequence);
-    station_.await(call_, Station::Wait::meeting, r, theirs.sequence, call_.sequence);
+    if (!several) station_.await(call_, Station::Wait::meeting, r, theirs.sequence, call_.sequence);
     alike = alike && theirs.what == call_.what;
   }
   // Where all equal this rank's they all are equal, so every rank decides alike.
@@ -30,7 +33,7 @@ void Round::mismatch(const std::string& difference) const {
   const Arrival& first = station_.arrival(0, call_.sequence);
   for (int r = 0; r < size(); ++r) {
     const Arrival& theirs = station_.arrival(r, call_.sequence);
-    text += "\n  rank " + std::to_string(r) + ": " + describe(theirs.what, theirs.own_count);
+    text += "\n  " + station_.name_of_rank(r) + ": " + describe(theirs.what, theirs.own_count);
     if (theirs.what.check != first.what.check && theirs.what.kind == first.what.kind) {
       text += reduces(static_cast<Kind>(theirs.what.kind)) && theirs.what.count == first.what.count
                   ? " with another factor or other part sizes than rank 0"

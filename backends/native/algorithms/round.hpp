@@ -2,8 +2,8 @@
 //
 // Every collective begins with a *meeting*: each rank publishes its arrival line and waits for everyone's.
 // The lines carry what the operation is, so that ranks that disagree all notice, before any of them has
-// written an output. Short contributions are *staged* before the meeting and read right after it: one
-// synchronisation in all.
+// written an output. That holds for the ranks of all machines. Short contributions are *staged* before the
+// meeting and read right after it: one synchronisation in all.
 //
 // Long messages follow the meeting. They go through the ranks' *rings* in *chunks*, numbered from 0 in each
 // operation. A rank has *filled* a chunk when its part can be read, *reduced* it when its slice holds
@@ -59,7 +59,12 @@ class Round {
   const Call& call() const noexcept { return call_; }
   const void** sources() const noexcept { return sources_.data(); }
 
+  Station& station() const noexcept { return station_; }
+  const Placement& placement() const noexcept { return station_.placement(); }
   const Tuning& tuning() const noexcept { return station_.tuning(); }
+
+  // Most that a rank stages between machines, where it goes to all others.
+  std::size_t most_staged() const noexcept { return station_.shape().near_bytes; }
 
   // Reserves room for contributions of up to `bytes`. All ranks name the same number.
   void reserve(std::size_t bytes) {
@@ -67,7 +72,10 @@ class Round {
   }
   // Where this rank stages `bytes` before the meeting, and where a peer's are after it. No more than was
   // reserved.
-  std::byte* stage(std::size_t bytes) const noexcept { return place(rank(), bytes); }
+  std::byte* stage(std::size_t bytes) noexcept {
+    staged_ = bytes;
+    return place(rank(), bytes);
+  }
   const std::byte* staged(int peer, std::size_t bytes) const noexcept { return place(peer, bytes); }
 
   // The numbers of `Station::splits`: this rank's before the meeting, a peer's after it.
@@ -84,6 +92,9 @@ class Round {
   // Reserves the rings, for `chunks` chunks of at most `chunk_bytes`. All ranks name the same numbers, after
   // the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes) {
+    if (station_.several()) {
+      throw Error(ErrorKind::backend, "messages of this length cannot go between machines yet");
+    }
     chunk_bytes_ = chunk_bytes;
     ring_chunks_ =
         std::min<std::uint64_t>(tuning().ring_bytes / chunk_bytes, std::max<std::uint64_t>(chunks, 1));
@@ -145,6 +156,7 @@ class Round {
   const Call& call_;
   std::vector<const void*>& sources_;
   std::uint64_t position_;
+  std::size_t staged_ = 0;
   std::size_t window_ = 0;
   std::size_t ring_ = 0;
   std::size_t chunk_bytes_ = 1;

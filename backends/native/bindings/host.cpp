@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -153,11 +154,66 @@ void bind_tuning(nb::module_& module) {
       nb::arg("values"), nb::arg("size"));
 }
 
+// Address and port.
+using Place = std::pair<std::string, std::uint16_t>;
+
+struct Listeners {
+  explicit Listeners(std::vector<Listener> given) : all(std::move(given)) {}
+  Listeners(const Listeners&) = delete;
+  Listeners& operator=(const Listeners&) = delete;
+
+  std::vector<Listener> all;
+};
+
+void bind_network(nb::module_& module) {
+  module.def("interfaces", [] {
+    std::vector<std::tuple<std::string, std::string, bool>> found;
+    for (Interface& each : interfaces()) {
+      found.emplace_back(std::move(each.name), std::move(each.address), each.loopback);
+    }
+    return found;
+  });
+  nb::class_<Listeners>(module, "HostListeners")
+      .def(
+          "__init__",
+          [](Listeners* listeners, const std::vector<std::string>& addresses, int backlog) {
+            std::vector<Listener> all;
+            for (const std::string& address : addresses) all.push_back(listen_tcp(address, backlog));
+            new (listeners) Listeners(std::move(all));
+          },
+          nb::arg("addresses"), nb::arg("backlog"))
+      .def_prop_ro("places", [](const Listeners& listeners) {
+        std::vector<Place> places;
+        for (const Listener& each : listeners.all) {
+          places.emplace_back(each.endpoint.address, each.endpoint.port);
+        }
+        return places;
+      });
+  nb::class_<Membership>(module, "Membership")
+      .def(
+          "span",
+          [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
+             Listeners& listeners, const std::vector<std::vector<Place>>& places, std::string secret,
+             bool from_lanes) {
+            Network network;
+            network.secret = std::move(secret);
+            network.from_lanes = from_lanes;
+            network.listeners = std::move(listeners.all);
+            for (const std::vector<Place>& rank : places) {
+              std::vector<Endpoint>& lanes = network.endpoints.emplace_back();
+              for (const auto& [address, port] : rank) lanes.push_back({address, port});
+            }
+            membership.span(place(std::move(machines), std::move(hosts), membership.rank),
+                            std::move(network));
+          },
+          nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("secret"),
+          nb::arg("from_lanes"));
+}
+
 void bind_bootstrap(nb::module_& module) {
-  nb::class_<Membership>(module, "Membership");
   module.def("alone", [] { return new Membership(alone()); }, nb::rv_policy::take_ownership);
   nb::class_<BootstrapHost>(module, "BootstrapHost")
-      .def(nb::init<int>(), nb::arg("size"))
+      .def(nb::init<std::vector<int>, int>(), nb::arg("members"), nb::arg("size"))
       .def_prop_ro("address", [](const BootstrapHost& host) { return host.address(); })
       .def(
           "accept",
@@ -173,8 +229,12 @@ void bind_bootstrap(nb::module_& module) {
           nb::arg("values"), nb::arg("size"))
       .def(
           "share",
-          [](BootstrapHost& host, double seconds) { without_gil([&] { host.share(deadline_in(seconds)); }); },
-          nb::arg("seconds"))
+          [](BootstrapHost& host, bool several, double seconds) {
+            without_gil([&] { host.share(several, deadline_in(seconds)); });
+          },
+          nb::arg("several"), nb::arg("seconds"))
+      .def("exclude", &BootstrapHost::exclude, nb::arg("rank"))
+      .def_prop_ro("members", [](const BootstrapHost& host) { return host.members(); })
       .def(
           "await_attached",
           [](BootstrapHost& host, double seconds) {
@@ -204,7 +264,7 @@ void bind_bootstrap(nb::module_& module) {
       .def(
           "attach",
           [](BootstrapGuest& guest, double seconds) {
-            without_gil([&] { guest.attach(deadline_in(seconds)); });
+            return without_gil([&] { return guest.attach(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
@@ -252,6 +312,14 @@ void bind_group(nb::module_& module) {
       .def("plain_message", plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
            nb::arg("tag"))
       .def(
+          "link",
+          [](OwnedGroup& group, double seconds) {
+            Group& mine = usable(group);
+            return without_gil([&] { return mine.link(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
+      .def("trouble", [](OwnedGroup& group) { return usable(group).trouble(); })
+      .def(
           "set_timeout", [](OwnedGroup& group, Nanoseconds timeout) { usable(group).set_timeout(timeout); },
           nb::arg("timeout_ns"))
       .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
@@ -291,6 +359,7 @@ void bind_group(nb::module_& module) {
 void bind_host(nb::module_& module) {
   bind_errors(module);
   bind_tuning(module);
+  bind_network(module);
   bind_bootstrap(module);
   bind_task(module);
   bind_group(module);

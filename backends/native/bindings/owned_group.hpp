@@ -6,7 +6,7 @@
 #include "bindings/interrupt.hpp"
 #include "common/error.hpp"
 #include "engine/group.hpp"
-#include "engine/thread.hpp"
+#include "common/thread.hpp"
 
 namespace collectives {
 

@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "transport/courier.hpp"
+
 namespace collectives {
 namespace {
 
@@ -37,6 +39,26 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       sources_(static_cast<std::size_t>(size_)) {}
 
 Group::~Group() { shutdown(false); }
+
+std::vector<int> Group::link(Nanoseconds deadline) {
+  for (;;) {
+    {
+      const std::lock_guard lock(station_mutex_);
+      if (!station_) return {};
+      if (!station_->several()) return {};
+      station_->check_usable();
+      std::vector<int> missing = station_->courier()->unlinked();
+      if (missing.empty() || now_ns() >= deadline) return missing;
+    }
+    const timespec pause{0, kMillisecond / 2};
+    ::nanosleep(&pause, nullptr);
+  }
+}
+
+std::string Group::trouble() {
+  const std::lock_guard lock(station_mutex_);
+  return station_ && station_->several() ? station_->courier()->trouble() : "";
+}
 
 void Group::refuse() const {
   std::string cause;

@@ -16,10 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "common/thread.hpp"
 #include "engine/messenger.hpp"
 #include "engine/request.hpp"
 #include "engine/task.hpp"
-#include "engine/thread.hpp"
 #include "transport/station.hpp"
 
 namespace collectives {
@@ -38,6 +38,12 @@ class Group {
   // Relaxed: orders nothing.
   Nanoseconds timeout() const noexcept { return timeout_.load(std::memory_order_relaxed); }
   void set_timeout(Nanoseconds timeout) noexcept { timeout_.store(timeout, std::memory_order_relaxed); }
+
+  // Between machines: waits until the leaders are connected or the deadline passed; returns the ranks that
+  // are not. Throws where a connection failed for good. To be called on every rank before the group is used.
+  std::vector<int> link(Nanoseconds deadline);
+  // What stands in the way of connections, in words; may be empty.
+  std::string trouble();
 
   // Executes on the calling thread where the group is idle: returns when done, or throws. The request's
   // memory is not touched afterwards. Returns false, with nothing done, where operations are queued or

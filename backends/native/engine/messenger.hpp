@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/thread.hpp"
+#include "common/thread.hpp"
 #include "engine/transfer.hpp"
 #include "transport/mailbox.hpp"
 #include "transport/station.hpp"

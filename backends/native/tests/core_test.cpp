@@ -9,6 +9,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -51,6 +52,7 @@ Groups shared_ranks(int size) {
     Membership membership;
     membership.rank = r;
     membership.size = size;
+    membership.placement = one_machine(size, r);
     membership.segment = segment;
     membership.tuning = default_tuning(size);
     membership.layout = layout;
@@ -68,13 +70,15 @@ void on_all(int size, const std::function<void(int)>& body) {
 
 Groups attached_ranks(int size) {
   Groups groups(static_cast<std::size_t>(size));
-  BootstrapHost host(size);
+  std::vector<int> all(static_cast<std::size_t>(size));
+  std::iota(all.begin(), all.end(), 0);
+  BootstrapHost host(all, size);
   on_all(size, [&](int r) {
     const Nanoseconds deadline = deadline_after(kLimit);
     auto& mine = groups[static_cast<std::size_t>(r)];
     if (r == 0) {
       CHECK(host.accept(deadline).empty());
-      host.share(deadline);
+      host.share(false, deadline);
       CHECK(host.await_attached(deadline).empty());
       mine = std::make_unique<Group>(host.release(deadline), "attached group", kNever);
     } else {

@@ -1,5 +1,6 @@
 #include "transport/bootstrap.hpp"
 
+#include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,7 +33,9 @@ struct Message {
   Step step = Step::hello;
   std::int32_t rank = 0;
   std::int32_t size = 0;
-  std::uint32_t count = 0;  // processes: how many follow; welcome: how many will follow in all
+  std::uint32_t count = 0;    // processes: how many follow; welcome: how many will follow in all
+  std::uint32_t several = 0;  // welcome: whether there are other machines
+  std::uint32_t reserved = 0;
   char secret[kNameCharacters] = {};
   std::int32_t ranks[kMostDescriptors] = {};  // processes: whose descriptors these are
 };
@@ -66,9 +69,9 @@ Descriptor own_process() {
 void check_user(const Descriptor& socket) {
   const uid_t peer = peer_user(socket);
   if (peer != ::geteuid()) {
-    throw Error(ErrorKind::network, "the process at the other end runs as user " + std::to_string(peer) +
+    throw Error(ErrorKind::backend, "the process at the other end runs as user " + std::to_string(peer) +
                                         ", this one as " + std::to_string(::geteuid()) +
-                                        "; all ranks of a group must run as one user");
+                                        "; only processes of one user share memory");
   }
 }
 
@@ -103,23 +106,36 @@ Membership alone() {
   return membership;
 }
 
-BootstrapHost::BootstrapHost(int size)
-    : size_(size),
+void Membership::span(Placement where, Network how) {
+  how.bell = std::move(network.bell);
+  placement = std::move(where);
+  network = std::move(how);
+}
+
+BootstrapHost::BootstrapHost(std::vector<int> members, int size)
+    : members_(std::move(members)),
+      size_(size),
       tuning_(default_tuning(size)),
       secret_(random_name()),
-      guests_(static_cast<std::size_t>(size)) {
+      guests_(static_cast<std::size_t>(size)),
+      layout_(shape_for(size)) {
   const std::string name = "collectives-" + random_name();
   address_ = name + " " + secret_;
-  listener_ = listen_abstract(name, std::max(size, 16));
-  guests_[0].attached = true;
-  guests_[0].process = own_process();
+  listener_ = listen_abstract(name, std::max(static_cast<int>(members_.size()), 16));
+  guest(members_.front()).attached = true;
+  guest(members_.front()).process = own_process();
+}
+
+void BootstrapHost::exclude(int rank) {
+  std::erase(members_, rank);
+  guest(rank) = Guest();
 }
 
 std::vector<int> BootstrapHost::accept(Nanoseconds deadline) {
   for (;;) {
     std::vector<int> missing;
-    for (int rank = 1; rank < size_; ++rank) {
-      if (!guests_[static_cast<std::size_t>(rank)].socket) missing.push_back(rank);
+    for (const int rank : members_) {
+      if (rank != members_.front() && !guest(rank).socket) missing.push_back(rank);
     }
     if (missing.empty()) return missing;
     Descriptor socket = accept_until(listener_, deadline);
@@ -138,13 +154,13 @@ void BootstrapHost::admit(Descriptor socket, Nanoseconds deadline) {
   Message hello;
   Received received = expect(socket, Step::hello, hello, deadline);
   const bool known = std::memcmp(hello.secret, secret_.data(), kNameCharacters) == 0;
-  const bool fits =
-      hello.version == kLayoutVersion && hello.size == size_ && hello.rank > 0 && hello.rank < size_;
+  const bool fits = hello.version == kLayoutVersion && hello.size == size_ &&
+                    std::find(members_.begin() + 1, members_.end(), hello.rank) != members_.end();
   if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");
-  Guest& guest = guests_[static_cast<std::size_t>(hello.rank)];
-  if (guest.socket) throw Error(ErrorKind::network, "two processes claim one rank");
-  if (!received.descriptors.empty()) guest.process = std::move(received.descriptors.front());
-  guest.socket = std::move(socket);
+  Guest& mine = guest(hello.rank);
+  if (mine.socket) throw Error(ErrorKind::network, "two processes claim one rank");
+  if (!received.descriptors.empty()) mine.process = std::move(received.descriptors.front());
+  mine.socket = std::move(socket);
 }
 
 void BootstrapHost::set_tuning(const Tuning& tuning) {
@@ -153,8 +169,15 @@ void BootstrapHost::set_tuning(const Tuning& tuning) {
   tuning_ = tuning;
 }
 
-void BootstrapHost::share(Nanoseconds deadline) {
-  const Layout layout(shape_for(size_));
+void BootstrapHost::share(bool several, Nanoseconds deadline) {
+  const int own = members_.front();
+  const Layout layout(shape_for(size_, several));
+  layout_ = layout;
+  if (several) {
+    // What is staged goes to the other machines, from the near slots into theirs.
+    tuning_.staged_bytes = layout.shape().near_bytes;
+    tuning_.one_shot_bytes = layout.shape().near_bytes;
+  }
   segment_ = std::make_shared<Segment>(Segment::create(layout.total_bytes()));
   segment_->commit(0, kPage);
   auto* header = reinterpret_cast<Header*>(segment_->data());
@@ -162,17 +185,29 @@ void BootstrapHost::share(Nanoseconds deadline) {
   header->tuning = tuning_;
   header->version = kLayoutVersion;
   header->magic = kMagic;
-  commit_own(*segment_, layout, 0);
+  commit_own(*segment_, layout, own);
+  std::vector<int> handed{segment_->file().get()};
+  if (several) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (std::find(members_.begin(), members_.end(), rank) != members_.end()) continue;
+      segment_->commit(layout.rank_offset(rank), layout.mirror_bytes());
+    }
+    bell_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!bell_) throw Error(ErrorKind::backend, with_errno("eventfd failed", errno));
+    handed.push_back(bell_.get());
+  }
 
-  for (int rank = 1; rank < size_; ++rank) {
-    const Descriptor& socket = guests_[static_cast<std::size_t>(rank)].socket;
+  for (const int rank : members_) {
+    if (rank == own) continue;
+    const Descriptor& socket = guest(rank).socket;
     std::vector<int> others;
-    for (int other = 0; other < size_; ++other) {
-      if (other != rank && guests_[static_cast<std::size_t>(other)].process) others.push_back(other);
+    for (const int other : members_) {
+      if (other != rank && guest(other).process) others.push_back(other);
     }
     Message message;
     message.count = static_cast<std::uint32_t>(others.size());
-    say(socket, message, Step::welcome, {segment_->file().get()}, deadline);
+    message.several = several ? 1 : 0;
+    say(socket, message, Step::welcome, handed, deadline);
     for (std::size_t first = 0; first < others.size(); first += kMostDescriptors) {
       const std::size_t count = std::min(kMostDescriptors, others.size() - first);
       Message batch;
@@ -180,7 +215,7 @@ void BootstrapHost::share(Nanoseconds deadline) {
       std::vector<int> descriptors;
       for (std::size_t i = 0; i < count; ++i) {
         batch.ranks[i] = others[first + i];
-        descriptors.push_back(guests_[static_cast<std::size_t>(others[first + i])].process.get());
+        descriptors.push_back(guest(others[first + i]).process.get());
       }
       say(socket, batch, Step::processes, descriptors, deadline);
     }
@@ -189,17 +224,17 @@ void BootstrapHost::share(Nanoseconds deadline) {
 
 std::vector<int> BootstrapHost::await_attached(Nanoseconds deadline) {
   std::vector<int> missing;
-  for (int rank = 1; rank < size_; ++rank) {
-    Guest& guest = guests_[static_cast<std::size_t>(rank)];
-    if (guest.attached) continue;
-    if (!readable_until(guest.socket, deadline)) {
+  for (const int rank : members_) {
+    Guest& theirs = guest(rank);
+    if (theirs.attached) continue;
+    if (!readable_until(theirs.socket, deadline)) {
       missing.push_back(rank);
       continue;
     }
     try {
       Message message;
-      expect(guest.socket, Step::attached, message, deadline);
-      guest.attached = true;
+      expect(theirs.socket, Step::attached, message, deadline);
+      theirs.attached = true;
     } catch (const Error& error) {
       throw Error(ErrorKind::peer_lost,
                   "rank " + std::to_string(rank) + " left while the group was formed: " + error.message(),
@@ -211,16 +246,18 @@ std::vector<int> BootstrapHost::await_attached(Nanoseconds deadline) {
 
 Membership BootstrapHost::release(Nanoseconds deadline) {
   Membership membership;
-  membership.rank = 0;
+  membership.rank = members_.front();
   membership.size = size_;
   membership.tuning = tuning_;
-  membership.layout = Layout(shape_for(size_));
+  membership.placement = one_machine(size_, membership.rank);
+  membership.network.bell = std::move(bell_);
+  membership.layout = layout_;
   membership.segment = std::move(segment_);
-  for (Guest& guest : guests_) {
-    if (guest.socket) say(guest.socket, Message{}, Step::go, {}, deadline);
-    membership.processes.push_back(std::move(guest.process));
+  for (Guest& each : guests_) {
+    if (each.socket) say(each.socket, Message{}, Step::go, {}, deadline);
+    membership.processes.push_back(std::move(each.process));
   }
-  membership.processes[0].reset();
+  membership.processes[static_cast<std::size_t>(membership.rank)].reset();
   guests_.clear();
   listener_.reset();
   return membership;
@@ -244,20 +281,25 @@ BootstrapGuest::BootstrapGuest(const std::string& address, int rank, int size, N
 
 bool BootstrapGuest::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }
 
-void BootstrapGuest::attach(Nanoseconds deadline) {
+bool BootstrapGuest::attach(Nanoseconds deadline) {
   Message welcome;
   Received received = expect(socket_, Step::welcome, welcome, deadline);
-  if (received.descriptors.size() != 1) throw Error(ErrorKind::network, "the group's host sent no segment");
+  const bool several = welcome.several != 0;
+  if (received.descriptors.size() != (several ? 2U : 1U)) {
+    throw Error(ErrorKind::network, "the group's host sent no segment");
+  }
   membership_.rank = rank_;
   membership_.size = size_;
+  membership_.placement = one_machine(size_, rank_);
+  if (several) membership_.network.bell = std::move(received.descriptors.back());
   membership_.segment = std::make_shared<Segment>(Segment::attach(std::move(received.descriptors.front())));
-  membership_.layout = Layout(shape_for(size_));
+  membership_.layout = Layout(shape_for(size_, several));
   const auto* header = reinterpret_cast<const Header*>(membership_.segment->data());
   if (membership_.segment->bytes() != membership_.layout.total_bytes() || header->magic != kMagic ||
       header->version != kLayoutVersion || header->shape != membership_.layout.shape() ||
       !complaint_about(header->tuning).empty()) {
     throw Error(ErrorKind::network,
-                "rank 0 lays its segment out differently; install one version for all ranks");
+                "the group's host lays its segment out differently; install one version for all ranks");
   }
   membership_.tuning = header->tuning;
   membership_.processes.resize(static_cast<std::size_t>(size_));
@@ -276,6 +318,7 @@ void BootstrapGuest::attach(Nanoseconds deadline) {
   }
   commit_own(*membership_.segment, membership_.layout, rank_);
   say(socket_, Message{}, Step::attached, {}, deadline);
+  return several;
 }
 
 Membership BootstrapGuest::await_release(Nanoseconds deadline) {

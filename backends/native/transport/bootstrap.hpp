@@ -1,13 +1,13 @@
 // How the ranks of one machine come to map one segment.
 //
-// Rank 0, the *host*, makes the segment and listens on a unix socket with a random name. The other ranks, the
-// *guests*, learn the name and a random secret by another way (the group's store), connect, show the secret,
-// and receive the segment's descriptor. The kernel vouches for the user id at both ends. Each rank hands over
-// a descriptor of its own process, so that all can see it die, whatever namespaces they live in. The steps,
-// each bounded by a deadline:
+// The lowest rank, the *host*, makes the segment and listens on a unix socket with a random name. The other
+// ranks, the *guests*, learn the name and a random secret by another way (the group's store), connect, show
+// the secret, and receive the segment's descriptor. The kernel vouches for the user id at both ends. Each
+// rank hands over a descriptor of its own process, so that all can see it die, whatever namespaces they live
+// in. The steps, each bounded by a deadline:
 //
 //   guest -> host   hello      version, secret, rank, size; its process descriptor
-//   host -> guest   welcome    the segment, once all ranks have come
+//   host -> guest   welcome    the segment, once all ranks have come, and between machines the leader's bell
 //   host -> guest   processes  the others' process descriptors, in batches
 //   guest -> host   attached   mapped and allocated
 //   host -> guest   go         all are attached
@@ -23,8 +23,19 @@
 #include "memory/descriptor.hpp"
 #include "memory/segment.hpp"
 #include "transport/control_page.hpp"
+#include "transport/placement.hpp"
+#include "transport/tcp.hpp"
 
 namespace collectives {
+
+// What a rank needs to reach those on other machines.
+struct Network {
+  std::string secret;       // of the group, 32 characters; proves that a connection is one of ours
+  bool from_lanes = false;  // connect from the listeners' addresses, because the user chose them
+  std::vector<std::vector<Endpoint>> endpoints;  // by rank, then by lane
+  std::vector<Listener> listeners;               // this rank's, by lane
+  Descriptor bell;                               // an eventfd that wakes the leader's courier
+};
 
 // What a rank holds once it is attached.
 struct Membership {
@@ -34,11 +45,16 @@ struct Membership {
 
   int rank = 0;
   int size = 1;
+  Placement placement = one_machine(1, 0);
+  Network network;                   // empty on one machine
   std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
   Tuning tuning = default_tuning(1);
   Layout layout{Shape{.size = 1, .near_bytes = 0, .arena_bytes = 0, .mail_bytes = 0}};
   std::vector<Descriptor>
-      processes;  // by rank; empty for this rank, and where the kernel has no such descriptors
+      processes;  // by rank; empty for this rank, remote ones, and where the kernel has no such descriptors
+
+  // Makes it that of a group of several machines.
+  void span(Placement where, Network how);
 };
 
 // The membership of a group of one: memory of its own, nothing shared.
@@ -46,19 +62,24 @@ Membership alone();
 
 class BootstrapHost {
  public:
-  explicit BootstrapHost(int size);
+  // `members`: ranks that may share memory with the first of them, which is this one. `size`: of the group.
+  BootstrapHost(std::vector<int> members, int size);
 
   // Socket name and secret, for the guests alone.
   const std::string& address() const noexcept { return address_; }
 
-  // Takes connections until all ranks have come or the deadline passed; returns the ranks that are missing.
+  // Takes connections until all members have come or the deadline passed; returns the ranks that are missing.
   std::vector<int> accept(Nanoseconds deadline);
 
   // Replaces the defaults, before `share`. Throws std::invalid_argument where a value is out of bounds.
   void set_tuning(const Tuning& tuning);
 
-  // Makes the segment and hands it to all guests.
-  void share(Nanoseconds deadline);
+  // Goes on without a member that cannot attach.
+  void exclude(int rank);
+  const std::vector<int>& members() const noexcept { return members_; }
+
+  // Makes the segment and hands it to all guests. `several`: there are other machines.
+  void share(bool several, Nanoseconds deadline);
 
   // Waits until all guests are attached or the deadline passed; returns the ranks that are not.
   std::vector<int> await_attached(Nanoseconds deadline);
@@ -74,13 +95,18 @@ class BootstrapHost {
   };
   void admit(Descriptor socket, Nanoseconds deadline);
 
+  Guest& guest(int rank) { return guests_[static_cast<std::size_t>(rank)]; }
+
+  std::vector<int> members_;
   int size_;
   Tuning tuning_;
   std::string secret_;
   std::string address_;
   Descriptor listener_;
-  std::vector<Guest> guests_;  // by rank; entry 0 holds this rank's process
+  std::vector<Guest> guests_;  // by rank; the entry of this rank holds its process
   std::shared_ptr<Segment> segment_;
+  Layout layout_;
+  Descriptor bell_;
 };
 
 class BootstrapGuest {
@@ -92,8 +118,8 @@ class BootstrapGuest {
   // Whether the host has answered before the deadline; throws when it has gone.
   bool answered(Nanoseconds deadline);
 
-  // Maps the segment, allocates this rank's part, and says so.
-  void attach(Nanoseconds deadline);
+  // Maps the segment, allocates this rank's part, and says so. Returns whether there are other machines.
+  bool attach(Nanoseconds deadline);
 
   // Waits for the host's go and returns this rank's membership. The guest is spent then.
   Membership await_release(Nanoseconds deadline);

@@ -18,13 +18,18 @@ constexpr std::size_t kMailBytesPerRank = 4 << 20;
 constexpr std::size_t kMostMailBytes = 1 << 20;
 constexpr std::size_t kLeastMailBytes = 16 << 10;
 
+// Between machines every rank has near slots for all, so that their size goes down as the ranks go up.
+constexpr std::size_t kNearBytesInAll = 512 << 10;
+constexpr std::size_t kMostNearBytes = 32 << 10;
+
 }  // namespace
 
-Shape shape_for(int size) {
+Shape shape_for(int size, bool several) {
   const auto ranks = static_cast<std::size_t>(size);
+  const std::size_t between = std::clamp(std::bit_floor(kNearBytesInAll / ranks), kNearBytes, kMostNearBytes);
   const std::size_t share = std::bit_floor(kMailBytesPerRank / std::max<std::size_t>(ranks - 1, 1));
   return Shape{.size = ranks,
-               .near_bytes = kNearBytes,
+               .near_bytes = several ? between : kNearBytes,
                .arena_bytes = kArenaBytes,
                .mail_bytes = std::clamp(share, kLeastMailBytes, kMostMailBytes)};
 }

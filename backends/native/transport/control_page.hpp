@@ -16,6 +16,10 @@
 //   per ordered pair   mailbox: mail_bytes of framed point-to-point bytes
 // Everything is zero at the start. Mailboxes have no memory before their first use: a sender allocates its
 // own.
+//
+// A segment belongs to one machine, and has a place for every rank of the group. The place of a remote rank
+// is its *mirror*: there the machine's leader writes what it hears of that rank. It has no memory for an
+// arena.
 #pragma once
 
 #include <atomic>
@@ -65,7 +69,9 @@ struct alignas(kLine) Progress {
   std::atomic<std::uint64_t> drained;  // release: I do not read these chunks any more, in any ring
 };
 
-enum class Presence : std::uint32_t { attaching = 0, present = 1, departed = 2 };
+// The last two are what a leader heard of a remote rank: its process has ended; its machine, or the network
+// between, is gone.
+enum class Presence : std::uint32_t { attaching = 0, present = 1, departed = 2, dead = 3, unreachable = 4 };
 
 inline constexpr std::uint32_t kNobody = 0xffffffff;
 inline constexpr std::size_t kSiteBytes = 96;
@@ -105,12 +111,31 @@ struct alignas(kLine) MailBell {
   std::atomic<std::uint32_t> sleepers;
 };
 
+// Only between machines.
+struct alignas(kLine) Relay {
+  std::uint64_t staged[2];  // by parity: bytes that this rank staged; released by its arrival
+  std::atomic<std::uint64_t>
+      meetings;  // of a leader: last collective at which all mirrors are up to date; release
+  std::atomic<std::uint32_t> linked;  // of a leader: connected with all other leaders
+};
+
+// In a mirror: the last collective that the remote rank has begun, as its leader told when it stood still.
+// For reports.
+struct alignas(kLine) Heard {
+  std::atomic<std::uint64_t> arrived;
+  std::atomic<std::uint64_t> what[sizeof(Fingerprint) / sizeof(std::uint64_t)];
+  std::atomic<std::uint64_t> own_count;
+  std::atomic<std::uint32_t> waits_for;  // rank + 1, 0 for nobody
+};
+
 struct ControlPage {
   Arrival arrivals[2];
   Progress progress;
   Status status;
   CollectiveBell collective_bell;
   MailBell mail_bell;
+  Relay relay;
+  Heard heard;
 };
 static_assert(sizeof(ControlPage) <= kPage);
 
@@ -143,7 +168,8 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
-Shape shape_for(int size);
+// `several`: the group spans machines. What a rank stages is sent to them then, and must fit its near slot.
+Shape shape_for(int size, bool several = false);
 
 struct Header {
   std::uint64_t magic;
@@ -155,7 +181,7 @@ struct Header {
 static_assert(sizeof(Header) <= kPage);
 
 inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
-inline constexpr std::uint64_t kLayoutVersion = 1;
+inline constexpr std::uint64_t kLayoutVersion = 2;
 
 // Offsets in the segment.
 class Layout {
@@ -167,6 +193,8 @@ class Layout {
 
   // What rank r writes for collectives, committed by rank r itself, on its own memory node.
   std::size_t rank_bytes() const noexcept { return rank_bytes_; }
+  // The part of it that a mirror needs, committed by the leader.
+  std::size_t mirror_bytes() const noexcept { return arena_; }
   std::size_t rank_offset(int rank) const noexcept {
     return kPage + static_cast<std::size_t>(rank) * rank_bytes_;
   }

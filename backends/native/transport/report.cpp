@@ -1,10 +1,13 @@
 // The control page in words.
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdio>
 #include <string>
 
 #include "common/dtype.hpp"
 #include "common/operation.hpp"
+#include "transport/snapshot.hpp"
 #include "transport/station.hpp"
 
 namespace collectives {
@@ -17,71 +20,72 @@ std::string ago(Nanoseconds since) {
   return text;
 }
 
-std::string site_of(const Status& status) {
-  std::string text;
-  for (int attempt = 0; attempt < 3; ++attempt) {
-    const std::uint32_t before = status.site_version.load(std::memory_order_acquire);
-    text.clear();
-    for (const auto& character : status.site) {
-      const char c = character.load(std::memory_order_relaxed);
-      if (c == '\0') break;
-      text.push_back(c);
-    }
-    if ((before & 1) == 0 && status.site_version.load(std::memory_order_acquire) == before) return text;
-  }
-  return {};
-}
-
-std::string mail_of(const Status& status, std::uint32_t peer) {
-  const bool sending = status.mail_kind.load(std::memory_order_relaxed) == 1;
+std::string mail_of(const Snapshot& rank) {
+  const bool sending = rank.mail_kind == 1;
   std::string text = sending ? "waits in send to " : "waits in receive from ";
-  text += peer == kNobody ? "any rank" : "rank " + std::to_string(peer - 1);
-  return text + ", tag " + std::to_string(status.mail_tag.load(std::memory_order_relaxed)) + ", for " +
-         ago(status.mail_since.load(std::memory_order_relaxed));
+  text += rank.mail_peer == kNobody ? "any rank" : "rank " + std::to_string(rank.mail_peer - 1);
+  return text + ", tag " + std::to_string(rank.mail_tag) + ", for " + ago(rank.mail_since);
 }
 
 }  // namespace
 
+Snapshot Station::snapshot(int rank) const {
+  const ControlPage& theirs = page(rank);
+  Snapshot known = snapshot_of(theirs);
+  const Heard& heard = theirs.heard;
+  const std::uint64_t arrived = heard.arrived.load(std::memory_order_acquire);
+  if (arrived <= known.arrived) {
+    // The meeting brings newer news than the herald, but not what the rank waits for.
+    if (arrived < known.arrived || is_local(rank)) return known;
+  }
+  known.arrived = arrived;
+  std::array<std::uint64_t, 3> words{};
+  for (std::size_t i = 0; i < words.size(); ++i) words[i] = heard.what[i].load(std::memory_order_relaxed);
+  known.what = std::bit_cast<Fingerprint>(words);
+  known.own_count = heard.own_count.load(std::memory_order_relaxed);
+  known.waits_for = heard.waits_for.load(std::memory_order_relaxed);
+  return known;
+}
+
+std::string Station::name_of_rank(int rank) const {
+  std::string text = "rank " + std::to_string(rank);
+  if (placement().several()) text += " on '" + placement().host_of(rank) + "'";
+  return text;
+}
+
 std::string Station::report() const {
   std::string text;
   for (int r = 0; r < size(); ++r) {
-    text += (r == 0 ? "  rank " : "\n  rank ") + std::to_string(r) + ": " + report_of(r);
+    text += (r == 0 ? "  " : "\n  ") + name_of_rank(r) + ": " + report_of(r);
   }
   return text;
 }
 
 std::string Station::report_of(int rank) const {
-  const ControlPage& theirs = page(rank);
-  const Status& status = theirs.status;
-  const std::uint64_t even = theirs.arrivals[0].sequence.load(std::memory_order_acquire);
-  const std::uint64_t odd = theirs.arrivals[1].sequence.load(std::memory_order_acquire);
-  const Arrival& last = theirs.arrivals[odd > even ? 1 : 0];
-  const std::uint64_t arrived = std::max(even, odd);
-  const std::uint64_t finished = status.finished.load(std::memory_order_acquire);
-  const Nanoseconds entered = status.entered.load(std::memory_order_relaxed);
-
+  const Snapshot known = snapshot(rank);
   std::string text;
   if (departed(rank)) {
-    text = "left the group";
+    text = "left the group; ";
+  } else if (unreachable(rank)) {
+    text = "cannot be reached; ";
   } else if (rank != this->rank() && dead(rank)) {
-    text = "dead";
+    text = "dead; ";
   }
-  if (!text.empty()) text += "; ";
-  if (arrived == 0) {
+  // Of a remote rank that has not stood still since, a leader knows only that it has come.
+  const bool passing =
+      !is_local(rank) && page(rank).heard.arrived.load(std::memory_order_acquire) < known.arrived;
+  const bool inside = known.arrived > known.finished && !passing;
+  if (known.arrived == 0) {
     text += "has begun no collective";
   } else {
-    text += arrived > finished ? "in " : "finished ";
-    // A rank that goes on meanwhile may rewrite the line; then the words are of a later operation, which is
-    // as good.
-    text += describe(last.what, last.own_count) + " number " + std::to_string(arrived);
-    const std::uint32_t waits_for = theirs.collective_bell.publisher.load(std::memory_order_relaxed);
-    if (arrived > finished && waits_for != 0) text += ", waits for rank " + std::to_string(waits_for - 1);
-    text += arrived > finished ? ", for " + ago(entered) : ", begun " + ago(entered) + " ago";
+    text += inside ? "in " : (passing ? "has come to " : "finished ");
+    text += describe(known.what, known.own_count) + " number " + std::to_string(known.arrived);
+    if (inside && known.waits_for != 0) text += ", waits for rank " + std::to_string(known.waits_for - 1);
+    text += inside ? ", for " + ago(known.entered) : ", begun " + ago(known.entered) + " ago";
   }
-  const std::uint32_t peer = status.mail_peer.load(std::memory_order_relaxed);
-  if (peer != 0) text += "; " + mail_of(status, peer);
-  const std::string site = site_of(status);
-  if (!site.empty() && (peer != 0 || arrived > finished)) text += ", at " + site;
+  if (known.mail_peer != 0) text += "; " + mail_of(known);
+  const std::string site = known.site;
+  if (!site.empty() && (known.mail_peer != 0 || inside)) text += ", at " + site;
   return text;
 }
 

@@ -15,6 +15,8 @@
 #include "common/dtype.hpp"
 #include "common/operation.hpp"
 #include "memory/futex.hpp"
+#include "transport/courier.hpp"
+#include "transport/exchange.hpp"
 
 namespace collectives {
 namespace {
@@ -22,6 +24,8 @@ namespace {
 constexpr Nanoseconds kSlice = 100 * kMillisecond;
 // A sleeper that is woken again and again looks around this often all the same.
 constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
+// How much later than a connection's end the news of why it ended may come.
+constexpr Nanoseconds kNewsLimit = 400 * kMillisecond;
 
 // Identity of the space in which process ids count; 0 where unknown.
 std::uint64_t process_space() noexcept {
@@ -85,7 +89,12 @@ Station::Station(Membership membership, std::string label)
   mine.process_space.store(process_space_, std::memory_order_relaxed);
   mine.entered.store(now_ns(), std::memory_order_relaxed);
   mine.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+  if (!placement().several()) return;
+  if (placement().leads(rank())) exchange_ = std::make_unique<Exchange>(*this);
+  courier_ = std::make_unique<Courier>(*this, std::move(membership_.network));
 }
+
+Station::~Station() = default;
 
 void Station::commit_mailbox(int receiver) const {
   membership_.segment->commit(membership_.layout.mailbox_offset(rank(), receiver), shape().mail_bytes);
@@ -101,6 +110,7 @@ void Station::ring_everyone() const noexcept {
     ring(page(r).collective_bell.rings);
     ring(page(r).mail_bell.rings);
   }
+  if (courier_) courier_->wake();
 }
 
 void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
@@ -187,6 +197,10 @@ void Station::look_around(const Call& call, int peer) const {
 }
 
 bool Station::dead(int rank) const noexcept {
+  if (!is_local(rank)) {
+    const std::uint32_t presence = page(rank).status.presence.load(std::memory_order_acquire);
+    return presence >= static_cast<std::uint32_t>(Presence::dead);
+  }
   const Descriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
   if (process) {
     pollfd ended{.fd = process.get(), .events = POLLIN, .revents = 0};
@@ -205,32 +219,100 @@ bool Station::departed(int rank) const noexcept {
          static_cast<std::uint32_t>(Presence::departed);
 }
 
-void Station::poison(ErrorKind kind, int rank, const std::string& text) const noexcept {
+bool Station::unreachable(int rank) const noexcept {
+  return page(rank).status.presence.load(std::memory_order_acquire) ==
+         static_cast<std::uint32_t>(Presence::unreachable);
+}
+
+bool Station::write_poison(const Poisoned& cause) const noexcept {
   Poison& record = poison();
   std::uint32_t clean = 0;
   // Acquire-release: one writer wins; what it writes below is released with state 2.
-  if (!record.state.compare_exchange_strong(clean, 1, std::memory_order_acq_rel)) return;
-  record.kind = static_cast<std::uint32_t>(kind);
-  record.rank = rank;
-  record.writer = this->rank();
-  const std::size_t length = std::min(text.size(), kPoisonText - 1);
-  std::memcpy(record.text, text.data(), length);
+  if (!record.state.compare_exchange_strong(clean, 1, std::memory_order_acq_rel)) return false;
+  record.kind = static_cast<std::uint32_t>(cause.kind);
+  record.rank = cause.rank;
+  record.writer = cause.writer;
+  const std::size_t length = std::min(cause.text.size(), kPoisonText - 1);
+  std::memcpy(record.text, cause.text.data(), length);
   record.text[length] = '\0';
   record.state.store(2, std::memory_order_release);
+  return true;
+}
+
+void Station::poison(ErrorKind kind, int rank, const std::string& text) const noexcept {
+  write_poison({kind, rank, this->rank(), text});
+  if (courier_) courier_->wake();
+}
+
+std::optional<Poisoned> Station::poisoned() const {
+  const Poison& record = poison();
+  if (record.state.load(std::memory_order_acquire) != 2) return std::nullopt;
+  return Poisoned{static_cast<ErrorKind>(record.kind), record.rank, record.writer, record.text};
+}
+
+void Station::hear_poison(const Poisoned& news) const {
+  write_poison(news);
+  ring_everyone();
+}
+
+void Station::hear_gone(int rank, Presence how) const noexcept {
+  std::atomic<std::uint32_t>& presence = page(rank).status.presence;
+  // A rank that has left stays one that has left. Only the courier's thread writes mirrors.
+  if (presence.load(std::memory_order_relaxed) >= static_cast<std::uint32_t>(Presence::departed)) return;
+  presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
 }
 
 void Station::lose(int rank, const std::string& text) const {
-  const bool left = departed(rank);
-  const std::string cause = "rank " + std::to_string(rank) + " (process " +
-                            std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ") " +
-                            (left ? "has left the group" : "has died") + " while others needed it in " +
-                            text + "; last seen: " + report_of(rank);
+  const char* how = " has died";
+  if (departed(rank)) how = " has left the group";
+  if (unreachable(rank))
+    how = " cannot be reached any more, because its machine or the network between is gone,";
+  const std::string cause = name_of_rank(rank) + " (process " +
+                            std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ")" +
+                            how + " while others needed it in " + text + "; last seen: " + report_of(rank);
   poison(ErrorKind::peer_lost, rank, cause);
   ring_everyone();
   throw_broken(true);
 }
 
-void Station::time_out(const Call& call, int peer) const {
+void Station::lose_connection(const Call& call, int rank) const {
+  const Nanoseconds limit = now_ns() + kNewsLimit;
+  while (now_ns() < limit) {
+    look_around(call, rank);
+    const timespec pause{0, kMillisecond};
+    ::nanosleep(&pause, nullptr);
+  }
+  // It closed its connection, and neither its leader nor its process tells why.
+  lose(rank, describe(call.what, call.own_count) + " number " + std::to_string(call.sequence) +
+                 ", where its connection ended");
+}
+
+void Station::meet_machines(const Call& call) {
+  for (const int r : placement().local()) {
+    if (r != rank())
+      await(call, Wait::meeting, r, page(r).arrivals[call.sequence & 1].sequence, call.sequence);
+  }
+  std::atomic<std::uint64_t>& meetings = page(placement().leader()).relay.meetings;
+  if (!exchange_) return await(call, Wait::meeting, placement().leader(), meetings, call.sequence);
+  exchange_->run(call);
+  publish(meetings, call.sequence);
+}
+
+int Station::laggard(const Call& call, int peer) const noexcept {
+  if (!several()) return peer;
+  for (int r = 0; r < size(); ++r) {
+    const ControlPage& theirs = page(r);
+    const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
+                                            theirs.arrivals[1].sequence.load(std::memory_order_acquire),
+                                            theirs.heard.arrived.load(std::memory_order_acquire)});
+    if (arrived < call.sequence) return r;
+  }
+  return peer;
+}
+
+void Station::time_out(const Call& call, int waited_for) const {
+  // What a leader waits for, or a rank for its leader, may be another's fault.
+  const int peer = laggard(call, waited_for);
   const std::string text = describe(call.what, call.own_count) + " number " + std::to_string(call.sequence) +
                            " was not done after " + seconds(call.timeout) + ": rank " +
                            std::to_string(rank()) + " waited for rank " + std::to_string(peer) +

@@ -5,6 +5,9 @@
 // this rank's bell. A sleeper wakes at least every 100 ms and looks whether to go on: an abort here, the
 // group's poison, dead or departed peers, the deadline, the interrupt hook.
 //
+// Of a group that spans machines each has a segment, and its leader exchanges arrivals with the other leaders
+// (exchange.hpp) and other news (courier.hpp, herald.hpp).
+//
 // Thread safety: one thread at a time executes collectives; `abort`, `leave` and the queries may be called
 // from any.
 #pragma once
@@ -15,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -23,9 +27,14 @@
 #include "common/error.hpp"
 #include "transport/bootstrap.hpp"
 #include "transport/control_page.hpp"
+#include "transport/snapshot.hpp"
 #include "transport/spinning.hpp"
 
 namespace collectives {
+
+class Courier;
+class Exchange;
+class Herald;
 
 // What a thread that blocks in an operation owes to its owner. The bindings use it for Python's lock and
 // signals.
@@ -51,6 +60,14 @@ struct Call {
   const std::string* site = nullptr;  // the source line, of a call that nobody blocks in
 };
 
+// What broke a group, in words that every rank may show.
+struct Poisoned {
+  ErrorKind kind = ErrorKind::aborted;
+  int rank = -1;    // at fault, or -1
+  int writer = -1;  // who found out
+  std::string text;
+};
+
 inline void relax_processor() noexcept {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -63,6 +80,7 @@ class Station {
  public:
   // `label` names the group in messages.
   Station(Membership membership, std::string label);
+  ~Station();
   Station(const Station&) = delete;
   Station& operator=(const Station&) = delete;
 
@@ -71,6 +89,13 @@ class Station {
   const Shape& shape() const noexcept { return membership_.layout.shape(); }
   const Tuning& tuning() const noexcept { return membership_.tuning; }
   const std::string& label() const noexcept { return label_; }
+  const Placement& placement() const noexcept { return membership_.placement; }
+  bool several() const noexcept { return courier_ != nullptr; }  // machines
+  bool is_local(int rank) const noexcept { return placement().is_local(rank); }
+  // Null on one machine.
+  Courier* courier() const noexcept { return courier_.get(); }
+  // "rank 3", and on which machine where there are several.
+  std::string name_of_rank(int rank) const;
 
   ControlPage& page(int rank) const noexcept {
     return *reinterpret_cast<ControlPage*>(base_ + membership_.layout.rank_offset(rank));
@@ -132,6 +157,11 @@ class Station {
     if (word.load(std::memory_order_acquire) < value) block(call, kind, peer, word, value);
   }
 
+  // The meeting of machines, after this rank has published its arrival: returns when the arrivals of all
+  // ranks and what they staged can be read. On a leader, that waits for its local ranks, sends what they
+  // brought to the other leaders, and writes theirs to the mirrors; on the others, waits for their leader.
+  void meet_machines(const Call& call);
+
   // Whether the group can do nothing more: aborted, left, or poisoned by anyone.
   bool broken() const noexcept {
     return stop_.load(std::memory_order_acquire) != kRunning ||
@@ -147,12 +177,21 @@ class Station {
     if (broken()) throw_broken(true);
   }
 
-  // Whether the rank's process has ended. One system call.
+  // Looks whether a waiting operation is to go on, for which `peer` matters most: throws where the group is
+  // broken, where a rank that is needed has gone, on the deadline, and where the interrupt hook says so. Not
+  // for every turn of a loop: it costs system calls.
+  void look_around(const Call& call, int peer) const;
+
+  // Whether the rank's process has ended, or its machine has vanished. One system call for a local rank.
   bool dead(int rank) const noexcept;
   bool departed(int rank) const noexcept;
+  bool unreachable(int rank) const noexcept;
   // Breaks the group for all ranks; the first cause stays.
   void poison(ErrorKind kind, int rank, const std::string& text) const noexcept;
   [[noreturn]] void lose(int rank, const std::string& text) const;
+  // A connection with a remote rank has ended in an operation: waits a little for the control plane to tell
+  // why, then throws.
+  [[noreturn]] void lose_connection(const Call& call, int rank) const;
 
   // Releases all waiting threads of this rank and breaks the group for its peers.
   void abort(const std::string& reason) noexcept;
@@ -164,12 +203,28 @@ class Station {
   // What every rank waits in or did last, a line for each.
   std::string report() const;
   std::string report_of(int rank) const;
+  // What the report is made from.
+  Snapshot snapshot(int rank) const;
 
   Status& status() const noexcept { return own_->status; }
+  // Records for reports which rank this one waits for, outside of `await`; -1 for none.
+  void waits_for(int rank) const noexcept {
+    own_->collective_bell.publisher.store(static_cast<std::uint32_t>(rank + 1), std::memory_order_relaxed);
+  }
   // Records where a blocked call comes from.
   void note_site(const std::string& site) const noexcept;
 
  private:
+  friend class Herald;
+
+  // For the herald: the process of a local rank, empty where there is no descriptor; and the news of others.
+  const Descriptor& process(int rank) const noexcept {
+    return membership_.processes[static_cast<std::size_t>(rank)];
+  }
+  std::optional<Poisoned> poisoned() const;
+  void hear_poison(const Poisoned& news) const;
+  void hear_gone(int rank, Presence how) const noexcept;
+
   static constexpr int kYields = 2;
   enum Stop : int { kRunning, kAborted, kLeft };
 
@@ -185,7 +240,8 @@ class Station {
   void block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
              std::uint64_t value);
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
-  void look_around(const Call& call, int peer) const;
+  bool write_poison(const Poisoned& cause) const noexcept;
+  int laggard(const Call& call, int peer) const noexcept;
   [[noreturn]] void throw_broken(bool begun) const;
   [[noreturn]] void time_out(const Call& call, int peer) const;
 
@@ -196,7 +252,9 @@ class Station {
   std::uint64_t process_space_;
   std::atomic<int> stop_{kRunning};
   std::uint64_t arena_position_ = 0;
-  Spinning spinning_[2];  // by Wait; of the thread that executes collectives
+  Spinning spinning_[2];                // by Wait; of the thread that executes collectives
+  std::unique_ptr<Exchange> exchange_;  // of a leader, between machines; for that thread alone
+  std::unique_ptr<Courier> courier_;    // between machines; last, so that its thread ends first
 };
 
 // "all_reduce(SUM, float32, 1024 elements)".

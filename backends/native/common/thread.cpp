@@ -1,4 +1,4 @@
-#include "engine/thread.hpp"
+#include "common/thread.hpp"
 
 #include <pthread.h>
 #include <signal.h>

@@ -1,0 +1,51 @@
+// What a rank does, as one machine tells another for reports, and what became of it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "common/clock.hpp"
+#include "transport/control_page.hpp"
+
+namespace collectives {
+
+// The fields of Status and Heard by the same names. Times are of the clock of the machine that holds it;
+// `to_ages` and `from_ages` turn them into what can travel, and back.
+struct Snapshot {
+  std::uint64_t arrived = 0;
+  Fingerprint what;
+  std::uint64_t own_count = 0;
+  std::uint64_t finished = 0;
+  Nanoseconds entered = 0;
+  Nanoseconds mail_since = 0;
+  std::uint32_t presence = 0;
+  std::uint32_t waits_for = 0;
+  std::int32_t process = 0;
+  std::uint32_t mail_peer = 0;
+  std::uint32_t mail_kind = 0;
+  std::uint32_t mail_tag = 0;
+  char site[kSiteBytes] = {};
+
+  bool operator==(const Snapshot&) const = default;
+
+  void to_ages(Nanoseconds now) noexcept {
+    entered = now - entered;
+    mail_since = now - mail_since;
+  }
+  void from_ages(Nanoseconds now) noexcept { to_ages(now); }
+};
+static_assert(std::is_trivially_copyable_v<Snapshot> && sizeof(Snapshot) == 184);
+
+Snapshot snapshot_of(const ControlPage& page);
+
+// Writes it to a mirror.
+void store_snapshot(const Snapshot& snapshot, ControlPage& mirror);
+
+// Raises a word that several threads of one leader write.
+void raise_to(std::atomic<std::uint64_t>& word, std::uint64_t value) noexcept;
+
+// The source line of a status; empty where it changes all the time.
+std::string site_of(const Status& status);
+
+}  // namespace collectives
