@@ -23,6 +23,7 @@ from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.grad_bucket import GradBucket
 from collectives.ddp.logging_data import logging_data
 from collectives.ddp.reducer import Hook, Reducer
+from collectives.ddp.sparse import sparse_parameters
 from collectives.ddp.trees import tensors_in
 
 __all__ = ["DistributedDataParallel"]
@@ -50,7 +51,8 @@ class DistributedDataParallel(nn.Module):
     Whether a backward pass averages is decided by the forward that it belongs to; see :meth:`no_sync`.
     Several forwards may come before their backward passes. Gradients are averaged as they stand in ``.grad``,
     with what was accumulated there before. ``torch.autograd.grad`` does not accumulate in ``.grad``: its
-    results are this rank's alone. Sparse gradients raise an error.
+    results are this rank's alone. Sparse gradients, as of an embedding with ``sparse=True``, are averaged as
+    they are and stay sparse; communication hooks do not see them.
 
     Parameters are frozen, added or replaced before wrapping, not after.
 
@@ -195,6 +197,7 @@ class DistributedDataParallel(nn.Module):
             )
 
     def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
+        sparse = sparse_parameters(self.module)
         return Reducer(
             {name: p for name, p in parameters.items() if p.requires_grad},
             self.process_group,
@@ -204,6 +207,7 @@ class DistributedDataParallel(nn.Module):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             batched_grad_copy=self.batched_grad_copy,
+            sparse=[name for name, p in parameters.items() if id(p) in sparse],
         )
 
     def _make_buffer_sync(self) -> BufferSync:

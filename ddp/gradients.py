@@ -341,6 +341,8 @@ class Gradients:
             used: whether another rank, or an earlier pass under ``no_sync``, gave it a gradient.
         """
         parameter = self.parameters[index]
+        if index in self.sparse:
+            return  # averaged as it is
         average = self._views.get(index)
         if average is None:
             average = self._moving[index][0]

@@ -15,6 +15,7 @@ from collectives.ddp.buckets import Bucket
 from collectives.ddp.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.gradients import Gradients
 from collectives.ddp.passes import Pass
+from collectives.ddp.sparse import SparseGradients
 
 __all__ = ["Hook", "Launcher"]
 
@@ -32,11 +33,15 @@ class Launcher:
     Args:
         gradients: the gradients and their buckets.
         averager: averages over the ranks.
+        sparse: the gradients that lie in no bucket.
     """
 
-    def __init__(self, gradients: Gradients, averager: Averager) -> None:
+    def __init__(
+        self, gradients: Gradients, averager: Averager, sparse: SparseGradients | None = None
+    ) -> None:
         self._gradients = gradients
         self._averager = averager
+        self._sparse = sparse
         self._fill_tail: Callable[[Pass, torch.Tensor], None] | None = None
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
@@ -51,12 +56,17 @@ class Launcher:
         """
         self._next = 0
         self._fill_tail = fill_tail
-        self._gradients.reset()
+        self._reset()
 
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._fill_tail = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._gradients.reset()
+        if self._sparse is not None:
+            self._sparse.reset()
 
     def layouts(self) -> list[BucketLayout]:
         """Returns what lies in the buckets."""
@@ -80,17 +90,36 @@ class Launcher:
 
     # ---- launching ---------------------------------------------------------------------------------------
 
+    def mark_ready(self, index: int) -> bool:
+        """Counts one more gradient as there; returns whether that completes what it travels with."""
+        bucket = self._gradients.bucket_of.get(index)
+        if bucket is not None:
+            return bucket.mark_ready()
+        if self._sparse is not None:
+            self._sparse.pending -= 1
+            return not self._sparse.pending
+        return False
+
     def launch_full(self, current: Pass) -> None:
         """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper)."""
         buckets = self._gradients.buckets
-        # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket.
-        end = len(buckets) - (current.nested and not current.ending)
+        # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket,
+        # and so do those about sparse gradients.
+        early = (current.nested and not current.ending) or (self._sparse is not None and self._sparse.pending)
+        end = len(buckets) - bool(early)
         while self._next < end:
             bucket = buckets[self._next]
             if bucket.pending or (bucket.delayed and not (current.triggered or current.ending)):
                 return
             self._fill(current, bucket)
+            if bucket.tail is not None:
+                self._announce(current)
             self._launch(current, bucket)
+
+    def _announce(self, current: Pass) -> None:
+        if self._sparse is not None and not self.is_local:
+            absent = {index for index in current.absent if not current.used_before[index]}
+            self._sparse.announce(absent, trouble=bool(current.report))
 
     def _fill(self, current: Pass, bucket: Bucket) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)
@@ -136,6 +165,8 @@ class Launcher:
             Exception: what the first reduction that failed, failed with; all have ended then.
         """
         failure: Exception | None = None
+        if self._sparse is not None:
+            self._sparse.exchange()
         for bucket in self._gradients.buckets:
             try:
                 bucket.wait()
@@ -145,6 +176,8 @@ class Launcher:
                 failure = failure or error
         if failure is not None:
             raise failure
+        if self._sparse is not None:
+            self._sparse.finish()
 
     def abandon(self, current: Pass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, without waiting."""
@@ -152,6 +185,8 @@ class Launcher:
         self._gradients.part_from(buckets[: self._next])
         for bucket in buckets[self._next :]:
             self._gradients.fill_with_zeros(bucket)
+            if bucket.tail is not None:
+                self._announce(current)
             self._launch(current, bucket)
         self._stale += [
             carrier for bucket in buckets if (carrier := bucket.work or bucket.future) is not None

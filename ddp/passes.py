@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from collectives.ddp.signals import Position
@@ -43,6 +44,7 @@ class Pass:
     Attributes:
         counts: for each parameter, how often its gradient came.
         report: what went wrong.
+        used_before: for each parameter 1 where an earlier pass under ``no_sync`` gave it a gradient.
         sync: whether the pass averages.
         committed: whether it accumulates gradients, although none came yet.
         broken: whether a reduction could not be issued, so that the ranks cannot be brought together.
@@ -56,6 +58,7 @@ class Pass:
 
     counts: list[int]
     report: Report
+    used_before: Sequence[int]
     sync: bool = False
     committed: bool = False
     broken: bool = False

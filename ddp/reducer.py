@@ -40,6 +40,7 @@ from collectives.ddp.launcher import Hook, Launcher
 from collectives.ddp.order import OrderTrace, agree_on_order
 from collectives.ddp.passes import Forward, Pass, Progress
 from collectives.ddp.signals import Heard, SignalExchange, Signals
+from collectives.ddp.sparse import SparseGradients
 from collectives.ddp.verdict import Report, ReportExchange, sync_error
 
 __all__ = ["Hook", "Reducer"]
@@ -69,6 +70,7 @@ class Reducer:
         gradient_as_bucket_view: whether ``.grad`` shares its memory with the buckets.
         static_graph: whether all passes use the parameters alike, so that the first one tells how.
         batched_grad_copy: whether gradients are collected when their bucket is full, all at once.
+        sparse: names of the parameters with sparse gradients.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Reducer:
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         batched_grad_copy: bool = False,
+        sparse: Collection[str] = (),
     ) -> None:
         self._group = group
         self._model = model
@@ -97,10 +100,16 @@ class Reducer:
             tail=self._signals.size,
             as_views=gradient_as_bucket_view,
             batched=batched_grad_copy,
+            sparse=[index for index, name in enumerate(parameters) if name in sparse],
         )
-        self._launcher = Launcher(self.gradients, self._averager)
-        self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._device = self.gradients.parameters[0].device
+        rows = {index: self.gradients.parameters[index] for index in self.gradients.sparse}
+        self._launcher = Launcher(
+            self.gradients,
+            self._averager,
+            SparseGradients(rows, self._averager, self._device) if rows else None,
+        )
+        self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
         self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
 
@@ -113,7 +122,7 @@ class Reducer:
         self.passes = 0
         self.same_usage = True
         self.has_rebuilt_buckets = False
-        self._order = OrderTrace(i for bucket in self.gradients.buckets for i in bucket.indices)
+        self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self._must_agree = False
         self._last_counts: list[int] = []
         self._latest: Forward | None = None
@@ -121,7 +130,7 @@ class Reducer:
         self._stale: list[Waitable] = []
         self._open: set[int] = set()
         self._task = NO_TASK
-        self._pass = Pass([], Report())
+        self._pass = Pass([], Report(), ())
         self._reset()
 
         self._accumulators = [accumulator(parameter) for parameter in self.gradients.parameters]
@@ -296,7 +305,7 @@ class Reducer:
         self._open.clear()
         self._task = NO_TASK
         count = len(self.gradients)
-        self._pass = Pass([0] * count, Report(total=count))
+        self._pass = Pass([0] * count, Report(total=count), self._used)
 
     def _enter_task(self, forward: Forward | None) -> None:
         """Notes that hooks now run in another task than before; the first task of all begins a pass."""
@@ -391,7 +400,7 @@ class Reducer:
                 self.gradients.came(index)
         except BadGradientError as error:
             current.report.errors.append(str(error))
-        if self.gradients.bucket_of[index].mark_ready() and not current.ending:
+        if self._launcher.mark_ready(index) and not current.ending:
             self._launcher.launch_full(current)
 
     def _collect_absent(self, current: Pass, index: int) -> None:
@@ -401,7 +410,7 @@ class Reducer:
                 self.gradients.collect_absent(index)
         except BadGradientError as error:
             current.report.errors.append(str(error))
-        self.gradients.bucket_of[index].mark_ready()
+        self._launcher.mark_ready(index)
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
 

@@ -446,29 +446,6 @@ def test_an_exception_in_the_users_backward_reaches_the_peers_and_training_goes_
         assert seen[1::2] == [True] * 3
 
 
-def sparse(group, view):
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(4, 3, sparse=True)
-            self.layer = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.table(x))
-
-    ours = DistributedDataParallel(Lookup(), process_group=group, gradient_as_bucket_view=view)
-    with pytest.raises(GradientSyncError) as caught:
-        ours(torch.tensor([group.rank()])).sum().backward()
-    return caught.value.reasons
-
-
-@VIEWS
-def test_sparse_gradients_are_refused_by_name(view) -> None:
-    for reasons in run_ranks(sparse, 2, view, backend="host"):
-        assert list(reasons) == [0, 1]
-        assert "the gradient of table.weight has layout torch.sparse_coo" in reasons[0]
-
-
 def dying(group):
     ours, _ = pair(group, Chain)
     Marked.log = []
