@@ -55,6 +55,7 @@ def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, m
         pytest.param({"ranks": {"2": 5}}, "of 2 ranks are no table", id="no table of thresholds"),
         pytest.param({"ranks": {"2": {"luck": 1}}}, "no threshold 'luck'", id="unknown"),
         pytest.param({"ranks": {"2": {"chunk_bytes": 17000}}}, "multiple of 4096, not 17000", id="bounds"),
+        pytest.param({"ranks": {"2": {"ring_bytes": 65536}}}, "at least 4 times chunk_bytes", id="together"),
         pytest.param({"ranks": {"2": {"spin_us": "long"}}}, "", id="no number"),
     ],
 )
@@ -82,9 +83,10 @@ def test_nothing_out_of_bounds_is_saved(file):
 EXTREMES = [
     {},
     {"one_shot_bytes": 128, "staged_bytes": 128, "chunk_bytes": 16384, "shortest_chunk_bytes": 4096,
-     "chunks_wanted": 64, "ring_bytes": 262144, "past_cache_bytes": 0, "spin_us": 0},
+     "chunks_wanted": 64, "ring_bytes": 262144, "past_cache_bytes": 0, "spin_us": 0, "yields": 0,
+     "unsplit_bytes": 0, "background_spin_us": 0},
     {"one_shot_bytes": 131072, "staged_bytes": 131072, "chunk_bytes": 262144, "shortest_chunk_bytes": 262144,
-     "chunks_wanted": 1, "past_cache_bytes": 1 << 60, "spin_us": 100},
+     "chunks_wanted": 1, "unsplit_bytes": 1 << 20, "past_cache_bytes": 1 << 60, "spin_us": 100},
 ]  # fmt: skip
 
 

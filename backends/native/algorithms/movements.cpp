@@ -24,10 +24,6 @@ std::size_t longest_bytes(const std::vector<Part>& parts) {
   return longest;
 }
 
-void copy_own(std::byte* output, const std::byte* input, std::size_t bytes) {
-  if (output != input) collectives::copy(output, input, bytes);
-}
-
 }  // namespace
 
 void barrier(Round& round) {
@@ -46,7 +42,8 @@ void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
   }
   round.meet();
   const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
-  round.open_rings(pieces.count(), round.tuning().chunk_bytes);
+  round.open_rings(pieces.count(), pieces.step);
+  const CopyOut copy_out(round, bytes);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (sends) {
       round.await_room(c);
@@ -54,7 +51,7 @@ void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
       round.filled(c);
     } else {
       round.await_filled(root, c);
-      collectives::copy(data + pieces.begin(c), round.chunk(root, c), pieces.length(c));
+      copy_out(data + pieces.begin(c), round.chunk(root, c), pieces.length(c));
       round.drained(c);
     }
   }
@@ -64,7 +61,8 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
   const int me = round.rank();
   const int ranks = round.size();
   const Part& mine = outputs[static_cast<std::size_t>(me)];
-  if (ranks == 1) return copy_own(mine.data, input, mine.bytes);
+  const CopyOut copy_out(round, total_bytes(outputs));
+  if (ranks == 1) return copy_out(mine.data, input, mine.bytes);
   const std::size_t longest = longest_bytes(outputs);
   if (longest <= round.tuning().staged_bytes) {
     round.reserve(longest);
@@ -74,7 +72,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
       const Part& part = outputs[static_cast<std::size_t>(r)];
       if (r != me) collectives::copy(part.data, round.staged(r, part.bytes), part.bytes);
     }
-    return copy_own(mine.data, input, mine.bytes);
+    return copy_out(mine.data, input, mine.bytes);
   }
   round.meet();
   const std::size_t step = round.tuning().chunk_bytes;
@@ -86,7 +84,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
       round.await_room(i);
       collectives::copy(round.chunk(me, i), input + pieces.begin(i), pieces.length(i));
       round.filled(i);
-      copy_own(mine.data + pieces.begin(i), input + pieces.begin(i), pieces.length(i));
+      copy_out(mine.data + pieces.begin(i), input + pieces.begin(i), pieces.length(i));
     }
     if (i == 0) continue;
     const std::uint64_t c = i - 1;
@@ -96,7 +94,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
       const Pieces pieces{.total = part.bytes, .step = step};
       if (pieces.length(c) == 0) continue;
       round.await_filled(r, c);
-      collectives::copy(part.data + pieces.begin(c), round.chunk(r, c), pieces.length(c));
+      copy_out(part.data + pieces.begin(c), round.chunk(r, c), pieces.length(c));
     }
     round.drained(c);
   }
@@ -107,6 +105,7 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
   const int me = round.rank();
   const int ranks = round.size();
   const bool receives = me == root;
+  const CopyOut copy_out(round, bytes * static_cast<std::size_t>(ranks));
   if (bytes <= round.tuning().staged_bytes) {
     round.reserve(bytes);
     if (!receives) collectives::copy(round.stage(bytes), input, bytes);
@@ -116,12 +115,11 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
       const Part& part = outputs[static_cast<std::size_t>(r)];
       if (r != me) collectives::copy(part.data, round.staged(r, bytes), bytes);
     }
-    return copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
+    return copy_out(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   }
   if (ranks > 1) round.meet();
   const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
-  round.open_rings(pieces.count(), round.tuning().chunk_bytes);
-  if (receives) copy_own(outputs[static_cast<std::size_t>(me)].data, input, bytes);
+  round.open_rings(pieces.count(), pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
     if (!receives) {
       round.await_room(root, c);
@@ -132,10 +130,13 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
     for (int k = 1; k < ranks; ++k) {
       const int r = (me + k) % ranks;
       round.await_filled(r, c);
-      collectives::copy(outputs[static_cast<std::size_t>(r)].data + pieces.begin(c), round.chunk(r, c),
-                        pieces.length(c));
+      copy_out(outputs[static_cast<std::size_t>(r)].data + pieces.begin(c), round.chunk(r, c),
+               pieces.length(c));
     }
     round.drained(c);
+    // While the others fill.
+    copy_out(outputs[static_cast<std::size_t>(me)].data + pieces.begin(c), input + pieces.begin(c),
+             pieces.length(c));
   }
 }
 
@@ -145,6 +146,7 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   const bool sends = me == root;
   const auto all = static_cast<std::size_t>(ranks);
   const std::size_t total = bytes * all;
+  const CopyOut copy_out(round, bytes);
   if (total <= round.tuning().staged_bytes) {
     round.reserve(total);
     if (sends) {
@@ -152,12 +154,11 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
       for (std::size_t r = 0; r < all; ++r) collectives::copy(stage + r * bytes, inputs[r].data, bytes);
     }
     if (ranks > 1) round.meet();
-    if (sends) return copy_own(output, inputs[static_cast<std::size_t>(me)].data, bytes);
+    if (sends) return copy_out(output, inputs[static_cast<std::size_t>(me)].data, bytes);
     return collectives::copy(output, round.staged(root, total) + static_cast<std::size_t>(me) * bytes, bytes);
   }
   if (ranks > 1) round.meet();
-  if (sends) copy_own(output, inputs[static_cast<std::size_t>(me)].data, bytes);
-  if (ranks == 1) return;
+  if (ranks == 1) return copy_out(output, inputs[0].data, bytes);
   const Pieces pieces{.total = bytes, .step = round.piece_bytes()};
   round.open_rings(pieces.count(), all * pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
@@ -169,10 +170,13 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
                           pieces.length(c));
       }
       round.filled(c);
+      // While the others drain.
+      copy_out(output + pieces.begin(c), inputs[static_cast<std::size_t>(me)].data + pieces.begin(c),
+               pieces.length(c));
     } else {
       round.await_filled(root, c);
-      collectives::copy(output + pieces.begin(c),
-                        round.chunk(root, c) + static_cast<std::size_t>(me) * pieces.step, pieces.length(c));
+      copy_out(output + pieces.begin(c), round.chunk(root, c) + static_cast<std::size_t>(me) * pieces.step,
+               pieces.length(c));
       round.drained(c);
     }
   }
@@ -182,7 +186,8 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
   const auto me = static_cast<std::size_t>(round.rank());
   const auto ranks = static_cast<std::size_t>(round.size());
   const auto as_rank = [](std::size_t r) { return static_cast<int>(r); };
-  if (ranks == 1) return copy_own(outputs[0].data, inputs[0].data, inputs[0].bytes);
+  const CopyOut copy_out(round, total_bytes(outputs));
+  if (ranks == 1) return copy_out(outputs[0].data, inputs[0].data, inputs[0].bytes);
 
   std::uint64_t* splits = round.splits(round.rank());
   for (std::size_t r = 0; r < ranks; ++r) {
@@ -217,8 +222,6 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
     }
     if (sends > round.tuning().staged_bytes) longest = std::max(longest, most);
   }
-  copy_own(outputs[me].data, inputs[me].data, inputs[me].bytes);
-
   std::vector<bool> staged(ranks);
   for (std::size_t s = 0; s < ranks; ++s) {
     const std::uint64_t* theirs = round.splits(as_rank(s));
@@ -235,6 +238,11 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
 
   const std::size_t step = round.piece_bytes();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  // The own part, a chunk's share at a time while the others fill or drain, and the rest at the end.
+  const Pieces own{.total = inputs[me].bytes, .step = step};
+  const auto keep = [&](std::size_t begin, std::size_t end) {
+    copy_out(outputs[me].data + begin, inputs[me].data + begin, end - begin);
+  };
   round.open_rings(chunks, ranks * step);
   for (std::uint64_t i = 0; chunks > 0 && i <= chunks; ++i) {
     if (i < chunks && !staged[me]) {
@@ -247,6 +255,7 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       }
       round.filled(i);
     }
+    if (i < chunks) keep(own.begin(i), own.begin(i + 1));
     if (i == 0) continue;
     const std::uint64_t c = i - 1;
     for (std::size_t k = 1; k < ranks; ++k) {
@@ -254,11 +263,11 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       const Pieces pieces{.total = outputs[r].bytes, .step = step};
       if (staged[r] || pieces.length(c) == 0) continue;
       round.await_filled(as_rank(r), c);
-      collectives::copy(outputs[r].data + pieces.begin(c), round.chunk(as_rank(r), c) + me * step,
-                        pieces.length(c));
+      copy_out(outputs[r].data + pieces.begin(c), round.chunk(as_rank(r), c) + me * step, pieces.length(c));
     }
     round.drained(c);
   }
+  keep(own.begin(chunks), own.total);
 }
 
 }  // namespace collectives

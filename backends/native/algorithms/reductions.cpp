@@ -30,6 +30,7 @@ namespace {
 // Bytes of a chunk that is cut into slices: enough chunks to overlap, none too short to be worth its flags.
 std::size_t sliced_chunk(const Round& round, std::size_t bytes) {
   const Tuning& tuning = round.tuning();
+  if (bytes <= tuning.unsplit_bytes) return round_up(bytes, kPage);
   const std::size_t wanted = round_up(bytes / tuning.chunks_wanted, kPage);
   return std::clamp(wanted, std::min(tuning.shortest_chunk_bytes, tuning.chunk_bytes), tuning.chunk_bytes);
 }
@@ -80,6 +81,7 @@ class SlicedReduction {
         reduction_(reduction),
         element_(size_of(reduction.dtype)),
         slices_(round, count, element_),
+        copy_out_(round, count * element_),
         me_(static_cast<std::uint64_t>(round.rank())) {
     round_.open_rings(slices_.count(), sliced_chunk(round, count * element_));
   }
@@ -150,8 +152,8 @@ class SlicedReduction {
       const int r = (round_.rank() + i) % round_.size();
       round_.await_reduced(r, c);
       const auto owner = static_cast<std::uint64_t>(r);
-      collectives::copy(tensor(c, slices.begin(owner)), ring(r, c, slices.begin(owner)),
-                        slices.length(owner) * element_);
+      copy_out_(tensor(c, slices.begin(owner)), ring(r, c, slices.begin(owner)),
+                slices.length(owner) * element_);
     }
     round_.drained(c);
   }
@@ -161,6 +163,7 @@ class SlicedReduction {
   const Reduction& reduction_;
   std::size_t element_;
   Slices slices_;
+  CopyOut copy_out_;
   std::uint64_t me_;
 };
 

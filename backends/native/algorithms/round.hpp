@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/kernels.hpp"
 #include "transport/station.hpp"
 
 namespace collectives {
@@ -161,6 +162,20 @@ class Round {
   std::size_t ring_ = 0;
   std::size_t chunk_bytes_ = 1;
   std::uint64_t ring_chunks_ = 1;
+};
+
+// Copies to outputs that are `bytes` long in all: past the caches where they would not stay there, and would
+// only drive out what the ranks exchange.
+class CopyOut {
+ public:
+  CopyOut(const Round& round, std::size_t bytes)
+      : copy_(bytes >= round.tuning().past_cache_bytes ? copy_streaming : copy) {}
+  void operator()(std::byte* output, const std::byte* input, std::size_t bytes) const {
+    if (output != input) copy_(output, input, bytes);
+  }
+
+ private:
+  void (*copy_)(void*, const void*, std::size_t);
 };
 
 }  // namespace collectives

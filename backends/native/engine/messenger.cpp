@@ -38,7 +38,8 @@ std::size_t padding_of(std::uint64_t bytes) noexcept {
 
 }  // namespace
 
-Messenger::Messenger(Station& station) : station_(&station), rank_(station.rank()) {
+Messenger::Messenger(Station& station)
+    : station_(&station), rank_(station.rank()), spinning_(!station.crowded()) {
   incoming_.reserve(static_cast<std::size_t>(station.size()));
   outgoing_.reserve(static_cast<std::size_t>(station.size()));
   for (int r = 0; r < station.size(); ++r) {
@@ -405,13 +406,26 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
     changed_.notify_all();
   };
   int idle = 0;
+  Nanoseconds spin_end = 0;  // of a long spin under way, else 0
   Nanoseconds next_look = now_ns() + kSlice / 2;
   try {
     while (!done()) {
       if (closing_) break;
       if (pump()) {
+        if (spin_end != 0) spinning_.succeeded();
+        spin_end = 0;
         idle = 0;
         continue;
+      }
+      if (idle == kSpins && interrupt != nullptr && (spin_end != 0 || spinning_.worth_long())) {
+        const Nanoseconds now = now_ns();
+        if (spin_end == 0) spin_end = now + static_cast<Nanoseconds>(station_->tuning().spin_us) * 1000;
+        if (now < spin_end) {
+          idle = 0;
+        } else {
+          spinning_.failed();
+          spin_end = 0;
+        }
       }
       if (idle < kSpins + kYields) {
         lock.unlock();

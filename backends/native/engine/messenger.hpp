@@ -109,7 +109,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool background_drives_ = false;
   bool background_awake_ = false;
   bool closing_ = false;
-  int waiters_ = 0;  // callers in `wait`
+  int waiters_ = 0;    // callers in `wait`
+  Spinning spinning_;  // of callers that drive
   BackgroundThread thread_;
 };
 

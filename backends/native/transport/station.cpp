@@ -26,6 +26,9 @@ constexpr Nanoseconds kSlice = 100 * kMillisecond;
 constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
 // How much later than a connection's end the news of why it ended may come.
 constexpr Nanoseconds kNewsLimit = 400 * kMillisecond;
+// How long a rank asks for the core that it shares with a peer, and how often at most.
+constexpr Nanoseconds kParting = 5 * kMillisecond;
+constexpr Nanoseconds kPartingEvery = 100 * kMillisecond;
 
 // Identity of the space in which process ids count; 0 where unknown.
 std::uint64_t process_space() noexcept {
@@ -83,7 +86,8 @@ Station::Station(Membership membership, std::string label)
       base_(membership_.segment->data()),
       own_(&page(membership_.rank)),
       process_space_(process_space()),
-      spinning_{Spinning(size() <= usable_cores()), Spinning(size() <= usable_cores())} {
+      crowded_(static_cast<int>(membership_.placement.local().size()) > usable_cores()),
+      spinning_{Spinning(!crowded_), Spinning(!crowded_)} {
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);
@@ -126,18 +130,40 @@ void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std
   if (spin()) return;
   Spinning& spinning = spinning_[static_cast<std::size_t>(kind)];
   if (spinning.worth_long()) {
-    const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(tuning().spin_us) * 1000;
+    const std::uint64_t longest = call.interrupt != nullptr ? tuning().spin_us : tuning().background_spin_us;
+    const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(longest) * 1000;
     do {
       if (spin()) return spinning.succeeded();
     } while (now_ns() < end);
     spinning.failed();
   }
   if (call.interrupt != nullptr) call.interrupt->blocks();
-  for (int i = 0; i < kYields; ++i) {
+  for (std::uint64_t i = 0; i < tuning().yields; ++i) {
     sched_yield();
     if (come()) return;
   }
+  if (shares_core_needlessly(peer)) {
+    const Nanoseconds end = now_ns() + kParting;
+    do {
+      sched_yield();
+      if (come()) return;
+    } while (now_ns() < end);
+  }
   sleep(call, peer, word, value);
+}
+
+// Whether the peer seems to run on this thread's core though there is one for each rank. Ranks that take
+// turns to sleep can stay so for ever, as the core never has two threads to run at a time: one that keeps
+// asking for it lets the kernel see that, and move one of them.
+bool Station::shares_core_needlessly(int peer) noexcept {
+  if (crowded_) return false;
+  const auto core = static_cast<std::uint32_t>(::sched_getcpu() + 1);
+  own_->status.core.store(core, std::memory_order_relaxed);
+  if (core == 0 || page(peer).status.core.load(std::memory_order_relaxed) != core) return false;
+  const Nanoseconds now = now_ns();
+  if (now < next_parting_) return false;
+  next_parting_ = now + kPartingEvery;
+  return true;
 }
 
 void Station::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value) {

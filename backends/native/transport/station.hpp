@@ -1,9 +1,9 @@
 // A rank's place in the segment: what it publishes, how it waits for the others, and how it learns that they
 // are gone.
 //
-// Waiting goes in three steps, because ranks may outnumber cores: a short spin, two yields, then sleep on
-// this rank's bell. A sleeper wakes at least every 100 ms and looks whether to go on: an abort here, the
-// group's poison, dead or departed peers, the deadline, the interrupt hook.
+// Waiting goes in three steps, because ranks may outnumber cores: spin (Spinning says how long), yield, then
+// sleep on this rank's bell. A sleeper wakes at least every 100 ms and looks whether to go on: an abort here,
+// the group's poison, dead or departed peers, the deadline, the interrupt hook.
 //
 // Of a group that spans machines each has a segment, and its leader exchanges arrivals with the other leaders
 // (exchange.hpp) and other news (courier.hpp, herald.hpp).
@@ -88,6 +88,8 @@ class Station {
   int size() const noexcept { return membership_.size; }
   const Shape& shape() const noexcept { return membership_.layout.shape(); }
   const Tuning& tuning() const noexcept { return membership_.tuning; }
+  // Whether there are more ranks here than cores.
+  bool crowded() const noexcept { return crowded_; }
   const std::string& label() const noexcept { return label_; }
   const Placement& placement() const noexcept { return membership_.placement; }
   bool several() const noexcept { return courier_ != nullptr; }  // machines
@@ -225,7 +227,6 @@ class Station {
   void hear_poison(const Poisoned& news) const;
   void hear_gone(int rank, Presence how) const noexcept;
 
-  static constexpr int kYields = 2;
   enum Stop : int { kRunning, kAborted, kLeft };
 
   std::atomic<std::uint64_t>& counter(std::size_t offset) const noexcept {
@@ -239,6 +240,7 @@ class Station {
   void ring_everyone() const noexcept;
   void block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
              std::uint64_t value);
+  bool shares_core_needlessly(int peer) noexcept;
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   bool write_poison(const Poisoned& cause) const noexcept;
   int laggard(const Call& call, int peer) const noexcept;
@@ -252,7 +254,9 @@ class Station {
   std::uint64_t process_space_;
   std::atomic<int> stop_{kRunning};
   std::uint64_t arena_position_ = 0;
-  Spinning spinning_[2];                // by Wait; of the thread that executes collectives
+  const bool crowded_;    // there are more ranks here than cores
+  Spinning spinning_[2];  // by Wait; of the thread that executes collectives
+  Nanoseconds next_parting_ = 0;
   std::unique_ptr<Exchange> exchange_;  // of a leader, between machines; for that thread alone
   std::unique_ptr<Courier> courier_;    // between machines; last, so that its thread ends first
 };

@@ -17,16 +17,22 @@ constexpr TuningField kFields[] = {
      "all other collectives: what a rank contributes goes without chunks up to this length"},
     {"chunk_bytes", &Tuning::chunk_bytes, 16 * kKiB, 256 * kKiB, 4 * kKiB,
      "length of the chunks in which long contributions pass"},
+    {"unsplit_bytes", &Tuning::unsplit_bytes, 0, 1 * kMiB, 1,
+     "all_reduce and reduce by slices: up to this length a message is one chunk"},
     {"shortest_chunk_bytes", &Tuning::shortest_chunk_bytes, 4 * kKiB, 256 * kKiB, 4 * kKiB,
      "all_reduce and reduce by slices: chunks become no shorter than this to make them more"},
     {"chunks_wanted", &Tuning::chunks_wanted, 1, 64, 1,
      "all_reduce and reduce by slices: chunks that a message is cut into if they may be so short"},
-    {"ring_bytes", &Tuning::ring_bytes, 256 * kKiB, 1 * kMiB, 4 * kKiB,
-     "how far a rank may be ahead of those who read what it contributes"},
+    {"ring_bytes", &Tuning::ring_bytes, 64 * kKiB, 1 * kMiB, 4 * kKiB,
+     "how far a rank may be ahead of those who read what it contributes; at least 4 chunks"},
     {"past_cache_bytes", &Tuning::past_cache_bytes, 0, std::uint64_t{1} << 62, 1,
      "outputs of at least this length are written past the processor's caches"},
     {"spin_us", &Tuning::spin_us, 0, 10'000, 1,
-     "longest wait, in microseconds, before a thread gives its core away"},
+     "longest wait, in microseconds, before a caller that has nothing else to do gives its core away"},
+    {"background_spin_us", &Tuning::background_spin_us, 0, 10'000, 1,
+     "the same for a group's own thread, which competes with its process for the core"},
+    {"yields", &Tuning::yields, 0, 10'000, 1,
+     "how often a waiting thread offers its core to others before it sleeps"},
 };
 
 }  // namespace
@@ -38,17 +44,21 @@ Tuning default_tuning(int size) {
   const bool pair = size <= 2;
   return Tuning{
       // With more ranks, reducing everything is more work for each, and slices pay off earlier.
-      .one_shot_bytes = std::max(128 * kKiB / std::max<std::uint64_t>(ranks, 2), 8 * kKiB),
+      .one_shot_bytes = std::clamp(512 * kKiB / ranks, 8 * kKiB, 128 * kKiB),
       .staged_bytes = 64 * kKiB,
       // Between two ranks a chunk stays in a core's cache together with its neighbours; between more, long
       // chunks keep the number of synchronisations low, each of which costs context switches where ranks
       // outnumber cores.
       .chunk_bytes = pair ? 64 * kKiB : 256 * kKiB,
+      .unsplit_bytes = 256 * kKiB,
       .shortest_chunk_bytes = 32 * kKiB,
       .chunks_wanted = 4,
       .ring_bytes = 1 * kMiB,
       .past_cache_bytes = 8 * kMiB,
-      .spin_us = 20,
+      .spin_us = 100,
+      .background_spin_us = 20,
+      // Where ranks outnumber cores, those who come next are often ready to run.
+      .yields = pair ? 2U : 8U,
   };
 }
 
@@ -60,6 +70,11 @@ std::string complaint_about(const Tuning& tuning) {
            std::to_string(field.most) +
            (field.unit == 1 ? std::string() : " and a multiple of " + std::to_string(field.unit)) + ", not " +
            std::to_string(value);
+  }
+  // A pipeline drains a chunk two steps after it filled it.
+  if (tuning.ring_bytes < 4 * tuning.chunk_bytes) {
+    return "ring_bytes must be at least 4 times chunk_bytes (" + std::to_string(tuning.chunk_bytes) +
+           "), not " + std::to_string(tuning.ring_bytes);
   }
   return {};
 }

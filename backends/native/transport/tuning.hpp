@@ -14,11 +14,14 @@ struct Tuning {
   std::uint64_t one_shot_bytes;
   std::uint64_t staged_bytes;
   std::uint64_t chunk_bytes;
+  std::uint64_t unsplit_bytes;
   std::uint64_t shortest_chunk_bytes;
   std::uint64_t chunks_wanted;
   std::uint64_t ring_bytes;
   std::uint64_t past_cache_bytes;
   std::uint64_t spin_us;
+  std::uint64_t background_spin_us;
+  std::uint64_t yields;
 
   bool operator==(const Tuning&) const = default;
 };
