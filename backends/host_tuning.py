@@ -23,7 +23,7 @@ from typing import Any
 
 from collectives import _native
 
-__all__ = ["FIELDS", "VARIABLE", "defaults", "machine", "path", "save", "tuning_for"]
+__all__ = ["FIELDS", "VARIABLE", "defaults", "machine", "path", "save", "stored", "tuning_for"]
 
 VARIABLE = "COLLECTIVES_TUNING"
 """Environment variable with the path of the file; empty: none, not even that of the user's cache folder."""
@@ -115,7 +115,23 @@ def save(ranks: Mapping[int, Mapping[str, int]], file: Path | None = None) -> Pa
     return file
 
 
+def stored(file: Path) -> dict[int, dict[str, int]]:
+    """Returns what a file of this machine holds, by size of group.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it cannot be used here.
+    """
+    return {int(size): dict(values) for size, values in _entries(file).items()}
+
+
 def _entry(file: Path, size: int) -> Mapping[str, int]:
+    entries = _entries(file)
+    fitting = [int(key) for key in entries if int(key) <= size]
+    return entries[str(max(fitting))] if fitting else {}
+
+
+def _entries(file: Path) -> dict[str, dict[str, int]]:
     content: Any = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"it is no file of thresholds of format {_FORMAT}")
@@ -124,10 +140,7 @@ def _entry(file: Path, size: int) -> Mapping[str, int]:
     entries = content.get("ranks")
     if not isinstance(entries, dict) or not all(key.isdecimal() for key in entries):
         raise ValueError("'ranks' does not map sizes of groups to thresholds")
-    fitting = [int(key) for key in entries if int(key) <= size]
-    if not fitting:
-        return {}
-    entry = entries[str(max(fitting))]
-    if not isinstance(entry, dict):
-        raise ValueError(f"the thresholds of {max(fitting)} ranks are no table")
-    return entry
+    for key, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"the thresholds of {key} ranks are no table")
+    return entries

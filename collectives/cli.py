@@ -1,4 +1,4 @@
-"""The command ``collectives``: demo, bench, backends, doctor.
+"""The command ``collectives``: demo, bench, backends, doctor, tune.
 
 Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
 and only the one that is asked for is loaded, so that nothing here depends on them.
@@ -28,6 +28,10 @@ PROGRAMS = {
     "doctor": (
         "collectives.bench.doctor",
         "test what this machine offers and that two ranks can communicate",
+    ),
+    "tune": (
+        "collectives.bench.tune",
+        "measure which thresholds of the host backend are best on this machine, and keep them",
     ),
 }
 

@@ -1,0 +1,135 @@
+"""Measures which thresholds of the host backend are best on this machine, and keeps those that are better.
+
+A threshold decides how an operation is carried out, such as up to which length a message goes in one piece;
+it never changes a bit of a result. Groups that differ in one threshold take turns at the operations that it
+decides about, beside two groups that do not differ at all: only what saves clearly more time than those
+differ by counts as better. At the end all new thresholds together are timed against the defaults, and stored
+if they are better and make nothing slower. Groups of this machine load them from then on.
+
+Leave the machine to it meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from collectives.backends import host_tuning
+from collectives.bench.comparison import at_least, show_progress
+from collectives.bench.ranks import RankFailedError
+from collectives.bench.sizes import format_bytes
+from collectives.bench.tuning_ranks import Rig
+from collectives.bench.tuning_search import Outcome, TooNoisyError, search
+from collectives.cli import CommandError
+
+__all__ = ["add_arguments", "entries", "run", "table"]
+
+STARTING_S = 8.0
+"""What starting the ranks of one number may take of the budget."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the program's options to a parser."""
+    parser.add_argument(
+        "--nproc",
+        type=_counts,
+        default=(2, 4),
+        metavar="N,...",
+        help="numbers of ranks to measure, 2 or more (default: 2,4)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=100.0,
+        metavar="SECONDS",
+        help="time that all should take (default: %(default)g)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="measure and print, but store nothing")
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help=f"where to store them (default: where groups look, {host_tuning.path() or 'which is nowhere'})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the program as the command line asks; returns 0 also where the defaults are best.
+
+    Raises:
+        CommandError: the machine is too noisy to decide, a rank failed, or the file cannot be written.
+    """
+    file: Path | None = arguments.file or host_tuning.path()
+    if file is None and not arguments.dry_run:
+        raise CommandError(
+            f"{host_tuning.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
+        )
+    share_s = max(1.0, arguments.budget / len(arguments.nproc) - STARTING_S)
+    outcomes: list[Outcome] = []
+    for ranks in arguments.nproc:
+        try:
+            with Rig(ranks) as rig:
+                outcome = search(rig, ranks, host_tuning.defaults(ranks), share_s, progress=show_progress)
+        except TooNoisyError as error:
+            raise CommandError(
+                f"{ranks} ranks: {error}; nothing is stored. Try again when nothing else runs on this machine"
+            ) from None
+        except RankFailedError as error:
+            raise CommandError(str(error)) from error
+        finally:
+            show_progress("")
+        outcomes.append(outcome)
+        print("\n".join(table(outcome)), end="\n\n", flush=True)
+    found = entries(outcomes)
+    if not any(outcome.after for outcome in outcomes):
+        print("The defaults are best here; nothing is stored.")
+    elif arguments.dry_run or file is None:
+        print("Nothing is stored, because this is a dry run.")
+    else:
+        _store(found, file)
+    return 0
+
+
+def _store(found: Mapping[int, Mapping[str, int]], file: Path) -> None:
+    try:
+        kept = host_tuning.stored(file)
+    except FileNotFoundError:
+        kept = {}
+    except ValueError as error:
+        print(f"{file} is replaced, because it cannot be used: {error}")
+        kept = {}
+    try:
+        print(f"Stored in {host_tuning.save({**kept, **found}, file)}.")
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error}") from error
+
+
+def entries(outcomes: list[Outcome]) -> dict[int, dict[str, int]]:
+    """Returns what is stored for each number of ranks: only thresholds that measured better.
+
+    Groups without an entry take that of the next smaller size. An empty entry keeps those groups on their
+    defaults for which nothing was better, and groups of 3, whose defaults are of another kind than a pair's.
+    """
+    found = {outcome.ranks: dict(outcome.after) for outcome in outcomes}
+    if 2 in found:
+        found.setdefault(3, {})
+    return found
+
+
+def table(outcome: Outcome) -> list[str]:
+    """Returns the lines that show an outcome."""
+    lines = [f"{outcome.ranks} ranks: {outcome.verdict} (noise {outcome.noise:.1%})"]
+    for name, noise, value, gain in outcome.steps:
+        lines.append(
+            f"  {name}: {outcome.before[name]} -> {value}, alone {gain:.1%} faster (noise {noise:.1%})"
+        )
+    lines.append(f"  {'operation':16}{'size':>10}{'before us':>12}{'after us':>12}{'ratio':>8}")
+    for probe, before, after in zip(outcome.probes, outcome.before_us, outcome.after_us, strict=True):
+        size = format_bytes(probe.size_bytes)
+        lines.append(f"  {probe.operation:16}{size:>10}{before:12.2f}{after:12.2f}{after / before:8.2f}")
+    return lines
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({at_least(2)(part) for part in text.split(",")}))

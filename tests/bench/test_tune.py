@@ -1,0 +1,203 @@
+"""``collectives tune`` keeps thresholds that measure better, and no others."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from collectives.backends import host_tuning
+from collectives.bench import tune
+from collectives.bench.tuning_ranks import Probe, Rig
+from collectives.bench.tuning_search import (
+    PLAN,
+    Comparison,
+    Outcome,
+    Step,
+    TooNoisyError,
+    compare,
+    search,
+)
+from collectives.cli import CommandError, main
+
+SHORT, LONG = Probe("all_reduce", 4096), Probe("all_reduce", 1 << 20)
+STEPS = (
+    Step("one_shot_bytes", (8192, 16384), (SHORT,)),
+    Step("ring_bytes", (262144, 524288), (LONG,)),
+)
+Cost = Callable[[Mapping[str, int], Probe], float]
+
+
+class FakeRig:
+    """Ranks whose times are a formula of the thresholds, and noise."""
+
+    def __init__(self, cost: Cost, noise: float = 0.01) -> None:
+        self.cost = cost
+        self.noise = noise
+        self.groups: dict[int, Mapping[str, int]] = {}
+        self.made = 0
+        self.random = random.Random(7)
+
+    def make(self, thresholds: Mapping[str, int]) -> int:
+        self.made += 1
+        self.groups[self.made] = dict(thresholds)
+        return self.made
+
+    def drop(self, number: int) -> None:
+        del self.groups[number]
+
+    def time_us(self, number: int, probe: Probe, calls: int) -> float:
+        assert calls >= 1
+        return self.cost(self.groups[number], probe) * self.random.lognormvariate(0, self.noise)
+
+
+def found(cost: Cost, noise: float = 0.01) -> Outcome:
+    rig = FakeRig(cost, noise)
+    outcome = search(rig, 2, host_tuning.defaults(2), 0.0, STEPS)  # type: ignore[arg-type]
+    assert not rig.groups
+    return outcome
+
+
+def test_a_threshold_that_saves_time_is_kept_and_only_that() -> None:
+    outcome = found(lambda s, p: 10 * (0.8 if s["one_shot_bytes"] == 8192 and p is SHORT else 1.0))
+    assert outcome.after == {"one_shot_bytes": 8192}
+    assert 0.05 < outcome.gain < 0.15
+    before, after = outcome.before_us[0], outcome.after_us[0]
+    assert after / before == pytest.approx(0.8, abs=0.03)
+    assert any("one_shot_bytes: 65536 -> 8192" in line for line in tune.table(outcome))
+
+
+def test_the_best_of_several_is_taken() -> None:
+    outcome = found(lambda s, p: {8192: 9.0, 16384: 7.0}.get(s["one_shot_bytes"], 10.0))
+    assert outcome.after == {"one_shot_bytes": 16384}
+
+
+def test_noise_alone_changes_nothing() -> None:
+    outcome = found(lambda s, p: 10.0, noise=0.05)
+    assert outcome.after == {}
+    assert "no thresholds measure better" in outcome.verdict
+
+
+def test_a_gain_within_the_noise_changes_nothing() -> None:
+    assert found(lambda s, p: 9.8 if s["one_shot_bytes"] == 8192 else 10.0, noise=0.05).after == {}
+
+
+def test_a_threshold_that_makes_another_operation_slower_is_given_up() -> None:
+    def cost(setting: Mapping[str, int], probe: Probe) -> float:
+        if probe is SHORT:  # shorter rings help long messages, and harm short ones: seen only all together
+            return 13.0 if setting["ring_bytes"] == 262144 else 10.0 - 3 * (setting["one_shot_bytes"] == 8192)
+        return 8.0 if setting["ring_bytes"] == 262144 else 10.0
+
+    outcome = found(cost)
+    assert outcome.after == {"one_shot_bytes": 8192}
+    assert [name for name, *_ in outcome.steps] == ["one_shot_bytes", "ring_bytes"]
+
+
+def test_a_machine_that_is_too_noisy_is_refused() -> None:
+    with pytest.raises(TooNoisyError, match="the same thresholds differ by"):
+        found(lambda s, p: 10.0, noise=0.8)
+
+
+def test_a_gain_in_few_rounds_does_not_count() -> None:
+    steady, lucky = [10.0] * 8, [1.0] * 5 + [11.0] * 3
+    assert not Comparison([[steady], [steady], [lucky]]).better(2)
+    assert Comparison([[steady], [steady], [[9.0] * 8]]).better(2)
+
+
+def test_the_plan_tries_only_values_that_groups_accept() -> None:
+    assert {step.name for step in PLAN} == set(host_tuning.FIELDS)
+    for step in PLAN:
+        for value in step.values:
+            least, most, unit, _ = host_tuning.FIELDS[step.name]
+            assert least <= value <= most
+            assert value % unit == 0, (step.name, value)
+
+
+def test_groups_that_were_not_better_stay_on_their_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = [
+        Outcome(2, host_tuning.defaults(2), {"ring_bytes": 524288}),
+        Outcome(4, host_tuning.defaults(4)),
+    ]
+    file = host_tuning.save(tune.entries(outcomes), tmp_path / "tuning.json")
+    monkeypatch.setenv(host_tuning.VARIABLE, str(file))
+    assert host_tuning.tuning_for(2) == {**host_tuning.defaults(2), "ring_bytes": 524288}
+    for size in (3, 4, 8):
+        assert host_tuning.tuning_for(size) == host_tuning.defaults(size)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome | Exception], None]:
+    """Gives the command a result, in place of a measurement."""
+
+    monkeypatch.setattr(tune, "Rig", contextlib.nullcontext)
+
+    def give(result: Outcome | Exception) -> None:
+        def answer(*arguments: object, **named: object) -> Outcome:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(tune, "search", answer)
+
+    return give
+
+
+BETTER = Outcome(2, host_tuning.defaults(2), {"ring_bytes": 524288}, verdict="saves 9.0% of the time")
+
+
+def test_the_command_stores_what_is_better_beside_what_is_there(
+    tmp_path: Path, measured: Callable[[Outcome | Exception], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(BETTER)
+    file = host_tuning.save({8: {"spin_us": 50}}, tmp_path / "tuning.json")
+    assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
+    assert f"Stored in {file}" in capsys.readouterr().out
+    assert host_tuning.stored(file) == {2: {"ring_bytes": 524288}, 3: {}, 8: {"spin_us": 50}}
+    file.write_text("{}")
+    assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
+    assert "is replaced, because it cannot be used" in capsys.readouterr().out
+    assert host_tuning.stored(file) == {2: {"ring_bytes": 524288}, 3: {}}
+
+
+def test_a_dry_run_and_a_result_that_is_no_better_store_nothing(
+    tmp_path: Path, measured: Callable[[Outcome | Exception], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tuning.json"
+    measured(BETTER)
+    assert main(["tune", "--nproc", "2", "--file", str(file), "--dry-run"]) == 0
+    measured(Outcome(2, host_tuning.defaults(2), verdict="no thresholds measure better"))
+    assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
+    assert capsys.readouterr().out.count("othing is stored") == 2
+    assert not file.exists()
+
+
+def test_the_command_refuses_a_noisy_machine_and_a_place_that_groups_do_not_read(
+    tmp_path: Path,
+    measured: Callable[[Outcome | Exception], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    measured(TooNoisyError("two groups with the same thresholds differ by 40% here"))
+    assert main(["tune", "--nproc", "2", "--file", str(tmp_path / "tuning.json")]) == 1
+    assert "differ by 40%" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(host_tuning.VARIABLE, "")
+    with pytest.raises(CommandError, match="give --file"):
+        tune.run(argparse.Namespace(file=None, dry_run=False, nproc=(2,), budget=1.0))
+
+
+def test_ranks_time_groups_that_differ_in_a_threshold() -> None:
+    before = host_tuning.defaults(2)
+    probes = (SHORT, Probe("all_gather", 4096), Probe("reduce_scatter", 1 << 20), Probe("barrier", 0))
+    with Rig(2) as rig:
+        result = compare(rig, [before, {**before, "one_shot_bytes": 128}], probes, 0.0)
+    assert [len(setting) for setting in result.times_us] == [4, 4, 4]
+    assert all(0 < turn < 1e6 for setting in result.times_us for rounds in setting for turn in rounds)
+    json.dumps(result.times_us)
