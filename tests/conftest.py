@@ -11,6 +11,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from interrupts import let_children_be_interrupted
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -56,6 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    let_children_be_interrupted()
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
     _segments_before.update(_segments())
     _sockets_before.update(_own_sockets())

@@ -214,3 +214,26 @@ def test_ranks_start_no_ranks() -> None:
 def test_local_functions_are_refused() -> None:
     with pytest.raises(TypeError, match="module level"):
         run_ranks(lambda rank, size: None, 1)
+
+
+def test_what_tests_start_can_be_interrupted_under_a_background_shell() -> None:
+    child = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('still here')"
+    script = f"""
+import os, signal, subprocess, sys
+before = [sys.executable, "-c", {child!r}]
+assert subprocess.run(before, stderr=subprocess.DEVNULL).returncode == 0
+from interrupts import let_children_be_interrupted
+let_children_be_interrupted()
+os.kill(os.getpid(), signal.SIGINT)  # it stays uninterrupted itself
+assert subprocess.run(before, stderr=subprocess.DEVNULL).returncode == -signal.SIGINT
+"""
+    run = subprocess.run(
+        ["bash", "-c", "trap '' INT; exec \"$@\"", "bash", sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(harness.__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("still here") == 1
