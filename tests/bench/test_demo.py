@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.bench import demo
+from collectives.bench import comparison, demo
 from collectives.bench.digits import Recipe, batches, build_model, flat_parameters, load_digits, train
 from collectives.bench.machine import describe_machine
 from collectives.bench.records import Record, Report, Skipped, Timing, read_report
@@ -118,22 +118,24 @@ def test_training_lowers_the_loss(digits):
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
-def test_the_demo(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "collectives", "demo", "--sizes", "8,64K", "--out", str(tmp_path / "new")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test accuracy" in done.stdout
-    assert "bitwise the same" in done.stdout
-    assert "all_reduce by host, 2 ranks" in done.stdout
-    assert "all_reduce by gloo, 2 ranks" in done.stdout
-    assert "training: 100%" in done.stderr
-    assert done.stderr.count("| 0/300") == 1  # one bar, on rank 0
+def test_the_demo(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(demo, "SWEEP_BUDGET_S", 0.5)
+    names = ("gloo", "host", "round_robin")  # not those that other tests register in this process alone
+    monkeypatch.setattr(comparison, "backend_names", lambda: names)
+    threads = torch.get_num_threads()
+    try:
+        status = main(["demo", "--sizes", "8,64K", "--out", str(tmp_path / "new")])
+    finally:
+        torch.set_num_threads(threads)
+    out, err = capfd.readouterr()
+    assert status == 0, out + err
+    assert "test accuracy" in out
+    assert "bitwise the same" in out
+    assert "all_reduce by host, 2 ranks" in out
+    assert "all_reduce by gloo, 2 ranks" in out
+    assert "training: 100%" in err
+    assert err.count("| 0/300") == 1  # one bar, on rank 0
 
     path = tmp_path / "new" / "collectives-demo.json"
     training = json.loads(path.read_text())["training"]

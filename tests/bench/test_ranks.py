@@ -36,17 +36,6 @@ def test_answers_come_in_rank_order():
     assert all(gone(pid) for pid in pids)
 
 
-def test_ranks_end_with_the_team():
-    with SpawnedTeam(2, bench_bodies.send_pid) as team:
-        pids = team.gather()
-        with pytest.raises(
-            RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
-        ):
-            team.ask(5)
-    assert all(gone(pid) for pid in pids)
-    team.close()  # a second time
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -109,13 +98,20 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
         time.sleep(0.05)
 
 
-def test_nobody_leaves_the_barrier_before_all_have_come():
+def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
     descriptor, path = create_board(3)
     try:
         with SpawnedTeam(3, bench_bodies.cross, (3, path, 60)) as team:
+            pids = [process.pid for process in team._context.processes]
             crossings = team.gather()
+            with pytest.raises(
+                RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
+            ):
+                team.ask(5)
     finally:
         os.close(descriptor)
+    assert all(gone(pid) for pid in pids)
+    team.close()  # a second time
     arrived = zip(*(arrivals for arrivals, _ in crossings), strict=True)
     left = zip(*(leavings for _, leavings in crossings), strict=True)
     for arrivals, leavings in zip(arrived, left, strict=True):
