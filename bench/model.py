@@ -42,15 +42,20 @@ LINE_BYTES = 128
 MOST_STAGED = 64 << 10
 """Longest contribution that may travel with the meeting on one machine."""
 
-LEAST_ONE_SHOT = 8 << 10
+LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 8 << 10, 128 << 10, 512 << 10
+UNSPLIT = 256 << 10
+PAST_CACHE = 8 << 20
 SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10
 LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED = 64 << 10, 8
 CHUNKS_WANTED = 4
 RING_BYTES = 1 << 20
-"""Constants of the host backend (``backends/native/algorithms``)."""
+"""Defaults of the host backend (``backends/native/transport/tuning.cpp``)."""
 
-ALLOCATED = 2
-"""Bytes that move for a byte of an output other than the input: its line is fetched before it is written."""
+
+def _written(size: float, total: float) -> float:
+    """Bytes that move for an output other than the input; lines are fetched unless written past the cache."""
+    return size * (1 if total > PAST_CACHE else 2)
+
 
 # Names of terms.
 MEETING = "meeting of the local ranks"
@@ -206,7 +211,8 @@ def most_staged(s: Scale) -> int:
 
 
 def _one_shot_limit(s: Scale) -> float:
-    return min(most_staged(s), max(2 * MOST_STAGED / s.ranks, LEAST_ONE_SHOT))
+    limit = min(max(SHARED_ONE_SHOT / s.ranks, LEAST_ONE_SHOT), MOST_ONE_SHOT)
+    return limit if s.machines == 1 else min(most_staged(s), limit)
 
 
 def _one_shot(size: float, s: Scale, p: Parameters) -> Terms:
@@ -225,7 +231,7 @@ def _sliced_stages(size: float, s: Scale, p: Parameters) -> Terms:
     moved = (
         2 * (ranks - 1) / ranks + 1 / ranks
     )  # everything but the own slice in, the own result, the others' out
-    chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), LONGEST_CHUNK)
+    chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), LONGEST_CHUNK) if size > UNSPLIT else max(size, 1)
     chunks = math.ceil(size / chunk)
     return _sum(_work(p, s, size * moved, size), _chunks(p, s, chunks, 2, min(RING_BYTES / chunk, chunks)))
 
@@ -387,20 +393,28 @@ def _all_gather(size: float, s: Scale, p: Parameters) -> Terms:
     part = size / s.ranks
     out = (s.machines - 1) * s.ranks_per_machine * part
     return _moved(
-        size, s, p, staged=part, inside=_work(p, s, part + ALLOCATED * size), out=out, peers=s.machines - 1
+        size,
+        s,
+        p,
+        staged=part,
+        inside=_work(p, s, part + _written(size, size)),
+        out=out,
+        peers=s.machines - 1,
     )
 
 
 def _reduce_scatter(size: float, s: Scale, p: Parameters) -> Terms:
     out = size * (s.machines - 1) / s.machines
-    inside = _work(p, s, size + ALLOCATED * size / s.ranks, size)
+    inside = _work(p, s, size + _written(size / s.ranks, size), size)
     return _moved(size, s, p, staged=size, inside=inside, out=out, peers=s.machines - 1)
 
 
 def _all_to_all(size: float, s: Scale, p: Parameters) -> Terms:
     out = s.ranks_per_machine * size * (s.machines - 1) / s.machines  # directly between ranks
     peers = s.ranks_per_machine * (s.machines - 1) * s.ranks_per_machine
-    return _moved(size, s, p, staged=size, inside=_work(p, s, size + ALLOCATED * size), out=out, peers=peers)
+    return _moved(
+        size, s, p, staged=size, inside=_work(p, s, size + _written(size, size)), out=out, peers=peers
+    )
 
 
 OURS = ("one-shot", "pair", "sliced", "hierarchical")

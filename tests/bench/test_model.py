@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from collectives import _native
 from collectives.bench import model, scaling
 from collectives.bench.calibration import MEMORY, NETWORK, Point, errors, fit, predicted_us, split
 from collectives.bench.model import ALGORITHMS, Parameters, Scale, is_possible, lower_bound_us, terms, time_us
@@ -154,15 +155,32 @@ def test_bound_by_hand():
 def test_which_of_our_algorithms_is_taken():
     chosen = {
         (size, scale): model.our_algorithm("all_reduce", size, scale)
-        for size in (8, 64 << 10, 1 << 20)
+        for size in (8, 64 << 10, 256 << 10, 1 << 20)
         for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))
     }
     assert [chosen[8, scale] for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))] == ["one-shot"] * 3
     assert chosen[64 << 10, Scale(1, 2)] == "one-shot"
-    assert chosen[64 << 10, Scale(1, 4)] == "sliced"
+    assert chosen[256 << 10, Scale(1, 4)] == "sliced"
     assert chosen[1 << 20, Scale(1, 2)] == "pair"
     assert chosen[64 << 10, Scale(4, 2)] == chosen[1 << 20, Scale(4, 2)] == "hierarchical"
     assert model.our_algorithm("broadcast", 8, ONE) == "broadcast"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100])
+def test_model_has_the_defaults_of_the_host_backend(ranks):
+    defaults = _native.complete_tuning({}, ranks)
+    scale = Scale(1, ranks)
+    assert model.our_algorithm("all_reduce", defaults["one_shot_bytes"], scale) == "one-shot"
+    assert model.our_algorithm("all_reduce", defaults["one_shot_bytes"] + 1, scale) != "one-shot"
+    assert model.most_staged(scale) == defaults["staged_bytes"]
+    assert (model.PAIR_CHUNK if ranks == 2 else model.LONGEST_CHUNK) == defaults["chunk_bytes"]
+    assert {
+        "shortest_chunk_bytes": model.SHORTEST_CHUNK,
+        "chunks_wanted": model.CHUNKS_WANTED,
+        "unsplit_bytes": model.UNSPLIT,
+        "past_cache_bytes": model.PAST_CACHE,
+        "ring_bytes": model.RING_BYTES,
+    }.items() <= defaults.items()
 
 
 def synthetic(parameters, noise=0.0):
