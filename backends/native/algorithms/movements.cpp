@@ -2,10 +2,11 @@
 //
 // Short: senders stage before the meeting, receivers copy after it. Long: senders fill chunks of their rings,
 // receivers drain them, one chunk behind. A chunk for several receivers holds a *piece* for each, at equal
-// distances.
+// distances. Long messages between machines take other ways: between_machines.hpp.
 #include <algorithm>
 #include <string>
 
+#include "algorithms/between_machines.hpp"
 #include "algorithms/collectives.hpp"
 #include "kernels/kernels.hpp"
 
@@ -41,6 +42,7 @@ void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
     return;
   }
   round.meet();
+  if (round.placement().several()) return broadcast_between_machines(round, data, bytes, root);
   const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
   round.open_rings(pieces.count(), pieces.step);
   const CopyOut copy_out(round, bytes);
@@ -75,6 +77,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
     return copy_out(mine.data, input, mine.bytes);
   }
   round.meet();
+  if (round.placement().several()) return all_gather_between_machines(round, outputs, input);
   const std::size_t step = round.tuning().chunk_bytes;
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
   round.open_rings(chunks, round.tuning().chunk_bytes);
@@ -118,6 +121,19 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
     return copy_out(outputs[static_cast<std::size_t>(me)].data, input, bytes);
   }
   if (ranks > 1) round.meet();
+  if (round.placement().several()) {
+    std::vector<Part> received(outputs);
+    std::vector<Part> sent(static_cast<std::size_t>(ranks));
+    received.resize(sent.size());
+    if (receives) {
+      Part& own = received[static_cast<std::size_t>(me)];
+      copy_out(own.data, input, bytes);
+      own.bytes = 0;
+    } else {
+      sent[static_cast<std::size_t>(root)] = {const_cast<std::byte*>(input), bytes};  // only read
+    }
+    return exchange_between_machines(round, received, sent, bytes);
+  }
   const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
   round.open_rings(pieces.count(), pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
@@ -159,6 +175,18 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
   }
   if (ranks > 1) round.meet();
   if (ranks == 1) return copy_out(output, inputs[0].data, bytes);
+  if (round.placement().several()) {
+    std::vector<Part> received(all);
+    std::vector<Part> sent(inputs);
+    sent.resize(all);
+    if (sends) {
+      copy_out(output, inputs[static_cast<std::size_t>(me)].data, bytes);
+      sent[static_cast<std::size_t>(me)].bytes = 0;
+    } else {
+      received[static_cast<std::size_t>(root)] = {output, bytes};
+    }
+    return exchange_between_machines(round, received, sent, bytes);
+  }
   const Pieces pieces{.total = bytes, .step = round.piece_bytes()};
   round.open_rings(pieces.count(), all * pieces.step);
   for (std::uint64_t c = 0; c < pieces.count(); ++c) {
@@ -236,6 +264,17 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       collectives::copy(outputs[s].data, round.staged(as_rank(s), sends) + before, outputs[s].bytes);
   }
 
+  if (round.placement().several()) {
+    copy_out(outputs[me].data, inputs[me].data, inputs[me].bytes);
+    if (longest == 0) return;
+    std::vector<Part> received(outputs);
+    std::vector<Part> sent(inputs);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      if (staged[r] || r == me) received[r].bytes = 0;
+      if (staged[me] || r == me) sent[r].bytes = 0;
+    }
+    return exchange_between_machines(round, received, sent, longest);
+  }
   const std::size_t step = round.piece_bytes();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
   // The own part, a chunk's share at a time while the others fill or drain, and the rest at the end.

@@ -18,9 +18,11 @@
 // stages of neighbouring chunks overlap between ranks, so that nobody waits for one chunk at a time.
 //
 // Which path a message takes, and where its chunks and slices end, changes no bit of the result: elements are
-// reduced one by one in rank order (kernels/kernels.hpp).
+// reduced one by one in rank order (kernels/kernels.hpp), between machines machine by machine. Long messages
+// between machines take other ways: between_machines.hpp.
 #include <algorithm>
 
+#include "algorithms/between_machines.hpp"
 #include "algorithms/collectives.hpp"
 #include "kernels/kernels.hpp"
 
@@ -39,7 +41,7 @@ void reduce_staged(Round& round, void* data, std::size_t count, std::size_t byte
                    const Reduction& reduction) {
   const void** sources = round.sources();
   for (int r = 0; r < round.size(); ++r) sources[r] = r == round.rank() ? data : round.staged(r, bytes);
-  reduce(data, sources, round.size(), count, reduction.dtype, reduction.op, reduction.factor);
+  reduce_placed(round.placement(), data, sources, count, reduction);
 }
 
 void reduce_alone(void* data, std::size_t count, const Reduction& reduction) {
@@ -229,6 +231,9 @@ void all_reduce(Round& round, void* data, std::size_t count, const Reduction& re
     return;
   }
   round.meet();
+  if (round.placement().several()) {
+    return reduce_between_machines(round, static_cast<std::byte*>(data), count, reduction, -1);
+  }
   if (round.size() == 2) return reduce_between_two(round, static_cast<std::byte*>(data), bytes, reduction);
   SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_all();
 }
@@ -244,6 +249,9 @@ void reduce_to_root(Round& round, void* data, std::size_t count, const Reduction
     return;
   }
   round.meet();
+  if (round.placement().several()) {
+    return reduce_between_machines(round, static_cast<std::byte*>(data), count, reduction, root);
+  }
   if (round.size() == 2) {
     return reduce_between_two_to(root, round, static_cast<std::byte*>(data), bytes, reduction);
   }
@@ -284,12 +292,13 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
     }
     round.meet();
     for (int r = 0; r < ranks; ++r) sources[r] = r == me ? mine.data : round.staged(r, total) + my_offset;
-    reduce(output, sources, ranks, mine.bytes / element, reduction.dtype, reduction.op, reduction.factor);
+    reduce_placed(round.placement(), output, sources, mine.bytes / element, reduction);
     return;
   }
 
   // Long: a chunk holds a piece for each rank, at equal distances.
   round.meet();
+  if (round.placement().several()) return reduce_scatter_between_machines(round, output, parts, reduction);
   const std::size_t step = round.piece_bytes();
   const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
   round.open_rings(chunks, static_cast<std::size_t>(ranks) * step);

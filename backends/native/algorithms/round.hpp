@@ -47,11 +47,17 @@ constexpr std::size_t round_up(std::size_t value, std::size_t step) noexcept {
 }
 constexpr std::size_t round_down(std::size_t value, std::size_t step) noexcept { return value / step * step; }
 
+class Streams;
+
 class Round {
  public:
-  // `sources` is scratch space for one pointer a rank.
-  Round(Station& station, const Call& call, std::vector<const void*>& sources)
-      : station_(station), call_(call), sources_(sources), position_(station.arena_position()) {}
+  // `sources` is scratch space for one pointer a rank; `streams` may be null on one machine.
+  Round(Station& station, const Call& call, std::vector<const void*>& sources, Streams* streams)
+      : station_(station),
+        call_(call),
+        sources_(sources),
+        streams_(streams),
+        position_(station.arena_position()) {}
   // To be called once the operation is done. One that failed has left everything as it was.
   void close() { station_.set_arena_position(position_); }
 
@@ -59,13 +65,10 @@ class Round {
   int size() const noexcept { return station_.size(); }
   const Call& call() const noexcept { return call_; }
   const void** sources() const noexcept { return sources_.data(); }
-
   Station& station() const noexcept { return station_; }
   const Placement& placement() const noexcept { return station_.placement(); }
+  Streams& streams() const noexcept { return *streams_; }
   const Tuning& tuning() const noexcept { return station_.tuning(); }
-
-  // Most that a rank stages between machines, where it goes to all others.
-  std::size_t most_staged() const noexcept { return station_.shape().near_bytes; }
 
   // Reserves room for contributions of up to `bytes`. All ranks name the same number.
   void reserve(std::size_t bytes) {
@@ -93,9 +96,6 @@ class Round {
   // Reserves the rings, for `chunks` chunks of at most `chunk_bytes`. All ranks name the same numbers, after
   // the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes) {
-    if (station_.several()) {
-      throw Error(ErrorKind::backend, "messages of this length cannot go between machines yet");
-    }
     chunk_bytes_ = chunk_bytes;
     ring_chunks_ =
         std::min<std::uint64_t>(tuning().ring_bytes / chunk_bytes, std::max<std::uint64_t>(chunks, 1));
@@ -108,6 +108,23 @@ class Round {
   }
   std::byte* chunk(int peer, std::uint64_t index) const noexcept {
     return station_.arena(peer) + ring_ + (index % ring_chunks_) * chunk_bytes_;
+  }
+
+  // Reserves a part of every local rank's arena as long as the operation lasts; returns its offset. All ranks
+  // of a machine name the same number, after the meeting.
+  std::size_t open_window(std::size_t bytes) noexcept { return next_window(bytes); }
+  std::byte* window(int peer, std::size_t offset) const noexcept { return station_.arena(peer) + offset; }
+
+  // The words of `Progress`: whether a rank's has reached a chunk, and waiting for that.
+  using Word = std::atomic<std::uint64_t> Progress::*;
+  void publish(Word word, std::uint64_t chunk) {
+    station_.publish(station_.own().progress.*word, mark(chunk));
+  }
+  bool has(int peer, Word word, std::uint64_t chunk) const noexcept {
+    return (station_.page(peer).progress.*word).load(std::memory_order_acquire) >= mark(chunk);
+  }
+  void await(int peer, Word word, std::uint64_t chunk) {
+    station_.await(call_, Station::Wait::work, peer, station_.page(peer).progress.*word, mark(chunk));
   }
 
   void filled(std::uint64_t chunk) { station_.publish(station_.own().progress.filled, mark(chunk)); }
@@ -156,6 +173,7 @@ class Round {
   Station& station_;
   const Call& call_;
   std::vector<const void*>& sources_;
+  Streams* streams_;
   std::uint64_t position_;
   std::size_t staged_ = 0;
   std::size_t window_ = 0;

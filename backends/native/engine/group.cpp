@@ -36,7 +36,8 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       tuning_(membership.tuning),
       station_(std::make_unique<Station>(std::move(membership), label_)),
       messenger_(std::make_shared<Messenger>(*station_)),
-      sources_(static_cast<std::size_t>(size_)) {}
+      sources_(static_cast<std::size_t>(size_)),
+      streams_(Streams::of(*station_)) {}
 
 Group::~Group() { shutdown(false); }
 
@@ -103,7 +104,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
   call.site = site;
   Status& status = station_->status();
   status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
-  Round round(*station_, call, sources_);
+  Round round(*station_, call, sources_, streams_.get());
   try {
     execute(request, round);
     round.close();
@@ -235,10 +236,12 @@ void Group::shutdown(bool finish) {
   cause_ = station_->cause();
   if (idle) {
     thread_.join();
+    streams_.reset();
     station_.reset();
   } else {
     // A thread is stuck in an operation, in a signal handler for instance. It keeps what it uses.
     thread_.abandon();
+    static_cast<void>(streams_.release());
     static_cast<void>(station_.release());
     static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
   }

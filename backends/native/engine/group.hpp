@@ -21,6 +21,7 @@
 #include "engine/request.hpp"
 #include "engine/task.hpp"
 #include "transport/station.hpp"
+#include "transport/traffic.hpp"
 
 namespace collectives {
 
@@ -102,6 +103,7 @@ class Group {
   const std::shared_ptr<Messenger> messenger_;
   std::uint64_t sequence_ = 0;        // of the last collective begun; only the holder of the turn touches it
   std::vector<const void*> sources_;  // scratch of the holder of the turn
+  std::unique_ptr<Streams> streams_;  // between machines, of the holder of the turn
 
   // Operations issued and not finished. 0 -> 1 by a synchronous call takes the turn; whoever finishes one of
   // several passes it on.

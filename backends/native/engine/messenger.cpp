@@ -28,6 +28,9 @@ constexpr Nanoseconds kSlice = 100 * kMillisecond;
 constexpr int kSpins = 100;
 constexpr int kYields = 2;
 
+// What another machine sent before its news came has come after this long.
+constexpr Nanoseconds kOnItsWay = kSecond;
+
 // The background thread looks this often whether it is needed, while there is point-to-point traffic at all.
 constexpr Nanoseconds kTick = kMillisecond;
 constexpr int kIdleTicks = 50;
@@ -43,8 +46,13 @@ Messenger::Messenger(Station& station)
   incoming_.reserve(static_cast<std::size_t>(station.size()));
   outgoing_.reserve(static_cast<std::size_t>(station.size()));
   for (int r = 0; r < station.size(); ++r) {
-    incoming_.push_back({Inbox(station, r), nullptr});
-    outgoing_.push_back({Outbox(station, r), {}});
+    if (r == rank_) {
+      incoming_.emplace_back();
+      outgoing_.emplace_back();
+      continue;
+    }
+    incoming_.push_back({inbox_from(station, r), 0, nullptr});
+    outgoing_.push_back({outbox_to(station, r), {}});
   }
 }
 
@@ -154,7 +162,7 @@ bool Messenger::pump_out(Outgoing& outgoing) {
     const TransferPointer transfer = outgoing.queue.front();
     std::size_t room = 0;
     try {
-      room = outgoing.box.room();
+      room = outgoing.box->room();
     } catch (const Error& error) {  // no memory for the ring: nothing has left yet
       outgoing.queue.pop_front();
       finish(transfer, Error(error.kind(), prefix() + transfer->describe() + ": " + error.message()));
@@ -162,24 +170,31 @@ bool Messenger::pump_out(Outgoing& outgoing) {
       continue;
     }
     const Envelope& envelope = transfer->envelope();
+    if (transfer->begun_ && transfer->moved_ == envelope.bytes) {  // the last of it was still on its way
+      if (!outgoing.box->flushed()) return moved;
+      outgoing.queue.pop_front();
+      finish(transfer, std::nullopt);
+      moved = true;
+      continue;
+    }
     if (room == 0) return moved;
     if (!transfer->begun_) {
       const Frame frame{
           .bytes = envelope.bytes, .tag = envelope.tag, .dtype = static_cast<std::uint8_t>(envelope.dtype)};
-      outgoing.box.write(&frame, sizeof(frame));
+      outgoing.box->write(&frame, sizeof(frame));
       transfer->begun_ = true;
       room -= sizeof(Frame);
     }
     const std::uint64_t left = envelope.bytes - transfer->moved_;
     const auto stride = static_cast<std::size_t>(std::min<std::uint64_t>({left, room, kStride}));
-    if (stride > 0) outgoing.box.write(transfer->data_ + transfer->moved_, stride);
+    if (stride > 0) outgoing.box->write(transfer->data_ + transfer->moved_, stride);
     transfer->moved_ += stride;
     // All positions but a message's last are multiples of the padding, so there is room for it where there is
     // for that byte.
     const bool whole = transfer->moved_ == envelope.bytes;
-    if (whole) outgoing.box.skip(padding_of(envelope.bytes));
-    outgoing.box.publish();
-    if (whole) {
+    if (whole) outgoing.box->pad(padding_of(envelope.bytes));
+    outgoing.box->publish();
+    if (whole && outgoing.box->flushed()) {
       outgoing.queue.pop_front();
       finish(transfer, std::nullopt);
     }
@@ -191,10 +206,10 @@ bool Messenger::pump_out(Outgoing& outgoing) {
 bool Messenger::pump_in(int source, Incoming& incoming) {
   bool moved = false;
   for (;;) {
-    std::size_t available = incoming.box.available();
+    std::size_t available = incoming.box->available();
     if (!incoming.current) {
       if (available < sizeof(Frame)) return moved;
-      incoming.current = open_message(source, incoming.box);
+      incoming.current = open_message(source, *incoming.box);
       available -= sizeof(Frame);
       moved = true;
     }
@@ -204,17 +219,17 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
     if (stride == 0 && left > 0) return moved;
     std::byte* target = message->receiver ? message->receiver->data_ : message->memory.get();
     if (target != nullptr) {
-      incoming.box.read(target + message->come, stride);
+      incoming.box->read(target + message->come, stride);
     } else {
-      incoming.box.skip(stride);
+      incoming.box->skip(stride);
     }
     message->come += stride;
     if (message->come == message->bytes) {
-      incoming.box.skip(padding_of(message->bytes));
+      incoming.box->pad(padding_of(message->bytes));
       incoming.current.reset();
       if (message->receiver) complete(message);
     }
-    incoming.box.publish();
+    incoming.box->publish();
     moved = true;
   }
 }
@@ -301,7 +316,7 @@ void Messenger::look_around() {
     std::vector<bool> dead(ranks);
     for (std::size_t r = 0; r < ranks; ++r) {
       if (static_cast<int>(r) == rank_) continue;
-      departed[r] = station_->departed(static_cast<int>(r));
+      departed[r] = gone(static_cast<int>(r));
       dead[r] = !departed[r] && station_->dead(static_cast<int>(r));
     }
     pump();  // what a rank sent before it went has come by now, or never will
@@ -314,6 +329,7 @@ void Messenger::look_around() {
         const int rank = static_cast<int>(r);
         if (rank == rank_ || (peer != kAnyRank && peer != rank)) continue;
         if (dead[r]) station_->lose(rank, transfer->describe());
+        if (!departed[r]) check_connections(*transfer, rank);
         somebody = somebody || !departed[r];
       }
       if (!somebody) {
@@ -328,6 +344,28 @@ void Messenger::look_around() {
   } catch (const Error& error) {
     fail_all(error);
   }
+}
+
+// Whether the rank has left and nothing of it is on its way any more. News of machines travel apart from
+// their messages.
+bool Messenger::gone(int rank) {
+  if (!station_->departed(rank)) return false;
+  if (station_->placement().is_local(rank)) return true;
+  Incoming& incoming = incoming_[static_cast<std::size_t>(rank)];
+  const Nanoseconds now = now_ns();
+  if (incoming.departed == 0) incoming.departed = now;
+  return incoming.box->ended() != 0 || now >= incoming.departed + kOnItsWay;
+}
+
+// A connection that ended while its rank goes on will not come back. Whatever else ends one is told by other
+// ways within a moment.
+void Messenger::check_connections(const Transfer& transfer, int rank) const {
+  const bool sends = transfer.direction() == Transfer::Direction::send;
+  const Outbox& out = *outgoing_[static_cast<std::size_t>(rank)].box;
+  const Inbox& in = *incoming_[static_cast<std::size_t>(rank)].box;
+  const Nanoseconds ended = sends ? out.ended() : in.ended();
+  if (ended == 0 || now_ns() < ended + kOnItsWay) return;
+  station_->lose(rank, transfer.describe() + " (" + (sends ? out.trouble() : in.trouble()) + ")");
 }
 
 void Messenger::time_out(const TransferPointer& transfer) {
@@ -465,6 +503,11 @@ void Messenger::doze(Lock& lock, Nanoseconds deadline) {
   Status& status = station_->status();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
   const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+  for (std::size_t r = 0; r < outgoing_.size(); ++r) {
+    if (static_cast<int>(r) == rank_) continue;
+    outgoing_[r].box->before_sleep();
+    incoming_[r].box->before_sleep();
+  }
   if (!pump() && !outstanding_.empty()) {
     const Transfer& first = *outstanding_.front();
     const int peer = first.envelope().peer;
@@ -550,6 +593,8 @@ bool Messenger::close(Nanoseconds deadline) {
       return false;
     }
     station_ = nullptr;
+    incoming_.clear();  // connections among them, which end before the courier does
+    outgoing_.clear();
   }
   thread_.join();
   return true;

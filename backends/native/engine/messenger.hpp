@@ -64,11 +64,12 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
     TransferPointer receiver;             // once attached; neither memory nor receiver: dropped
   };
   struct Incoming {
-    Inbox box;
+    std::unique_ptr<Inbox> box;
+    Nanoseconds departed = 0;          // when the sender was first seen to have left
     std::shared_ptr<Message> current;  // the message whose bytes come next
   };
   struct Outgoing {
-    Outbox box;
+    std::unique_ptr<Outbox> box;
     std::deque<TransferPointer> queue;
   };
 
@@ -88,6 +89,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt);
   void doze(Lock& lock, Nanoseconds deadline);
   void look_around();
+  bool gone(int rank);
+  void check_connections(const Transfer& transfer, int rank) const;
   void time_out(const TransferPointer& transfer);
   void fail_all(const Error& error);
   Nanoseconds nearest_deadline() const;

@@ -17,6 +17,7 @@
 
 #include "engine/group.hpp"
 #include "kernels/kernels.hpp"
+#include "tests/machines_test.hpp"
 
 namespace collectives {
 namespace {
@@ -407,9 +408,10 @@ void test_many_groups() {
 }  // namespace
 }  // namespace collectives
 
-int main() {
+// An argument chooses the tests whose names contain it.
+int main(int count, char** arguments) {
   using namespace collectives;
-  const std::pair<const char*, std::function<void()>> tests[] = {
+  std::vector<std::pair<const char*, std::function<void()>>> tests = {
       {"collectives, 1 rank", [] { test_collectives(shared_ranks(1)); }},
       {"collectives, 2 ranks", [] { test_collectives(shared_ranks(2)); }},
       {"collectives, 3 ranks", [] { test_collectives(shared_ranks(3)); }},
@@ -424,7 +426,9 @@ int main() {
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
       {"many groups", [] { test_many_groups(); }},
   };
+  for (auto& test : machine_tests()) tests.push_back(std::move(test));
   for (const auto& [name, test] : tests) {
+    if (count > 1 && std::strstr(name, arguments[1]) == nullptr) continue;
     std::printf("%s\n", name);
     std::fflush(stdout);
     test();

@@ -67,6 +67,9 @@ struct alignas(kLine) Progress {
   std::atomic<std::uint64_t> filled;   // release: my ring holds these chunks
   std::atomic<std::uint64_t> reduced;  // release: my slices of these chunks hold results
   std::atomic<std::uint64_t> drained;  // release: I do not read these chunks any more, in any ring
+  // Of a machine's agent (algorithms/pipeline.hpp).
+  std::atomic<std::uint64_t> forwarded;  // release: what goes to other machines of these chunks has left
+  std::atomic<std::uint64_t> arrived;    // release: my ring holds what other machines made of these chunks
 };
 
 // The last two are what a leader heard of a remote rank: its process has ended; its machine, or the network

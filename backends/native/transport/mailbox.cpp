@@ -3,9 +3,21 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/courier.hpp"
+
 namespace collectives {
 
-std::size_t Outbox::room() {
+std::unique_ptr<Outbox> outbox_to(Station& station, int receiver) {
+  if (station.placement().is_local(receiver)) return std::make_unique<RingOutbox>(station, receiver);
+  return std::make_unique<RemoteOutbox>(*station.courier(), station.rank(), receiver);
+}
+
+std::unique_ptr<Inbox> inbox_from(Station& station, int sender) {
+  if (station.placement().is_local(sender)) return std::make_unique<RingInbox>(station, sender);
+  return std::make_unique<RemoteInbox>(*station.courier(), sender, station.rank());
+}
+
+std::size_t RingOutbox::room() {
   if (!committed_) {
     station_.commit_mailbox(receiver_);
     committed_ = true;
@@ -16,7 +28,7 @@ std::size_t Outbox::room() {
   return station_.shape().mail_bytes - static_cast<std::size_t>(written_ - read);
 }
 
-void Outbox::write(const void* bytes, std::size_t count) {
+void RingOutbox::write(const void* bytes, std::size_t count) {
   const std::size_t ring = station_.shape().mail_bytes;
   std::byte* base = station_.mailbox(station_.rank(), receiver_);
   const std::size_t at = written_ % ring;
@@ -26,19 +38,19 @@ void Outbox::write(const void* bytes, std::size_t count) {
   written_ += count;
 }
 
-void Outbox::publish() {
+void RingOutbox::publish() {
   // Sequentially consistent: release for the reader, and one half of the bell's handshake.
   station_.written(station_.rank(), receiver_).store(written_, std::memory_order_seq_cst);
   station_.ring_mail(receiver_);
 }
 
-std::size_t Inbox::available() const noexcept {
+std::size_t RingInbox::available() {
   // Sequentially consistent: acquire of the bytes, and a sleeper's half of the bell's handshake.
   return static_cast<std::size_t>(station_.written(sender_, station_.rank()).load(std::memory_order_seq_cst) -
                                   read_);
 }
 
-void Inbox::read(void* bytes, std::size_t count) {
+void RingInbox::read(void* bytes, std::size_t count) {
   const std::size_t ring = station_.shape().mail_bytes;
   const std::byte* base = station_.mailbox(sender_, station_.rank());
   const std::size_t at = read_ % ring;
@@ -48,8 +60,9 @@ void Inbox::read(void* bytes, std::size_t count) {
   read_ += count;
 }
 
-void Inbox::publish() {
-  station_.read(station_.rank(), sender_).store(read_, std::memory_order_seq_cst);  // as in Outbox::publish
+void RingInbox::publish() {
+  station_.read(station_.rank(), sender_)
+      .store(read_, std::memory_order_seq_cst);  // as in RingOutbox::publish
   station_.ring_mail(sender_);
 }
 

@@ -1,0 +1,164 @@
+#include "transport/traffic.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "common/error.hpp"
+#include "transport/courier.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr const char* kSocketsVariable = "COLLECTIVES_HOST_STREAMS";
+constexpr Nanoseconds kSlice = 100 * kMillisecond;
+constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
+
+// What whoever dialled says first on a stream's first connection.
+struct Preamble {
+  std::uint32_t sockets = 0;
+  std::uint32_t reserved = 0;
+};
+
+int sockets_from_environment() {
+  const char* variable = std::getenv(kSocketsVariable);
+  if (variable == nullptr || *variable == '\0') return 0;
+  const std::string_view text(variable);
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc{} || end != text.data() + text.size() || number < 1 ||
+      number > Stream::kMostSockets) {
+    throw std::invalid_argument(std::string(kSocketsVariable) + "=" + variable +
+                                " is no number of sockets from 1 to " + std::to_string(Stream::kMostSockets) +
+                                " (unset it to let the group choose)");
+  }
+  return number;
+}
+
+}  // namespace
+
+Streams::Streams(Station& station, Link link, int sockets)
+    : station_(station), link_(std::move(link)), sockets_(sockets) {}
+
+std::unique_ptr<Streams> Streams::of(Station& station) {
+  Courier* courier = station.courier();
+  if (courier == nullptr) return nullptr;
+  return std::make_unique<Streams>(
+      station,
+      [courier](const Call& call, int rank, int index) {
+        return courier->link(call, rank, Purpose::stream, index);
+      },
+      sockets_from_environment());
+}
+
+int Streams::sockets_for(const Descriptor&) const { return std::max(sockets_, 1); }
+
+Stream& Streams::with(const Call& call, int rank) {
+  const auto found = streams_.find(rank);
+  if (found != streams_.end()) return found->second;
+  std::vector<Descriptor> sockets;
+  sockets.push_back(link_(call, rank, 0));
+  Preamble preamble;
+  {
+    // The first words go through a stream of their own, because that can wait.
+    std::vector<Descriptor> first;
+    first.push_back(std::move(sockets.front()));
+    const int fd = first.front().get();
+    Traffic traffic(station_, call, *this);
+    if (station_.rank() > rank) {
+      preamble.sockets = static_cast<std::uint32_t>(sockets_for(first.front()));
+      if (::send(fd, &preamble, sizeof(preamble), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(preamble))) {
+        throw Error(ErrorKind::network, with_errno("a new connection broke", errno), rank);
+      }
+    } else {
+      Stream hearing(rank, std::move(first));
+      traffic.hear(hearing, reinterpret_cast<std::byte*>(&preamble), sizeof(preamble));
+      first = hearing.release();
+      if (preamble.sockets < 1 || preamble.sockets > Stream::kMostSockets) {
+        throw Error(ErrorKind::network,
+                    "rank " + std::to_string(rank) + " opened a stream in another language", rank);
+      }
+    }
+    sockets = std::move(first);
+  }
+  for (int k = 1; k < static_cast<int>(preamble.sockets); ++k) sockets.push_back(link_(call, rank, k));
+  return streams_.try_emplace(rank, rank, std::move(sockets)).first->second;
+}
+
+std::byte* Streams::scratch(std::size_t bytes) {
+  if (bytes > scratch_bytes_) {
+    scratch_.reset();
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    scratch_bytes_ = bytes;
+  }
+  return scratch_.get();
+}
+
+Stream& Traffic::with(int rank) {
+  Stream& stream = streams_.with(call_, rank);
+  if (std::find(active_.begin(), active_.end(), &stream) == active_.end()) active_.push_back(&stream);
+  return stream;
+}
+
+bool Traffic::pump() {
+  bool moved = false;
+  for (Stream* stream : active_) {
+    try {
+      moved = stream->pump() || moved;
+    } catch (const Error&) {
+      station_.lose_connection(call_, stream->peer());
+    }
+  }
+  return moved;
+}
+
+void Traffic::hear(Stream& stream, std::byte* data, std::size_t bytes) {
+  const std::uint64_t end = stream.receive(data, bytes);
+  active_.push_back(&stream);
+  while (stream.received() < end) {
+    if (!pump()) wait(stream.peer(), kNever);
+  }
+  active_.pop_back();
+}
+
+void Traffic::wait(int peer, Nanoseconds most) {
+  if (call_.interrupt != nullptr) call_.interrupt->blocks();
+  const Courier* courier = station_.courier();
+  waiting_.clear();
+  if (courier != nullptr) waiting_.push_back({.fd = courier->stirred(), .events = POLLIN, .revents = 0});
+  for (const Stream* stream : active_) stream->add_to(waiting_);
+  const Nanoseconds now = now_ns();
+  if (next_look_ == 0) next_look_ = now + kLookEvery;
+  const Nanoseconds patience = std::max<Nanoseconds>(std::min({kSlice, most, call_.deadline - now}), 0);
+  const timespec limit{static_cast<time_t>(patience / kSecond), static_cast<long>(patience % kSecond)};
+  const int ready = ::ppoll(waiting_.data(), waiting_.size(), &limit, nullptr);
+  if (ready < 0 && errno != EINTR) throw Error(ErrorKind::network, with_errno("poll failed", errno));
+  const bool stirred = ready > 0 && courier != nullptr && waiting_.front().revents != 0;
+  if (stirred) courier->unstir();
+  const Nanoseconds after = now_ns();
+  if (!stirred && after < next_look_ && after < call_.deadline) return;
+  next_look_ = after + kLookEvery;
+  station_.look_around(call_, peer);
+}
+
+void Traffic::finish() {
+  for (;;) {
+    pump();
+    const auto busy = std::find_if(active_.begin(), active_.end(), [](const Stream* s) { return s->busy(); });
+    if (busy == active_.end()) return;
+    wait((*busy)->peer(), kNever);
+  }
+}
+
+}  // namespace collectives
