@@ -94,6 +94,9 @@ class ProcessGroupHost(ProcessGroup):
     Memory beyond the tensors: 4.1 MiB a rank, and up to 1 MiB for each rank that it sends messages to, but no
     more than 4 MiB for all of them where they are 256 or fewer.
 
+    How an operation is carried out depends on thresholds that rank 0 may read from a file
+    (:mod:`collectives.backends.host_tuning`); they change no bit of a result.
+
     Args:
         store: the group's own store; used only here.
         rank: this process's rank within the group.
