@@ -24,7 +24,18 @@ from collectives.bench.ranks import commands
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks import debugging_hooks, default_hooks
 
-__all__ = ["HOOKS", "KINDS", "OPTIMIZERS", "Assignment", "End", "Ready", "Times", "parse_peer", "train"]
+__all__ = [
+    "HOOKS",
+    "KINDS",
+    "OPTIMIZERS",
+    "Assignment",
+    "End",
+    "Ready",
+    "Times",
+    "Trainer",
+    "parse_peer",
+    "train",
+]
 
 KINDS = ("ours", "torch", "alone")
 """Whose wrapper: this package's, torch's, none at all."""

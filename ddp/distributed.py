@@ -18,12 +18,14 @@ from collectives.ddp.agreement import describe_model, verify_agreement
 from collectives.ddp.broadcast import broadcast_coalesced
 from collectives.ddp.buckets import bucket_limits
 from collectives.ddp.buffers import BufferSync
+from collectives.ddp.compilation import eager, keep_out, run_module, splits_graphs
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.grad_bucket import GradBucket
 from collectives.ddp.logging_data import logging_data
 from collectives.ddp.reducer import Hook, Reducer
 from collectives.ddp.sparse import sparse_parameters
+from collectives.ddp.timing import Mark
 from collectives.ddp.trees import tensors_in
 
 __all__ = ["DistributedDataParallel"]
@@ -238,17 +240,39 @@ class DistributedDataParallel(nn.Module):
         Buffers are sent from rank 0 where the forward before this one was synchronised (section 4.1 of the
         paper).
         """
-        grad_enabled = torch.is_grad_enabled()
-        sync = grad_enabled and self.require_backward_grad_sync
+        _keep_out_of_graphs()
+        return self._run_forward(inputs, kwargs)
+
+    def _run_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs forward as a frame that is not traced, around a module that may be compiled."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._before_forward(inputs, kwargs)
+            with splits_graphs(self._bucket_limits[-1]):
+                output = run_module(self.module, inputs, kwargs)
+            return self._after_forward(output)
+
+    _run_forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller's graph ends
+
+    @eager
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if sync:
+            self.reducer.clock.begin(self.reducer.passes)
             self.reducer.before_forward()
         if self.will_sync_module_buffers():
             self._buffer_sync()
-        inputs, kwargs = self._devices.move_inputs((inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
+        return moved
+
+    @eager
+    def _after_forward(self, output: Any) -> Any:
+        grad_enabled = torch.is_grad_enabled()
         output = self._devices.move_outputs(output)
-        self.require_forward_param_sync = sync
+        self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
+            self.reducer.clock.mark(Mark.FORWARD_END)
             self.reducer.prepare_for_backward(
                 tensors_in(output), self.require_backward_grad_sync, training=self.training
             )
@@ -311,6 +335,16 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = True
         self.reducer.set_static_graph()
 
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Times one of so many iterations after the first ten, for :meth:`_get_ddp_logging_data`.
+
+        Raises:
+            ValueError: the number is less than 1.
+        """
+        if sample_rate < 1:
+            raise ValueError(f"sample_rate must be 1 or more, but is {sample_rate}")
+        self.reducer.clock.sample_rate = sample_rate
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Returns facts about this module and its last pass, under the names that torch gives them."""
         return logging_data(self)
@@ -369,6 +403,11 @@ class DistributedDataParallel(nn.Module):
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
+
+
+@eager
+def _keep_out_of_graphs() -> None:
+    keep_out(DistributedDataParallel._run_forward)
 
 
 def _default_group_or_none() -> ProcessGroup | None:

@@ -16,6 +16,7 @@ from collectives.ddp.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.gradients import Gradients
 from collectives.ddp.passes import Pass
 from collectives.ddp.sparse import SparseGradients
+from collectives.ddp.timing import IterationClock, Mark
 
 __all__ = ["Hook", "Launcher"]
 
@@ -29,6 +30,7 @@ class Launcher:
     Attributes:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
         is_local: whether nothing communicates, because the hook does not.
+        clock: is told when the first bucket of a pass is launched; or ``None``.
 
     Args:
         gradients: the gradients and their buckets.
@@ -45,6 +47,7 @@ class Launcher:
         self._fill_tail: Callable[[Pass, torch.Tensor], None] | None = None
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
+        self.clock: IterationClock | None = None
         self._next = 0
         self._stale: list[Work | Future[Any]] = []
 
@@ -132,6 +135,8 @@ class Launcher:
     def _launch(self, current: Pass, bucket: Bucket) -> None:
         """Starts the reduction of a bucket; the last one carries the signals."""
         self._next = bucket.index + 1
+        if self.clock is not None:
+            self.clock.mark(Mark.COMMUNICATION_BEGIN)
         try:
             if self.hook is not None:
                 if bucket.indices:

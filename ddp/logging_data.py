@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from collectives.ddp.sync_batch_norm import SyncBatchNorm
+from collectives.ddp.timing import IterationClock, Mark
 
 if TYPE_CHECKING:
     from collectives.ddp.distributed import DistributedDataParallel
@@ -17,6 +18,9 @@ __all__ = ["logging_data"]
 
 def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """Returns the facts that are known; sizes are in bytes, lists are joined by commas as in torch.
+
+    Times are in nanoseconds, of the last iteration that was sampled and, as ``avg_``, of all of them: each of
+    the first ten and then one of a hundred. They are absent, and their averages zero, before the first one.
 
     Among them ``can_set_static_graph``: whether all synchronised passes so far, at least one, used the
     parameters alike.
@@ -55,14 +59,48 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "can_set_static_graph": reducer.passes > 0 and reducer.same_usage,
         "comm_hook": _joined(getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks),
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
-        "master_addr": os.environ.get("MASTER_ADDR", "N/A"),
-        "master_port": os.environ.get("MASTER_PORT", "N/A"),
-        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "N/A"),
-        "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+        **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
+        **_times(reducer.clock),
     }
     if rebuilt:
         data["rebuilt_bucket_sizes"] = _joined(b.nbytes for b in buckets)
-        data["rebuilt_per_bucket_param_indices"] = "; ".join(_joined(b.indices) for b in buckets)
+        data["rebuilt_per_bucket_param_indices"] = _joined(" ".join(map(str, b.indices)) for b in buckets)
+    return data
+
+
+_ENVIRONMENT = (
+    "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG", "GLOO_DEVICE_TRANSPORT",
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT",
+)  # fmt: skip
+"""Variables that are told as they are."""
+
+_FIELDS = {
+    "forward": "forward_compute_time",
+    "backward": "backward_compute_time",
+    "communication": "backward_comm_time",
+    "overlap": "backward_compute_comm_overlap_time",
+    "exposed": "backward_exposed_comm_time",
+}
+"""Names of the times; torch has all but the last."""
+
+_MOMENTS = {
+    Mark.FORWARD_BEGIN: "forward_compute_time_start",
+    Mark.BACKWARD_BEGIN: "backward_compute_time_start",
+    Mark.BACKWARD_END: "backward_compute_time_end",
+    Mark.COMMUNICATION_BEGIN: "backward_comm_time_start",
+    Mark.COMMUNICATION_END: "backward_comm_time_end",
+}
+
+
+def _times(clock: IterationClock) -> dict[str, int]:
+    """Returns times and moments of the last sampled iteration, and the averages over all, in nanoseconds."""
+    averages = clock.averages()
+    data = {f"avg_{name}": getattr(averages, field) for field, name in _FIELDS.items()}
+    latest = clock.latest()
+    if latest is not None:
+        times, at = latest
+        data |= {name: getattr(times, field) for field, name in _FIELDS.items()}
+        data |= {name: at[mark] for mark, name in _MOMENTS.items()}
     return data
 
 

@@ -17,6 +17,7 @@ of the outermost task it is finished (:meth:`Reducer._finish`), or abandoned whe
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -41,11 +42,14 @@ from collectives.ddp.order import OrderTrace, agree_on_order
 from collectives.ddp.passes import Forward, Pass, Progress
 from collectives.ddp.signals import Heard, SignalExchange, Signals
 from collectives.ddp.sparse import SparseGradients
+from collectives.ddp.timing import STATISTICS_LEVEL, IterationClock, Mark
 from collectives.ddp.verdict import Report, ReportExchange, sync_error
 
 __all__ = ["Hook", "Reducer"]
 
 Waitable = Any
+
+_log = logging.getLogger(__name__)
 
 
 class Reducer:
@@ -60,6 +64,7 @@ class Reducer:
         same_usage: whether all of them used the parameters alike.
         initial_bucket_bytes: sizes of the buckets before the first pass.
         has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients.
+        clock: times of the iterations.
 
     Args:
         parameters: parameters that need gradients, by name.
@@ -103,12 +108,14 @@ class Reducer:
             sparse=[index for index, name in enumerate(parameters) if name in sparse],
         )
         self._device = self.gradients.parameters[0].device
+        self.clock = IterationClock(self._device)
         rows = {index: self.gradients.parameters[index] for index in self.gradients.sparse}
         self._launcher = Launcher(
             self.gradients,
             self._averager,
             SparseGradients(rows, self._averager, self._device) if rows else None,
         )
+        self._launcher.clock = self.clock
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
         self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
@@ -326,6 +333,7 @@ class Reducer:
         """Makes the pass a synchronised one; gradients that came before are taken now."""
         current = self._pass
         current.sync = True
+        self.clock.mark(Mark.BACKWARD_BEGIN)
         self._launcher.begin(self._fill_tail)
         for index in self._idle:
             self._collect_absent(current, index)
@@ -417,10 +425,12 @@ class Reducer:
     def _finish(self, current: Pass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
         current.ending = True
+        self.clock.mark(Mark.BACKWARD_END)
         self._complete(current)
         self._launcher.launch_full(current)
         self._start_exchange(current)
         self._launcher.finish(current)
+        timed = self.clock.end()
         heard = self._verdict(current)
         unused = heard.unused if self._counts_usage() else self._unused_everywhere
         for index in current.absent:
@@ -430,6 +440,15 @@ class Reducer:
             self._idle = [index for index, count in enumerate(current.counts) if not count]
             self._unused_everywhere = heard.unused
         self._note_good_pass(current, heard)
+        if timed:
+            self._log_times()
+
+    def _log_times(self) -> None:
+        if _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.clock.latest()) is not None:
+            _log.log(
+                STATISTICS_LEVEL, "[rank %d] %s, iteration %d: %s",
+                self._group.rank(), self._model, self.passes, latest[0],
+            )  # fmt: skip
 
     def _complete(self, current: Pass) -> None:
         """Collects what the hooks did not, and reports what should not be absent."""

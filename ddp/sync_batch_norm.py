@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp
+from collectives.ddp.compilation import eager
 from collectives.ddp.default_group import default_group_or_none, resolve_group
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
@@ -102,8 +103,7 @@ class SyncBatchNorm(_BatchNorm):
         group = self._group_to_ask()
         if group is None:
             return super().forward(input)
-        output: torch.Tensor = self._forward_together(input, group)
-        return output
+        return self._forward_together(input, group)
 
     def _group_to_ask(self) -> ProcessGroup | None:
         """Returns the group whose ranks normalise together; ``None`` where this rank does so alone."""
@@ -112,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         group = default_group_or_none() if self.process_group is None else self.process_group
         return None if group is None or group.size() == 1 else group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def _forward_together(self, input: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         with torch.no_grad():
             total, mean, variance = _statistics(input, group)

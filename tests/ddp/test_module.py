@@ -8,6 +8,7 @@ import gc
 import inspect
 import io
 import pickle
+import time
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -404,7 +405,18 @@ def facts(group):
     ours.module.insert(1, Cast())
     for _ in range(2):
         ours(torch.ones(1, 2)).sum().backward()
-    return before, ours._get_ddp_logging_data()
+    after = ours._get_ddp_logging_data()
+    for _ in range(10):
+        ours(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="must be 1 or more, but is 0"):
+        ours._set_ddp_runtime_logging_sample_rate(0)
+    last = ours._get_ddp_logging_data()["forward_compute_time_start"]
+    ours(torch.ones(1, 2)).sum().backward()  # not sampled any more
+    assert ours._get_ddp_logging_data()["forward_compute_time_start"] == last
+    ours._set_ddp_runtime_logging_sample_rate(1)
+    ours(torch.ones(1, 2)).sum().backward()
+    assert ours._get_ddp_logging_data()["forward_compute_time_start"] > last
+    return before, after
 
 
 def test_logging_data() -> None:
@@ -433,9 +445,26 @@ def test_logging_data() -> None:
             "has_rebuilt_buckets": 1,
             "prev_iteration_grad_ready_order_indices": "3, 2, 1, 0",
             "rebuilt_bucket_sizes": "24, 48, 24",
-            "rebuilt_per_bucket_param_indices": "3; 2; 1, 0",
+            "rebuilt_per_bucket_param_indices": "3, 2, 1 0",
         }
         assert changes.items() <= after.items()
+        assert before["avg_forward_compute_time"] == before["avg_backward_exposed_comm_time"] == 0
+        assert "forward_compute_time" not in before
+        comm, overlap = after["backward_comm_time"], after["backward_compute_comm_overlap_time"]
+        assert after["backward_exposed_comm_time"] + overlap == comm > 0
+        moments = [
+            after[f"{name}_time_{end}"]
+            for name, end in (
+                ("forward_compute", "start"), ("backward_compute", "start"), ("backward_compute", "end"),
+                ("backward_comm", "end"),
+            )
+        ]  # fmt: skip
+        assert moments == sorted(moments)
+        assert abs(moments[0] / 1e9 - time.time()) < 600
+        assert after["backward_compute_time"] == moments[2] - moments[1]
+        assert 0 < after["forward_compute_time"] <= moments[1] - moments[0]
+        averages = [after[f"avg_{name}_time"] for name in ("forward_compute", "backward_compute")]
+        assert all(average > 0 for average in averages)
 
 
 @dataclass
