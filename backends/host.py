@@ -1,4 +1,4 @@
-"""The host backend: CPU tensors over shared memory between the ranks of one machine."""
+"""The host backend: CPU tensors over shared memory on a machine, and TCP between machines."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
 
 
 class ProcessGroupHost(ProcessGroup):
-    """Ranks of one machine that share memory; collective communication on the CPU.
+    """Collective communication on the CPU: shared memory on a machine, TCP between machines.
 
     Every data type that torch has for dense CPU tensors moves; the kernels' table says which reductions each
     has. Results are bitwise the same on all ranks, and depend on neither size, chunking, alignment nor
@@ -89,7 +89,15 @@ class ProcessGroupHost(ProcessGroup):
     A synchronous operation on an idle group runs on the caller's thread, every other one on a thread of the
     group that never holds the GIL. Ranks that issue different operations all raise
     :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
-    :class:`~collectives.PeerLostError` on all others within a second.
+    :class:`~collectives.PeerLostError` on all others, on its machine within a second, elsewhere within three.
+    So does a machine that vanishes; a process that is merely stopped is not taken for a dead one.
+
+    Which ranks are on one machine is not configured but proved, by attaching shared memory. Ranks on
+    different machines reach each other at the address from which the store is reached;
+    ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces, by commas where
+    there are several, equally many on all ranks. Then every rank listens on a port that the system chooses,
+    and has one more thread. A secret that the store keeps protects the connections; they are not encrypted.
+    ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
 
     Memory beyond the tensors: 4.1 MiB a rank, and up to 1 MiB for each rank that it sends messages to, but no
     more than 4 MiB for all of them where they are 256 or fewer.
@@ -107,7 +115,7 @@ class ProcessGroupHost(ProcessGroup):
 
     Raises:
         CollectiveTimeoutError: a rank did not come in time.
-        DistNetworkError: the ranks are not on one machine.
+        DistNetworkError: ranks on different machines cannot reach each other.
         DistBackendError: there is not enough shared memory.
     """
 

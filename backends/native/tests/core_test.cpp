@@ -3,6 +3,8 @@
 //
 // "shared" ranks use one mapping, so that a thread sanitizer sees what they do to each other. "attached"
 // ranks go through sockets and descriptors and map the segment once each, as processes do.
+#include <sys/eventfd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -89,6 +91,45 @@ Groups attached_ranks(int size) {
       mine = std::make_unique<Group>(guest.await_release(deadline), "attached group", kNever);
     }
   });
+  return groups;
+}
+
+// The ranks of each machine map a segment of their own; the leaders talk over loopback.
+Groups machine_ranks(const std::vector<std::vector<int>>& machines) {
+  int size = 0;
+  for (const auto& machine : machines) size += static_cast<int>(machine.size());
+  std::vector<std::vector<Endpoint>> endpoints(static_cast<std::size_t>(size));
+  std::vector<Listener> listeners;
+  for (auto& endpoint : endpoints) {
+    listeners.push_back(listen_tcp("127.0.0.1", 16));
+    endpoint = {listeners.back().endpoint};
+  }
+  Groups groups(static_cast<std::size_t>(size));
+  for (const auto& machine : machines) {
+    const Layout layout(shape_for(size, true));
+    const auto segment = std::make_shared<Segment>(Segment::create_private(layout.total_bytes()));
+    const Descriptor bell(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    for (const int r : machine) {
+      const auto rank = static_cast<std::size_t>(r);
+      Membership membership;
+      membership.rank = r;
+      membership.size = size;
+      membership.segment = segment;
+      membership.layout = layout;
+      membership.tuning = default_tuning(size);
+      membership.tuning.staged_bytes = membership.tuning.one_shot_bytes = layout.shape().near_bytes;
+      membership.processes.resize(static_cast<std::size_t>(size));
+      membership.network.bell = Descriptor(::dup(bell.get()));
+      Network network;
+      network.secret = std::string(32, 's');
+      network.endpoints = endpoints;
+      network.listeners.push_back(std::move(listeners[rank]));
+      std::vector<std::string> hosts(machines.size(), "here");
+      membership.span(place(machines, std::move(hosts), r), std::move(network));
+      groups[rank] = std::make_unique<Group>(std::move(membership), "group of machines", kLimit);
+    }
+  }
+  for (auto& group : groups) CHECK(group->link(deadline_after(kLimit)).empty());
   return groups;
 }
 
@@ -272,6 +313,21 @@ void test_windows(Groups groups) {
   });
 }
 
+void test_short_collectives(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Rank me(*groups[static_cast<std::size_t>(r)]);
+    for (int i = 0; i < 40; ++i) {
+      const std::size_t counts[] = {0, 1, 22, 23, 900};
+      const std::size_t count = counts[i % 5];
+      me.run(request_for(Kind::barrier));
+      check_reductions(me, count, i % me.size());
+      check_movements(me, count, i % me.size());
+      check_all_to_all(me, count);
+    }
+    groups[static_cast<std::size_t>(r)]->shutdown(true);
+  });
+}
+
 void test_mismatch(Groups groups) {
   on_all(static_cast<int>(groups.size()), [&](int r) {
     Group& group = *groups[static_cast<std::size_t>(r)];
@@ -368,6 +424,7 @@ void test_abort(Groups groups) {
       CHECK(task->error()->kind() == ErrorKind::aborted);
     }
     if (r == 0) aborter.join();
+    if (r == size - 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // nor leaves before
     group.shutdown(false);
   });
 }
@@ -419,6 +476,10 @@ int main(int count, char** arguments) {
       {"windows, 2 ranks", [] { test_windows(shared_ranks(2)); }},
       {"windows, 3 attached ranks", [] { test_windows(attached_ranks(3)); }},
       {"mismatch", [] { test_mismatch(shared_ranks(3)); }},
+      {"short collectives, 2 machines of 2", [] { test_short_collectives(machine_ranks({{0, 1}, {2, 3}})); }},
+      {"short collectives, 3 machines", [] { test_short_collectives(machine_ranks({{0, 2}, {1}, {3}})); }},
+      {"mismatch between machines", [] { test_mismatch(machine_ranks({{0, 1}, {2, 3}})); }},
+      {"abort between machines", [] { test_abort(machine_ranks({{0}, {1, 2}})); }},
       {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
       {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
       {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},

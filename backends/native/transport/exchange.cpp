@@ -173,7 +173,6 @@ void Exchange::wait(const Call& call) {
   const Nanoseconds begin = now_ns();
   station_.waits_for(missing);
   const int ready = ::poll(waiting.data(), waiting.size(), limit);
-  station_.waits_for(-1);
   const bool stirred = ready > 0 && waiting.back().revents != 0;
   if (stirred) station_.courier()->unstir();
   if (ready <= 0 || stirred || now_ns() - begin >= kLookEvery) station_.look_around(call, missing);
@@ -213,10 +212,11 @@ void Exchange::run(const Call& call) {
     if (!step()) wait(call);
     const Nanoseconds now = now_ns();
     if (now < next_look && now < call.deadline) continue;
-    if (finished()) return;
+    if (finished()) break;
     station_.look_around(call, peers_.front().leader);
     next_look = now + kLookEvery;
   }
+  station_.waits_for(-1);
 }
 
 }  // namespace collectives
