@@ -5,6 +5,7 @@ from __future__ import annotations
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, ModelMismatchError
 from collectives.ddp.grad_bucket import BucketLayout, GradBucket
+from collectives.ddp.mixed_precision import MixedPrecision
 from collectives.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DistributedDataParallel",
     "GradBucket",
     "GradientSyncError",
+    "MixedPrecision",
     "ModelMismatchError",
     "SyncBatchNorm",
     "convert_sync_batchnorm",

@@ -149,6 +149,7 @@ class Bucket:
         "outside",
         "parameters",
         "pending",
+        "skipped",
         "state",
         "tail",
         "views",
@@ -198,15 +199,24 @@ class Bucket:
 
     def wires(self) -> list[torch.Tensor]:
         """Returns what is reduced, tensors of real numbers."""
+        if self.skipped:
+            return [] if self.tail is None else [self.tail]
         return [self.wire, *self.outside] if self.wire.numel() or not self.outside else self.outside
 
     def reset(self) -> None:
         """Begins a pass: every gradient is pending."""
         self.pending = len(self.indices)
         self.state = BucketState.FILLING
+        self.skipped = False
         self.outside = []
         self.work = None
         self.future = None
+
+    def skip(self) -> None:
+        """Leaves the gradients out of this pass; a tail is sent all the same."""
+        self.pending = 0
+        self.skipped = True
+        self.state = BucketState.READY
 
     def mark_ready(self) -> bool:
         """Counts one more gradient as there; returns whether it was the last one missing."""

@@ -9,7 +9,7 @@ __all__ = ["default_group_or_none", "resolve_group"]
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Returns ``group``, or the default group for ``None``.
+    """Returns ``group``, the group within it where it is one of torch's, the default group for ``None``.
 
     Raises:
         TypeError: ``group`` is no process group of this package.
@@ -22,6 +22,9 @@ def resolve_group(group: object) -> ProcessGroup:
                 "there is no default process group; call collectives.init_process_group() first, or pass "
                 "process_group"
             )
+    inner = getattr(group, "inner", None)  # a group of ours within torch.distributed
+    if isinstance(inner, ProcessGroup) and not isinstance(group, ProcessGroup):
+        return inner
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"process_group must be a collectives.ProcessGroup, but is {group!r} of type "

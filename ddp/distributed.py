@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from collectives import ProcessGroup, UnsupportedOperationError
+from collectives import ProcessGroup
 from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.arguments import check_delayed, check_parameters, group_of
 from collectives.ddp.broadcast import broadcast_coalesced
 from collectives.ddp.buckets import bucket_limits
 from collectives.ddp.buffers import BufferSync
@@ -23,6 +24,8 @@ from collectives.ddp.default_group import resolve_group
 from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.grad_bucket import GradBucket
 from collectives.ddp.logging_data import logging_data
+from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
+from collectives.ddp.options import ReducerOptions
 from collectives.ddp.reducer import Hook, Reducer
 from collectives.ddp.sparse import sparse_parameters
 from collectives.ddp.timing import Mark
@@ -82,11 +85,17 @@ class DistributedDataParallel(nn.Module):
         static_graph: promise that every backward pass reaches the same parameters, each equally often. Allows
             for parameters whose gradient comes several times in a pass (reentrant activation checkpointing of
             shared layers) and for unused ones. The first synchronised pass communicates at its end only.
-        delay_all_reduce_named_params: not offered; ``None``.
-        param_to_hook_all_reduce: not offered; ``None``.
-        mixed_precision: not offered; ``None``.
-        device_mesh: not offered; ``None``. Pass the group of the mesh's dimension as ``process_group``.
-        skip_all_reduce_unused_params: not offered; ``False``.
+        delay_all_reduce_named_params: names and parameters whose gradients are averaged together, in one
+            message for each data type, not before ``param_to_hook_all_reduce`` has its gradient.
+        param_to_hook_all_reduce: a parameter, of the module or not, that the delayed ones wait for.
+        mixed_precision: a :class:`~collectives.ddp.MixedPrecision`, or torch's: data types for parameters and
+            inputs in forward and backward, for the reduction, for buffers. Parameters, their gradients and
+            ``state_dict`` keep their own types.
+        device_mesh: a mesh of one dimension over groups of this package, instead of ``process_group``.
+        skip_all_reduce_unused_params: whether buckets are not sent that no rank can fill, as where all ranks
+            drop the same layers; implies ``find_unused_parameters``. What forward returns must lead to all
+            parameters that get gradients. Walks the graph at the end of forward, but not where
+            ``static_graph`` is set.
         bucket_cap_mb_list: sizes in MiB at which the first bucket is full, the second, and so on; the last
             holds for the rest. Not with ``bucket_cap_mb``.
         batched_grad_copy: whether gradients are copied to their bucket all at once when it is full: fewer
@@ -126,13 +135,6 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        _refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
-        )
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ValueError(
                 "give broadcast_buffers or forward_sync_buffers, not both: got "
@@ -140,10 +142,13 @@ class DistributedDataParallel(nn.Module):
             )
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
-        self.process_group = resolve_group(process_group)
+        self.process_group = group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = {n: p for n, p in module.named_parameters() if n not in self.parameters_to_ignore}
-        self._check_parameters(module, parameters)
+        check_parameters(module, parameters)
+        self._delayed = check_delayed(parameters, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._trigger = param_to_hook_all_reduce
         self.module = module
         devices = ModuleDevices(list(parameters.values()), device_ids, output_device)
         self.device = devices.first
@@ -156,6 +161,8 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
         self.batched_grad_copy = batched_grad_copy
         self.forward_sync_buffers = (
             broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
@@ -164,10 +171,13 @@ class DistributedDataParallel(nn.Module):
         self.require_forward_param_sync = True
         self._bucket_limits = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
         self._comm_hooks: list[tuple[Hook, object]] = []
+        self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
         if init_sync:
             self._sync_init(parameters, with_buffers=broadcast_buffers is not False)
+        if self.mixed_precision is not None:
+            cast_buffers(module, self.mixed_precision.buffer_dtype, self.parameters_to_ignore)
         _log.info(
             "%s over %s: rank %d, %d parameters in %d buckets of %s bytes, find_unused_parameters=%s, "
             "gradient_as_bucket_view=%s, static_graph=%s",
@@ -181,36 +191,32 @@ class DistributedDataParallel(nn.Module):
     def _in_words(self) -> str:
         return f"DistributedDataParallel({type(self.module).__name__})"
 
-    @staticmethod
-    def _check_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-        kind = type(module).__name__
-        for name, parameter in parameters.items():
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise RuntimeError(
-                    f"parameter {name} of {kind} is not initialised; run forward once before wrapping"
-                )
-            if parameter.device.type == "meta":
-                raise RuntimeError(
-                    f"parameter {name} of {kind} is on the meta device; materialise it before wrapping"
-                )
-        if not any(parameter.requires_grad for parameter in parameters.values()):
-            raise RuntimeError(
-                f"no parameter of {kind} needs a gradient: there is nothing to average; do not wrap it"
-            )
-
     def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
         sparse = sparse_parameters(self.module)
-        return Reducer(
-            {name: p for name, p in parameters.items() if p.requires_grad},
-            self.process_group,
+        precision = self.mixed_precision
+        options = ReducerOptions(
             model=self._in_words(),
             limits=self._bucket_limits,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             batched_grad_copy=self.batched_grad_copy,
+            skip_unused=self.skip_all_reduce_unused_params,
             sparse=[name for name, p in parameters.items() if id(p) in sparse],
+            delayed=self._delayed,
+            trigger=self._trigger,
+            frozen={name: p for name, p in parameters.items() if not p.requires_grad},
+            wire_dtype=None if precision is None else precision.wire_dtype,
+            casts=self._casts,
         )
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        return Reducer(trained, self.process_group, options)
+
+    def _make_casts(self) -> CastParameters | None:
+        precision = self.mixed_precision
+        if precision is None or precision.param_dtype is None:
+            return None
+        return CastParameters(self.module, precision.param_dtype, self.parameters_to_ignore)
 
     def _make_buffer_sync(self) -> BufferSync:
         return BufferSync(self.module, self.process_group, self.parameters_to_ignore)
@@ -220,6 +226,9 @@ class DistributedDataParallel(nn.Module):
         options = {
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "delayed parameters": sorted(self._delayed),
+            "mixed_precision": self.mixed_precision,
             "bucket caps in bytes": self._bucket_limits,
             "buffers are sent before forward": self.forward_sync_buffers,
         }
@@ -247,7 +256,8 @@ class DistributedDataParallel(nn.Module):
         """Runs forward as a frame that is not traced, around a module that may be compiled."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            with splits_graphs(self._bucket_limits[-1]):
+            casts = contextlib.nullcontext() if self._casts is None else self._casts.forward()
+            with splits_graphs(self._bucket_limits[-1]), casts:
                 output = run_module(self.module, inputs, kwargs)
             return self._after_forward(output)
 
@@ -264,7 +274,7 @@ class DistributedDataParallel(nn.Module):
         if self.will_sync_module_buffers():
             self._buffer_sync()
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
-        return moved
+        return moved if self._casts is None else self._casts.inputs(moved)
 
     @eager
     def _after_forward(self, output: Any) -> Any:
@@ -389,7 +399,7 @@ class DistributedDataParallel(nn.Module):
                 "cannot be pickled; save state_dict() or .module"
             )
         state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_buffer_sync"):
+        for name in ("process_group", "reducer", "_buffer_sync", "_casts", "device_mesh"):
             del state[name]
         return state
 
@@ -400,7 +410,9 @@ class DistributedDataParallel(nn.Module):
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group
+        self.device_mesh = None
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
+        self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
 
@@ -415,14 +427,6 @@ def _default_group_or_none() -> ProcessGroup | None:
         return resolve_group(None)
     except ValueError:
         return None
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedOperationError(
-                f"DistributedDataParallel does not offer {name} yet, but it is {value!r}; leave it out"
-            )
 
 
 def _check_hook(hook: object) -> None:

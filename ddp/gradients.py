@@ -344,12 +344,13 @@ class Gradients:
         if index in self.sparse:
             return  # averaged as it is
         average = self._views.get(index)
+        if not used:
+            if index in self._kept and average is not None:
+                average.copy_(self._kept[index])
+            return
         if average is None:
             average = self._moving[index][0]
-        if not used:
-            if index in self._kept:
-                average.copy_(self._kept[index])
-        elif index in self._viewed:
+        if index in self._viewed:
             parameter.grad = average
         elif parameter.grad is None:
             parameter.grad = average.to(parameter.dtype, copy=True)

@@ -93,6 +93,13 @@ class Launcher:
 
     # ---- launching ---------------------------------------------------------------------------------------
 
+    def skip(self, unused: frozenset[int]) -> frozenset[int]:
+        """Leaves the buckets out of this pass that hold nothing but unused parameters; returns those."""
+        skipped = [b for b in self._gradients.buckets if b.indices and unused.issuperset(b.indices)]
+        for bucket in skipped:
+            bucket.skip()
+        return frozenset(index for bucket in skipped for index in bucket.indices)
+
     def mark_ready(self, index: int) -> bool:
         """Counts one more gradient as there; returns whether that completes what it travels with."""
         bucket = self._gradients.bucket_of.get(index)
@@ -114,7 +121,8 @@ class Launcher:
             bucket = buckets[self._next]
             if bucket.pending or (bucket.delayed and not (current.triggered or current.ending)):
                 return
-            self._fill(current, bucket)
+            if not bucket.skipped:
+                self._fill(current, bucket)
             if bucket.tail is not None:
                 self._announce(current)
             self._launch(current, bucket)
@@ -139,12 +147,13 @@ class Launcher:
             self.clock.mark(Mark.COMMUNICATION_BEGIN)
         try:
             if self.hook is not None:
-                if bucket.indices:
+                if bucket.indices and not bucket.skipped:
                     bucket.mark_launched(future=self._run_hook(*self.hook, bucket))
                 return
             if bucket.tail is not None and self._fill_tail is not None:
                 self._fill_tail(current, bucket.tail)
-            bucket.mark_launched(work=self._averager.start(bucket.wires()))
+            wires = bucket.wires()
+            bucket.mark_launched(work=self._averager.start(wires) if wires else None)
         except BaseException:
             current.broken = True
             raise
@@ -189,7 +198,8 @@ class Launcher:
         buckets = self._gradients.buckets
         self._gradients.part_from(buckets[: self._next])
         for bucket in buckets[self._next :]:
-            self._gradients.fill_with_zeros(bucket)
+            if not bucket.skipped:
+                self._gradients.fill_with_zeros(bucket)
             if bucket.tail is not None:
                 self._announce(current)
             self._launch(current, bucket)

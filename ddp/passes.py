@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from collectives.ddp.reach import ReachExchange
 from collectives.ddp.signals import Position
 from collectives.ddp.verdict import Report
 
@@ -18,10 +19,12 @@ class Forward:
     Attributes:
         sync: whether its backward pass averages.
         averaged: whether a synchronised pass over it began.
+        reach: the parameters that it can reach, where its graph was walked.
     """
 
     sync: bool
     averaged: bool = False
+    reach: ReachExchange | None = None
 
 
 @dataclass
@@ -53,7 +56,9 @@ class Pass:
         triggered: whether the gradient came that delayed buckets wait for.
         came: parameters in the order in which their gradients came.
         absent: parameters for which something else than a gradient of this pass travels.
+        skipped: parameters whose buckets are not sent.
         forwards: the forwards whose outputs it reached.
+        entered: whether casts stand in for the parameters.
     """
 
     counts: list[int]
@@ -67,6 +72,8 @@ class Pass:
     triggered: bool = False
     came: list[int] = field(default_factory=list)
     absent: set[int] = field(default_factory=set)
+    skipped: Collection[int] = frozenset()
+    entered: bool = False
     forwards: list[Forward] = field(default_factory=list)
 
     def took_part(self) -> bool:

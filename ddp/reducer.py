@@ -38,8 +38,10 @@ from collectives.ddp.engine import (
 )
 from collectives.ddp.gradients import BadGradientError, Gradients
 from collectives.ddp.launcher import Hook, Launcher
+from collectives.ddp.options import ReducerOptions
 from collectives.ddp.order import OrderTrace, agree_on_order
 from collectives.ddp.passes import Forward, Pass, Progress
+from collectives.ddp.reach import ReachExchange, reached_from
 from collectives.ddp.signals import Heard, SignalExchange, Signals
 from collectives.ddp.sparse import SparseGradients
 from collectives.ddp.timing import STATISTICS_LEVEL, IterationClock, Mark
@@ -50,6 +52,9 @@ __all__ = ["Hook", "Reducer"]
 Waitable = Any
 
 _log = logging.getLogger(__name__)
+
+_ELSEWHERE = -1
+"""Stands for the index of a parameter that is not the model's."""
 
 
 class Reducer:
@@ -69,43 +74,37 @@ class Reducer:
     Args:
         parameters: parameters that need gradients, by name.
         group: the ranks.
-        model: the model in words, for messages.
-        limits: caps of the buckets in bytes, from :func:`~collectives.ddp.buckets.bucket_limits`.
-        find_unused_parameters: whether parameters may be absent from a pass.
-        gradient_as_bucket_view: whether ``.grad`` shares its memory with the buckets.
-        static_graph: whether all passes use the parameters alike, so that the first one tells how.
-        batched_grad_copy: whether gradients are collected when their bucket is full, all at once.
-        sparse: names of the parameters with sparse gradients.
+        options: the options.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        group: ProcessGroup,
-        *,
-        model: str,
-        limits: Sequence[int],
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        batched_grad_copy: bool = False,
-        sparse: Collection[str] = (),
+        self, parameters: Mapping[str, torch.nn.Parameter], group: ProcessGroup, options: ReducerOptions
     ) -> None:
         self._group = group
-        self._model = model
-        self._find_unused = find_unused_parameters
-        self._static = static_graph
+        self._model = options.model
+        self._find_unused = options.find_unused_parameters or options.skip_unused
+        self._skip_unused = options.skip_unused
+        self._static = options.static_graph
+        self._frozen = options.frozen
+        self._casts = options.casts
         self._averager = Averager(group)
         for parameter in parameters.values():
-            self._averager.check(parameter.dtype, parameter.device)
-        self._signals = Signals(len(parameters) if find_unused_parameters or static_graph else 0)
+            real = parameter.is_floating_point() and options.wire_dtype
+            self._averager.check(real or parameter.dtype, parameter.device)
+        counted = self._find_unused or self._static
+        self._signals = Signals(len(parameters) if counted else 0)
+        places = {id(parameter): index for index, parameter in enumerate(parameters.values())}
+        self._trigger = None if options.trigger is None else places.get(id(options.trigger), _ELSEWHERE)
         self.gradients = Gradients(
             parameters,
-            limits,
+            options.limits,
             tail=self._signals.size,
-            as_views=gradient_as_bucket_view,
-            batched=batched_grad_copy,
-            sparse=[index for index, name in enumerate(parameters) if name in sparse],
+            as_views=options.gradient_as_bucket_view,
+            batched=options.batched_grad_copy,
+            sparse=[index for index, name in enumerate(parameters) if name in options.sparse],
+            delayed=[index for index, name in enumerate(parameters) if name in options.delayed],
+            trigger=self._trigger,
+            wire_dtype=options.wire_dtype,
         )
         self._device = self.gradients.parameters[0].device
         self.clock = IterationClock(self._device)
@@ -121,7 +120,7 @@ class Reducer:
         self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
 
         # How often each gradient comes in a pass; None before the first pass of a static graph has ended.
-        self._expected: list[int] | None = None if static_graph else [1] * len(parameters)
+        self._expected: list[int] | None = None if self._static else [1] * len(parameters)
         self._idle: list[int] = []  # parameters of a static graph that never get a gradient here
         self._unused_everywhere: Collection[int] = ()  # ... and on no other rank
         self._used = [0] * len(parameters)  # adds up over passes under no_sync
@@ -133,6 +132,7 @@ class Reducer:
         self._must_agree = False
         self._last_counts: list[int] = []
         self._latest: Forward | None = None
+        self._ahead: list[Forward] = []  # forwards with a walked graph and no synchronised pass yet
         self._progress = Progress()
         self._stale: list[Waitable] = []
         self._open: set[int] = set()
@@ -140,11 +140,15 @@ class Reducer:
         self._pass = Pass([], Report(), ())
         self._reset()
 
-        self._accumulators = [accumulator(parameter) for parameter in self.gradients.parameters]
+        nodes = [accumulator(parameter) for parameter in self.gradients.parameters]
+        self._accumulators = {node: index for index, node in enumerate(nodes)}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(gradient_hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.gradients.parameters)
         ]
+        if options.trigger is not None and self._trigger == _ELSEWHERE:
+            hook = gradient_hook(self, _ELSEWHERE)
+            self._handles.append(options.trigger.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
         if hasattr(self, "_handles"):
@@ -224,9 +228,18 @@ class Reducer:
         self._progress.forwards += training
         self._latest = forward = Forward(sync)
         hook = OutputHook(self, forward)
-        for output in outputs:
-            if output.requires_grad and not output.is_leaf:
-                output.register_hook(hook)  # type: ignore[no-untyped-call]
+        tensors = [output for output in outputs if output.requires_grad and not output.is_leaf]
+        if sync and self._walks():
+            reached = reached_from(tensors, self._accumulators)
+            mine = [bool(used) or index in reached for index, used in enumerate(self._used)]
+            forward.reach = ReachExchange(self._group, mine, self._device)
+            self._ahead.append(forward)
+        for output in tensors:
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _walks(self) -> bool:
+        """Returns whether the graph is walked to find what no rank reaches."""
+        return self._skip_unused and not self._static and not self._launcher.is_local
 
     # ---- what the autograd engine calls ------------------------------------------------------------------
 
@@ -236,6 +249,12 @@ class Reducer:
             if current_task() != self._task:
                 self._enter_task(None)
             current = self._pass
+            if index == self._trigger:
+                current.triggered = True
+                if index == _ELSEWHERE:
+                    if current.sync:
+                        self._launcher.launch_full(current)
+                    return
             count = current.counts[index] + 1
             current.counts[index] = count
             if current.sync:
@@ -308,9 +327,14 @@ class Reducer:
                 self._progress = Progress()
                 for forward in self._pass.forwards:
                     forward.averaged = True
+                self._ahead = [forward for forward in self._ahead if not forward.averaged]
             self._launcher.end()
         self._open.clear()
         self._task = NO_TASK
+        if self._casts is not None and self._pass.entered:
+            self._casts.leave()
+            if self._pass.took_part():
+                self._casts.forget()
         count = len(self.gradients)
         self._pass = Pass([0] * count, Report(total=count), self._used)
 
@@ -324,6 +348,9 @@ class Reducer:
             self._pass.nested = not begins
             if begins:
                 self._settle()
+                if self._casts is not None:
+                    self._casts.enter()
+                    self._pass.entered = True
                 forward = forward or self._latest
                 if forward is not None and forward.sync:
                     self._begin_sync()
@@ -335,11 +362,36 @@ class Reducer:
         current.sync = True
         self.clock.mark(Mark.BACKWARD_BEGIN)
         self._launcher.begin(self._fill_tail)
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            current.report.errors.append(
+                f"{', '.join(thawed)} needed no gradient when the module was wrapped, but need one now; wrap "
+                "the module again after such a change"
+            )
+        self._skip_what_none_reaches(current)
         for index in self._idle:
-            self._collect_absent(current, index)
+            if index not in current.skipped:
+                self._collect_absent(current, index)
         for index, count in enumerate(current.counts):
             if count:
                 self._gradient_came(current, index, count)
+
+    def _skip_what_none_reaches(self, current: Pass) -> None:
+        """Leaves out the buckets that no rank can fill; takes what this rank cannot reach as absent."""
+        if not self._skip_unused:
+            return
+        unreached: Collection[int] = self._unused_everywhere
+        mine: Sequence[bool] = ()
+        if self._walks():
+            exchanges = [f.reach for f in {*self._ahead, *current.forwards} if f.reach is not None]
+            everyone = [exchange.anyone() for exchange in exchanges]
+            unreached = {index for index in range(len(self.gradients)) if not any(e[index] for e in everyone)}
+            mine = [any(e.mine[index] for e in exchanges) for index in range(len(self.gradients))]
+        current.skipped = self._launcher.skip(frozenset(unreached))
+        current.absent |= current.skipped
+        for index, reached in enumerate(mine):
+            if not reached and index not in current.skipped and not self._used[index]:
+                self._collect_absent(current, index)
 
     def _counts_usage(self) -> bool:
         """Returns whether the ranks tell each other which parameters they gave a gradient."""
@@ -389,6 +441,12 @@ class Reducer:
     def _gradient_came(self, current: Pass, index: int, count: int) -> None:
         current.came.append(index)
         expected = self._expected
+        if index in current.absent and self._walks():
+            current.report.errors.append(
+                f"{self.gradients.names[index]} got a gradient, but nothing that forward returned depends on "
+                "it, so that it was skipped; leave out skip_all_reduce_unused_params"
+            )
+            return
         if expected is None:
             return
         if count != expected[index]:
@@ -433,6 +491,7 @@ class Reducer:
         timed = self.clock.end()
         heard = self._verdict(current)
         unused = heard.unused if self._counts_usage() else self._unused_everywhere
+        unused = {*unused, *current.skipped}
         for index in current.absent:
             self.gradients.deliver_absent(index, used=index not in unused)
         if self._expected is None:
@@ -458,12 +517,20 @@ class Reducer:
         for index, count in enumerate(counts):
             if expected is not None and count >= expected[index]:
                 continue
+            if index in current.absent:
+                continue
             if count:
                 self._take(current, index)
             else:
                 self._collect_absent(current, index)
         if not self._static and not self._find_unused:
             current.report.missing = [name for name, count in zip(names, counts, strict=True) if not count]
+            parameters = zip(names, self.gradients.parameters, strict=True)
+            frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+            if frozen:
+                current.report.errors.append(
+                    f"{', '.join(frozen)} needed a gradient when the module was wrapped, but need none now"
+                )
         elif self._static and expected is not None:
             current.report.changed = [
                 name for name, count, before in zip(names, counts, expected, strict=True) if count != before

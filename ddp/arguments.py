@@ -1,0 +1,104 @@
+"""Arguments of DistributedDataParallel, checked against each other and the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from collectives import ProcessGroup
+from collectives.ddp.default_group import resolve_group
+
+__all__ = ["check_delayed", "check_parameters", "group_of"]
+
+
+def group_of(process_group: object | None, device_mesh: object | None) -> ProcessGroup:
+    """Returns the ranks that the arguments name.
+
+    Args:
+        process_group: as given by the user.
+        device_mesh: a mesh of one dimension, as from ``torch.distributed.init_device_mesh``, over groups of
+            this package.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: both are given, or the mesh has more dimensions, or there is no default group.
+    """
+    if device_mesh is None:
+        return resolve_group(process_group)
+    if process_group is not None:
+        raise ValueError(
+            f"give process_group or device_mesh, not both: got {process_group!r} and {device_mesh!r}"
+        )
+    get_group = getattr(device_mesh, "get_group", None)
+    dimensions = getattr(device_mesh, "ndim", None)
+    if not callable(get_group) or dimensions is None:
+        raise TypeError(f"device_mesh must be a DeviceMesh, but is of type {type(device_mesh).__name__}")
+    if dimensions != 1:
+        raise ValueError(
+            f"device_mesh must have one dimension, but has {dimensions}: {device_mesh!r}; name the one to "
+            "average over, as in mesh['replicate']"
+        )
+    return resolve_group(get_group(mesh_dim=0))
+
+
+def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Checks that gradients of these parameters can be averaged.
+
+    Raises:
+        RuntimeError: none needs a gradient, or one is not initialised.
+    """
+    kind = type(module).__name__
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {name} of {kind} is not initialised; run forward once before wrapping"
+            )
+        if parameter.device.type == "meta":
+            raise RuntimeError(
+                f"parameter {name} of {kind} is on the meta device; materialise it before wrapping"
+            )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise RuntimeError(
+            f"no parameter of {kind} needs a gradient: there is nothing to average; do not wrap it"
+        )
+
+
+def check_delayed(
+    parameters: Mapping[str, nn.Parameter],
+    delayed: Sequence[tuple[str, nn.Parameter]] | None,
+    trigger: nn.Parameter | None,
+) -> list[str]:
+    """Returns the names of the parameters whose reduction is delayed.
+
+    Args:
+        parameters: the module's parameters by name.
+        delayed: as given by the user.
+        trigger: the parameter whose gradient they wait for.
+
+    Raises:
+        TypeError: the trigger is no parameter.
+        ValueError: only one of both is given, a name is not that parameter's, or the trigger never gets a
+            gradient.
+    """
+    if (delayed is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together, but only "
+            f"{'the second' if delayed is None else 'the first'} is given"
+        )
+    if delayed is None or trigger is None:
+        return []
+    if not isinstance(trigger, nn.Parameter):
+        raise TypeError(
+            f"param_to_hook_all_reduce must be a parameter, but is of type {type(trigger).__name__}"
+        )
+    if not trigger.requires_grad:
+        raise ValueError("param_to_hook_all_reduce needs no gradient, so that nothing would follow it")
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for name, parameter in delayed:
+        if id(parameter) not in names:
+            raise ValueError(
+                f"delay_all_reduce_named_params has {name!r}, which is no parameter of the module that is "
+                "averaged"
+            )
+    return [names[id(parameter)] for _, parameter in delayed]
