@@ -185,7 +185,7 @@ def test_an_all_reduce_sends_no_more_than_it_must(make_machines, placement, dtyp
     )
     for machine in range(len(machines)):
         ratio = machines.sent_bytes(machine) / (count * dtype.itemsize)
-        assert share <= ratio < share * 1.02 + 0.01, (machine, ratio)
+        assert share <= ratio < share * 1.06, (machine, ratio)  # headers and acknowledgements
 
 
 def _lose_a_peer(group, victim, started):
@@ -236,3 +236,21 @@ def test_a_time_limit_ends_a_long_transfer(make_machines):  # noqa: F811
     machines = make_machines(2, "100mbit")
     for seconds in run_ranks(_time_out, 3, backend="host", isolated=True, machines=(machines, [0, 0, 1])):
         assert 0.9 < seconds < 1.6
+
+
+def _wrong_streams(rank, size, placement):
+    os.environ["COLLECTIVES_HOST_STREAMS"] = "many"
+    with pytest.raises(
+        ValueError, match="COLLECTIVES_HOST_STREAMS=many is no number of sockets from 1 to 32"
+    ):
+        make_group(rank, size, placement)
+
+
+def test_a_wrong_number_of_sockets_is_refused():
+    environment = {"COLLECTIVES_HOST_MACHINE": None, "COLLECTIVES_HOST_STREAMS": None}
+    run_ranks(_wrong_streams, 2, [0, 1], env=environment)
+
+
+def test_streams_of_several_sockets_carry_the_same_bits():
+    environment = {"COLLECTIVES_HOST_MACHINE": None, "COLLECTIVES_HOST_STREAMS": "3"}
+    run_ranks(_reductions, 3, PLACEMENTS["3x1"], env=environment)

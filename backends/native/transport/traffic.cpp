@@ -1,12 +1,19 @@
 #include "transport/traffic.hpp"
 
+#include <ifaddrs.h>
+#include <linux/ethtool.h>
+#include <linux/sockios.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -46,6 +53,58 @@ int sockets_from_environment() {
   return number;
 }
 
+// Bits a second of the network interface that a socket uses; 0 where nobody knows.
+double link_speed(int socket) {
+  sockaddr_storage own{};
+  socklen_t size = sizeof(own);
+  ifaddrs* all = nullptr;
+  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &size) != 0 || ::getifaddrs(&all) != 0)
+    return 0;
+  ifreq request{};
+  for (const ifaddrs* each = all; each != nullptr; each = each->ifa_next) {
+    if (each->ifa_addr == nullptr || each->ifa_addr->sa_family != own.ss_family) continue;
+    const bool same =
+        own.ss_family == AF_INET
+            ? reinterpret_cast<const sockaddr_in*>(each->ifa_addr)->sin_addr.s_addr ==
+                  reinterpret_cast<const sockaddr_in&>(own).sin_addr.s_addr
+            : std::memcmp(&reinterpret_cast<const sockaddr_in6*>(each->ifa_addr)->sin6_addr,
+                          &reinterpret_cast<const sockaddr_in6&>(own).sin6_addr, sizeof(in6_addr)) == 0;
+    if (same) std::snprintf(request.ifr_name, sizeof(request.ifr_name), "%s", each->ifa_name);
+  }
+  ::freeifaddrs(all);
+  ethtool_cmd settings{};
+  settings.cmd = ETHTOOL_GSET;
+  request.ifr_data = reinterpret_cast<char*>(&settings);
+  if (::ioctl(socket, SIOCETHTOOL, &request) != 0) return 0;
+  const std::uint32_t megabits = ethtool_cmd_speed(&settings);
+  return megabits == static_cast<std::uint32_t>(SPEED_UNKNOWN) ? 0 : 1e6 * megabits;
+}
+
+// Most bytes that the kernel lets a connection have under way.
+double most_under_way() {
+  double least = 0;
+  for (const char* name : {"tcp_wmem", "tcp_rmem"}) {
+    std::ifstream file(std::string("/proc/sys/net/ipv4/") + name);
+    double limits[3] = {};
+    if (!(file >> limits[0] >> limits[1] >> limits[2])) return 0;
+    const double usable = limits[2] / 2;  // the kernel counts its own needs in
+    least = least == 0 ? usable : std::min(least, usable);
+  }
+  return least;
+}
+
+// A connection carries at most what it may have under way in each round trip. So many together fill the link.
+int sockets_to_fill(int socket) {
+  constexpr double kMost = 8;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 1;
+  const double window = most_under_way();
+  if (window == 0) return 1;
+  const double bytes = link_speed(socket) / 8 * info.tcpi_rtt / 1e6;
+  return static_cast<int>(std::clamp(std::ceil(bytes / window), 1.0, kMost));
+}
+
 }  // namespace
 
 Streams::Streams(Station& station, Link link, int sockets)
@@ -62,7 +121,9 @@ std::unique_ptr<Streams> Streams::of(Station& station) {
       sockets_from_environment());
 }
 
-int Streams::sockets_for(const Descriptor&) const { return std::max(sockets_, 1); }
+int Streams::sockets_for(const Descriptor& first) const {
+  return sockets_ > 0 ? sockets_ : sockets_to_fill(first.get());
+}
 
 Stream& Streams::with(const Call& call, int rank) {
   const auto found = streams_.find(rank);
