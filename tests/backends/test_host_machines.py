@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.distributed import PrefixStore
 import collectives as dist
 from collectives import _native
 from collectives.backends.host import ProcessGroupHost
+from collectives.bench.namespaces import INTERFACE
 
 LIMIT = timedelta(seconds=20)
 SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
@@ -474,3 +476,30 @@ def test_machines_with_networks_of_their_own(make_machines, placement):  # noqa:
     addresses = run_ranks(_apart, size, isolated=True, machines=(machines, list(placement)))
     for rank, machine in enumerate(placement):
         assert machines.address(machine) in addresses[rank]
+
+
+def _vanishes(rank, size):
+    group = ProcessGroupHost(current_store(), rank, size, LIMIT, group_name="test")
+    group.barrier().wait()
+    cut = None
+    if rank == 2:
+        time.sleep(0.5)
+        subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
+        cut = time.time()
+    with contextlib.suppress(dist.PeerLostError):  # what the others sent before may complete it
+        group.allreduce([torch.ones(1)], SYNCHRONOUS if rank % 2 else None).wait()
+    with pytest.raises(dist.PeerLostError, match=r"rank . on .* cannot be reached any more") as caught:
+        group.allreduce([torch.ones(1)], SYNCHRONOUS if rank % 2 else None).wait()
+    noticed = time.time()
+    assert caught.value.rank == (2 if rank < 2 else 0)
+    begin = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - begin < 1
+    return cut, noticed
+
+
+def test_machine_that_vanishes_is_noticed_on_both_sides(make_machines):  # noqa: F811
+    machines = make_machines(2)
+    results = run_ranks(_vanishes, 4, isolated=True, machines=(machines, [0, 0, 1, 1]))
+    cut = results[2][0]
+    assert all(noticed - cut < 3 for _, noticed in results)

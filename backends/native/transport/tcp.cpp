@@ -2,10 +2,12 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/sockios.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -147,7 +149,10 @@ Vitals vitals_of(const Descriptor& socket) noexcept {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (::getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  return {info.tcpi_last_ack_recv, info.tcpi_unacked > 0};
+  // Where this machine's own interface is down nothing leaves, and the kernel does not count it as sent.
+  int queued = 0;
+  if (::ioctl(socket.get(), SIOCOUTQ, &queued) != 0) queued = 0;
+  return {info.tcpi_last_ack_recv, queued > 0};
 }
 
 }  // namespace collectives

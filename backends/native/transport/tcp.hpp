@@ -56,7 +56,7 @@ void keep_alive(const Descriptor& socket) noexcept;
 // What the kernel knows of the other end.
 struct Vitals {
   std::uint32_t silent_ms = 0;  // since its kernel last acknowledged anything
-  bool unanswered = false;      // something was sent that it has not acknowledged
+  bool unanswered = false;      // there is something that it has not acknowledged
 };
 Vitals vitals_of(const Descriptor& socket) noexcept;
 
