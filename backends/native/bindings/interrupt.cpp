@@ -19,7 +19,7 @@ int line_of(nb::handle frame) { return PyFrame_GetLineNumber(reinterpret_cast<Py
 
 bool ours(nb::handle frame) {
   static PyObject* const key = PyUnicode_InternFromString("__name__");
-  const nb::object globals = nb::steal(PyFrame_GetGlobals(reinterpret_cast<PyFrameObject*>(frame.ptr())));
+  const nb::object globals = frame.attr("f_globals");
   const nb::handle name = PyDict_GetItemWithError(globals.ptr(), key);
   if (!name.is_valid() || !PyUnicode_Check(name.ptr())) return false;
   const std::string_view module = nb::borrow<nb::str>(name).c_str();
