@@ -51,6 +51,8 @@ _GRACE_SECONDS = 5.0
 
 _LOG_TAIL = 6000
 
+_MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
+
 
 class RankFailedError(AssertionError):
     """A rank raised or died; the message has its traceback and what the other ranks did.
@@ -237,6 +239,7 @@ def run_ranks(
     lost: Collection[int] = (),
     env: dict[str, str | None] | None = None,
     machines: tuple[Machines, Sequence[int]] | None = None,
+    placement: str = "",
     **options: Any,
 ) -> list[Any]:
     """Runs a function on every rank and returns the results by rank.
@@ -254,6 +257,8 @@ def run_ranks(
             answered. Results: :class:`Died`.
         env: environment variables during the call; ``None`` unsets one.
         machines: namespaces that play machines, and which of them each rank is on; needs ``isolated``.
+        placement: a letter for each rank; host groups take ranks of different letters for ranks of different
+            machines, which reach each other over the loopback interface.
         **options: further fields of :class:`collectives.registry.GroupOptions`, such as ``pg_options`` and
         ``timeout`` (here
             ``group_timeout``).
@@ -265,7 +270,7 @@ def run_ranks(
     if "group_timeout" in options:
         options["timeout"] = options.pop("group_timeout")
     about = {"backend": backend, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about, machines)
+    return _run(function, world_size, args, timeout, isolated, lost, about, machines, placement)
 
 
 def run_world(
@@ -278,6 +283,7 @@ def run_world(
     lost: Collection[int] = (),
     env: dict[str, str | None] | None = None,
     machines: tuple[Machines, Sequence[int]] | None = None,
+    placement: str = "",
     **options: Any,
 ) -> list[Any]:
     """Runs ``function(rank, size, *args)`` with the default group initialised, and destroys that afterwards.
@@ -288,7 +294,7 @@ def run_world(
     if "group_timeout" in options:
         options["timeout"] = options.pop("group_timeout")
     about = {"backend": backend, "world": True, "options": options, "env": env or {}}
-    return _run(function, world_size, args, timeout, isolated, lost, about, machines)
+    return _run(function, world_size, args, timeout, isolated, lost, about, machines, placement)
 
 
 def _run(
@@ -300,6 +306,7 @@ def _run(
     lost: Collection[int],
     about: dict[str, Any],
     machines: tuple[Machines, Sequence[int]] | None,
+    placement: str,
 ) -> list[Any]:
     global _harness
     __tracebackhide__ = True
@@ -311,6 +318,8 @@ def _run(
         raise ValueError("lost ranks need isolated=True")
     if machines is not None and not isolated:
         raise ValueError("ranks on machines need isolated=True")
+    if placement and len(placement) != world_size:
+        raise ValueError(f"placement {placement!r} is for {len(placement)} ranks, but there are {world_size}")
     if _harness is None:
         _harness = _Harness()
     call = f"call{next(_harness.calls)}"
@@ -328,7 +337,7 @@ def _run(
             store,
             call,
             namespace=None if machines is None else machines[0].namespace(machines[1][rank]),
-            **about,
+            **{**about, "env": {**about["env"], _MACHINE_LABEL: placement[rank] if placement else None}},
         )
         for rank in range(world_size)
     ]

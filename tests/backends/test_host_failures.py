@@ -267,8 +267,9 @@ def _abort_all(rank, size):
     current_store().set("aborted", "")
 
 
-def test_abort_releases_every_kind_of_waiter_at_once():
-    run_ranks(_abort_all, 2)
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_abort_releases_every_kind_of_waiter_at_once(placement):
+    run_ranks(_abort_all, 2, placement=placement)
 
 
 # ---- forming a group -------------------------------------------------------------------------------------
@@ -335,10 +336,10 @@ def _await_census(expected):
     assert _census() == expected
 
 
-ROUNDS = 200
+ROUNDS = {"aa": 200, "ab": 40}
 
 
-def _rounds(rank, size):
+def _rounds(rank, size, rounds):
     store = current_store()
     numbers = itertools.count()
 
@@ -356,7 +357,7 @@ def _rounds(rank, size):
 
     once()
     before = _census()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         once()
     _await_census(before)
     assert before["segments"] == before["children"] == 0
@@ -365,22 +366,23 @@ def _rounds(rank, size):
         group = make()
         group.allreduce([torch.ones(10)]).wait()
         del group
-        group = make()
         with contextlib.suppress(dist.GroupAbortedError):  # the peer's abort may come first
+            group = make()
             group.recv([torch.ones(1)], 1 - rank)
-        group.abort()
-    del group
+            group.abort()
+    group = None
     _await_census(before)
 
 
-def test_nothing_is_left_of_groups_made_and_ended():
-    run_ranks(_rounds, 2)
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_nothing_is_left_of_groups_made_and_ended(placement):
+    run_ranks(_rounds, 2, ROUNDS[placement], placement=placement, isolated=True)
 
 
-def _worlds(rank, size):
+def _worlds(rank, size, rounds):
     store = current_store()
     before = None
-    for n in range(ROUNDS // 4):
+    for n in range(rounds // 4):
         dist.init_process_group("host", store=PrefixStore(f"world{n}", store), rank=rank, world_size=size)
         subgroup = dist.new_group([0, 1])
         work = dist.all_reduce(torch.ones(100_000), async_op=True)
@@ -391,8 +393,9 @@ def _worlds(rank, size):
     _await_census(before)
 
 
-def test_nothing_is_left_of_worlds_made_and_destroyed():
-    run_ranks(_worlds, 2)
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_nothing_is_left_of_worlds_made_and_destroyed(placement):
+    run_ranks(_worlds, 2, ROUNDS[placement], placement=placement, isolated=True)
 
 
 def _memory(group):

@@ -308,6 +308,17 @@ void Messenger::fail_all(const Error& error) {
   while (!outstanding_.empty()) finish(outstanding_.front(), error);
 }
 
+void Messenger::lose_dead_leader() {
+  const Placement& placement = station_->placement();
+  if (!placement.several()) return;
+  for (int machine = 0; machine < placement.count(); ++machine) {
+    const int leader = placement.leader_of(machine);
+    if (leader == rank_ || station_->departed(leader) || !station_->dead(leader)) continue;
+    // Nobody tells its machine any more what happens elsewhere, nor others what happens there.
+    station_->lose(leader, outstanding_.front()->describe());
+  }
+}
+
 void Messenger::look_around() {
   try {
     station_->check_unbroken();
@@ -320,6 +331,7 @@ void Messenger::look_around() {
       dead[r] = !departed[r] && station_->dead(static_cast<int>(r));
     }
     pump();  // what a rank sent before it went has come by now, or never will
+    if (!outstanding_.empty()) lose_dead_leader();
     const std::list<TransferPointer> transfers = outstanding_;
     for (const TransferPointer& transfer : transfers) {
       if (transfer->finished()) continue;

@@ -89,6 +89,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt);
   void doze(Lock& lock, Nanoseconds deadline);
   void look_around();
+  void lose_dead_leader();
   bool gone(int rank);
   void check_connections(const Transfer& transfer, int rank) const;
   void time_out(const TransferPointer& transfer);

@@ -34,6 +34,18 @@ bool gathers(const Fingerprint& what) {
   return kind == Kind::reduce || kind == Kind::gather;
 }
 
+// As long as it lives, reports say whom the rank waits for, also the one of a time that is up.
+class Awaiting {
+ public:
+  explicit Awaiting(const Station& station) : station_(station) {}
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+  ~Awaiting() { station_.waits_for(-1); }
+
+ private:
+  const Station& station_;
+};
+
 }  // namespace
 
 Exchange::Exchange(Station& station) : station_(station), spinning_(station.placement().local().size() == 1) {
@@ -206,7 +218,10 @@ void Exchange::run(const Call& call) {
   }
   if (spins) spinning_.failed();
   if (call.interrupt != nullptr) call.interrupt->blocks();
-  station_.status().entered.store(now_ns(), std::memory_order_relaxed);
+  Status& status = station_.status();
+  status.entered.store(now_ns(), std::memory_order_relaxed);
+  if (status.site[0].load(std::memory_order_relaxed) != '\0') station_.note_site("");
+  const Awaiting awaiting(station_);
   Nanoseconds next_look = now_ns() + kLookEvery;
   while (!finished()) {
     if (!step()) wait(call);
