@@ -42,7 +42,7 @@ std::size_t padding_of(std::uint64_t bytes) noexcept {
 }  // namespace
 
 Messenger::Messenger(Station& station)
-    : station_(&station), rank_(station.rank()), spinning_(!station.crowded()) {
+    : station_(&station), rank_(station.rank()), spinning_(station.spinning_hope()) {
   incoming_.reserve(static_cast<std::size_t>(station.size()));
   outgoing_.reserve(static_cast<std::size_t>(station.size()));
   for (int r = 0; r < station.size(); ++r) {

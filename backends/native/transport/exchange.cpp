@@ -48,7 +48,9 @@ class Awaiting {
 
 }  // namespace
 
-Exchange::Exchange(Station& station) : station_(station), spinning_(station.placement().local().size() == 1) {
+Exchange::Exchange(Station& station)
+    : station_(station),
+      spinning_(station.placement().local().size() == 1 ? Spinning::Hope::good : Spinning::Hope::little) {
   const Placement& placement = station.placement();
   for (int machine = 0; machine < placement.count(); ++machine) {
     if (machine == placement.machine) continue;

@@ -87,7 +87,7 @@ Station::Station(Membership membership, std::string label)
       own_(&page(membership_.rank)),
       process_space_(process_space()),
       crowded_(static_cast<int>(membership_.placement.local().size()) > usable_cores()),
-      spinning_{Spinning(!crowded_), Spinning(!crowded_)} {
+      spinning_{Spinning(spinning_hope()), Spinning(spinning_hope())} {
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);

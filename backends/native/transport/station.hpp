@@ -88,8 +88,9 @@ class Station {
   int size() const noexcept { return membership_.size; }
   const Shape& shape() const noexcept { return membership_.layout.shape(); }
   const Tuning& tuning() const noexcept { return membership_.tuning; }
-  // Whether there are more ranks here than cores.
-  bool crowded() const noexcept { return crowded_; }
+  Spinning::Hope spinning_hope() const noexcept {
+    return crowded_ ? Spinning::Hope::none : Spinning::Hope::good;
+  }
   const std::string& label() const noexcept { return label_; }
   const Placement& placement() const noexcept { return membership_.placement; }
   bool several() const noexcept { return courier_ != nullptr; }  // machines
