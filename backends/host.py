@@ -351,9 +351,18 @@ class ProcessGroupHost(ProcessGroup):
         """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`."""
         return self._message(False, tensors, srcRank, tag) or super().recv(tensors, srcRank, tag)
 
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
+        """Sends or receives a tensor where the core takes the arguments as they are, and waits for it."""
+        task = self._native.plain_message(sends, tensor, peer, tag, True)
+        if task is None:
+            return False
+        if task is not True:
+            self._launch(task, (tensor,), (), False)
+        return True
+
     def _message(self, sends: bool, tensor: Any, peer: int, tag: int) -> Work | None:
         """Posts a message where the core takes the arguments as they are."""
-        task = self._native.plain_message(sends, tensor, peer, tag)
+        task = self._native.plain_message(sends, tensor, peer, tag, False)
         if task is True:
             return CompletedWork() if sends else CompletedWork((tensor,), peer)
         return None if task is None else self._launch(task, (tensor,), () if sends else (tensor,), True)

@@ -94,7 +94,8 @@ def send(
         return
     peer = group_rank(target, "send", dst, group_dst, "dst")
     not_self(target, "send", peer, "destination", "isend")
-    target.send(tensor, peer, tag).wait()
+    if not target.plain_message(True, tensor, peer, tag):
+        target.send(tensor, peer, tag).wait()
 
 
 def recv(
@@ -125,7 +126,8 @@ def recv(
         return get_global_rank(target, work.source_rank())
     peer = group_rank(target, "recv", src, group_src, "src")
     not_self(target, "recv", peer, "source", "irecv")
-    target.recv(tensor, peer, tag).wait()
+    if not target.plain_message(False, tensor, peer, tag):
+        target.recv(tensor, peer, tag).wait()
     return get_global_rank(target, peer) if src is None else src
 
 

@@ -612,6 +612,20 @@ class ProcessGroup(Primitives):
 
     # ---- point-to-point ------------------------------------------------------------------------------
 
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:  # noqa: ARG002
+        """Sends or receives a tensor and waits for it, where all is as simple as for :meth:`plain`.
+
+        Args:
+            sends: whether to send it, else to receive it.
+            tensor: the message.
+            peer: the other rank.
+            tag: number that both sides name.
+
+        Returns:
+            Whether it did; ``False`` with nothing done.
+        """
+        return False
+
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, which receives it with the same tag, size and data type."""
         tensor = check.only_tensor(self, "send", tensors)

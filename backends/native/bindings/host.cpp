@@ -310,7 +310,7 @@ void bind_group(nb::module_& module) {
       .def("plain_launch", plain_launch, nb::arg("kind"), nb::arg("output").none(), nb::arg("input").none(),
            nb::arg("op_code"), nb::arg("root"), nb::arg("listed"))
       .def("plain_message", plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
-           nb::arg("tag"))
+           nb::arg("tag"), nb::arg("waits"))
       .def(
           "link",
           [](OwnedGroup& group, double seconds) {

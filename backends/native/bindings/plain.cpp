@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,18 @@ namespace {
 
 // How long a message is awaited before its caller prepares to sleep.
 constexpr int kMessageSpins = 100;
+
+// A caller that waits for so short a time that signals can wait as long.
+class Patient final : public Interrupt {
+ public:
+  explicit Patient(Interrupt& caller) : caller_(caller) {}
+  void blocks() override { caller_.blocks(); }
+  bool requested() override { return false; }
+  std::string site() override { return caller_.site(); }
+
+ private:
+  Interrupt& caller_;
+};
 
 // The whole number in [0, end); nothing for every other object, booleans and numbers of numpy among them.
 std::optional<int> number_below(nb::handle object, std::int64_t end) {
@@ -173,7 +186,8 @@ std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nb::han
   return plain ? group.enqueue(std::move(plain->request), group.timeout(), call_site()) : nullptr;
 }
 
-nb::object plain_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::handle peer, nb::handle tag) {
+nb::object plain_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::handle peer, nb::handle tag,
+                         bool waits) {
   Group& group = usable(owned);
   const std::optional<int> checked_peer = number_below(peer, group.size());
   const std::optional<int> checked_tag = number_below(tag, std::int64_t{1} << 31);
@@ -187,9 +201,11 @@ nb::object plain_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::h
   std::shared_ptr<Transfer> transfer;
   {
     PythonInterrupt interrupt(release_for(envelope.bytes));
-    transfer = sends ? group.send(envelope, view->data, group.timeout())
-                     : group.receive(envelope, view->data, group.timeout());
-    for (int i = 0; i < kMessageSpins && !transfer->finished(); ++i) {
+    Patient patient(interrupt);
+    Interrupt* caller = waits ? &patient : nullptr;
+    transfer = sends ? group.send(envelope, view->data, group.timeout(), caller)
+                     : group.receive(envelope, view->data, group.timeout(), caller);
+    for (int i = 0; !waits && i < kMessageSpins && !transfer->finished(); ++i) {
       relax_processor();
       transfer->poll();
     }

@@ -28,8 +28,8 @@ std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nanobin
                                    bool listed);
 
 // Posts a message or a receive: returns None where the call is not plain; true where the message has gone or
-// come at once; else the transfer, whose tensor the caller must keep.
+// come at once, or with `waits` soon; else the transfer, whose tensor the caller must keep.
 nanobind::object plain_message(OwnedGroup& owned, bool sends, nanobind::handle tensor, nanobind::handle peer,
-                               nanobind::handle tag);
+                               nanobind::handle tag, bool waits);
 
 }  // namespace collectives

@@ -148,14 +148,16 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
   return task;
 }
 
-std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
+std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
+                                      Interrupt* caller) {
   if (closed_.load(std::memory_order_acquire)) refuse();
-  return messenger_->send(envelope, data, timeout);
+  return messenger_->send(envelope, data, timeout, caller);
 }
 
-std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
+std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
+                                         Interrupt* caller) {
   if (closed_.load(std::memory_order_acquire)) refuse();
-  return messenger_->receive(envelope, data, timeout);
+  return messenger_->receive(envelope, data, timeout, caller);
 }
 
 void Group::serve_queue() {

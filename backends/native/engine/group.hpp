@@ -57,8 +57,10 @@ class Group {
                                 std::shared_ptr<const std::string> site = nullptr);
 
   // Posts a message or a receive; see Messenger. They need no turn and keep no order with the collectives.
-  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
-  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
+  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
+                                 Interrupt* caller = nullptr);
+  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
+                                    Interrupt* caller = nullptr);
 
   // Breaks the group here and for its peers. Blocks on nothing.
   void abort(const std::string& reason);

@@ -28,6 +28,10 @@ constexpr Nanoseconds kSlice = 100 * kMillisecond;
 constexpr int kSpins = 100;
 constexpr int kYields = 2;
 
+// How long a caller drives its own transfer before the background thread is made ready to. Signals wait that
+// long too.
+constexpr Nanoseconds kPatience = 20 * kMillisecond;
+
 // What another machine sent before its news came has come after this long.
 constexpr Nanoseconds kOnItsWay = kSecond;
 
@@ -60,11 +64,11 @@ Messenger::Messenger(Station& station)
 // ----------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data,
-                                          Nanoseconds timeout) {
+                                          Nanoseconds timeout, Interrupt* caller) {
   // The bytes of a send are only read; the type is shared with receives.
   auto transfer = std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::send, envelope,
                                              const_cast<std::byte*>(data), timeout);
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   check_open();
   if (envelope.peer == rank_) {
     send_to_self(transfer);
@@ -72,19 +76,20 @@ std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::b
   }
   outstanding_.push_back(transfer);
   outgoing_[static_cast<std::size_t>(envelope.peer)].queue.push_back(transfer);
-  start(transfer);
+  start(lock, transfer, caller);
   return transfer;
 }
 
-std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
+std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
+                                             Interrupt* caller) {
   auto transfer =
       std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::receive, envelope, data, timeout);
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   check_open();
   outstanding_.push_back(transfer);
   posted_.push_back(transfer);
   match_unexpected(transfer);
-  start(transfer);
+  start(lock, transfer, caller);
   return transfer;
 }
 
@@ -95,8 +100,9 @@ void Messenger::check_open() const {
   station_->check_usable();
 }
 
-void Messenger::start(const TransferPointer& transfer) {
+void Messenger::start(Lock& lock, const TransferPointer& transfer, Interrupt* caller) {
   pump();
+  if (caller != nullptr && !transfer->finished()) wait(lock, *transfer, now_ns() + kPatience, caller);
   if (transfer->finished() || background_awake_) return;
   if (!thread_.started()) thread_.start("collectives-p2p", [this] { serve(); });
   background_awake_ = true;
@@ -415,6 +421,10 @@ void Messenger::poll() {
 
 bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
   Lock lock(mutex_);
+  return wait(lock, transfer, deadline, interrupt);
+}
+
+bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
   ++waiters_;
   const auto leave = [&] {
     --waiters_;
@@ -429,6 +439,7 @@ bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interr
       }
       if (background_drives_) station_->ring_own_mail();
       if (pump()) continue;
+      if (interrupt != nullptr) interrupt->blocks();
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSlice, deadline - now_ns())));
       if (interrupt != nullptr && !transfer.finished()) {
         lock.unlock();
@@ -465,6 +476,7 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
         if (spin_end != 0) spinning_.succeeded();
         spin_end = 0;
         idle = 0;
+        if (interrupt != nullptr && !done()) interrupt->blocks();  // it may be much that moves
         continue;
       }
       if (idle == kSpins && interrupt != nullptr && (spin_end != 0 || spinning_.worth_long())) {
@@ -482,11 +494,13 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
         if (idle++ < kSpins) {
           relax_processor();
         } else {
+          if (interrupt != nullptr) interrupt->blocks();
           sched_yield();
         }
         lock.lock();
         continue;
       }
+      if (interrupt != nullptr) interrupt->blocks();
       doze(lock, std::min(deadline, nearest_deadline()));
       const Nanoseconds now = now_ns();
       if (station_ == nullptr || closing_) break;

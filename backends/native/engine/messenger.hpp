@@ -35,9 +35,13 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
-  // The memory must stay valid until the transfer is finished. Throws where the group is broken.
-  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
-  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
+  // The memory must stay valid until the transfer is finished. Throws where the group is broken. A `caller`
+  // has nothing to do before that: it drives for up to kPatience, which saves waking the background thread.
+  // Its hook's `requested` is to be false.
+  std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
+                                 Interrupt* caller = nullptr);
+  std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
+                                    Interrupt* caller = nullptr);
 
   // See Task.
   bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
@@ -75,7 +79,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
 
   // All below with the mutex held.
   void check_open() const;
-  void start(const TransferPointer& transfer);
+  void start(Lock& lock, const TransferPointer& transfer, Interrupt* caller);
   bool pump();
   bool pump_out(Outgoing& outgoing);
   bool pump_in(int source, Incoming& incoming);
@@ -86,6 +90,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void complete(const std::shared_ptr<Message>& message);
   void finish(const TransferPointer& transfer, std::optional<Error> error);
   void withdraw(Transfer& transfer);
+  bool wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
   void drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt);
   void doze(Lock& lock, Nanoseconds deadline);
   void look_around();
