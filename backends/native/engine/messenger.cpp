@@ -214,7 +214,9 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
   for (;;) {
     std::size_t available = incoming.box->available();
     if (!incoming.current) {
-      if (available < sizeof(Frame)) return moved;
+      // Where nothing is outstanding, no later message needs what this one holds up: it stays in the stream
+      // until its receive is posted, which saves its bytes a detour through memory of their own.
+      if (available < sizeof(Frame) || outstanding_.empty()) return moved;
       incoming.current = open_message(source, *incoming.box);
       available -= sizeof(Frame);
       moved = true;

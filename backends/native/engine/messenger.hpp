@@ -3,9 +3,10 @@
 // Words. A *message* is a frame and its bytes in the stream from one rank to another; messages of one stream
 // follow each other whole. A receive is *posted* until a message is attached to it. A message that finds no
 // posted receive is *unexpected*: its bytes go to memory of their own, so that it never holds up those behind
-// it, whatever their tags. To *pump* is to move bytes as far as they go without waiting. The *driver* is the
-// one thread that pumps and sleeps on this rank's bell: a blocked caller if there is one, else the background
-// thread, which exists once an operation outlived the call that posted it.
+// it, whatever their tags; but while no transfer is outstanding here, messages stay where they are. To *pump*
+// is to move bytes as far as they go without waiting. The *driver* is the one thread that pumps and sleeps on
+// this rank's bell: a blocked caller if there is one, else the background thread, which exists once an
+// operation outlived the call that posted it.
 //
 // Thread safety: every method may be called from any thread.
 #pragma once
