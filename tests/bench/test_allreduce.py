@@ -16,6 +16,8 @@ from collectives.bench.sweep import MAX_CALLS, MIN_CALLS
 from collectives.cli import main
 from collectives.registry import backend_names
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 COLUMNS = [
     *("size", "count", "type", "redop", "root", "time", "p10", "p90", "min", "algbw", "busbw", "#wrong"),
     *("time", "algbw", "busbw", "#wrong", "loop"),

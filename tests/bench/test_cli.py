@@ -15,6 +15,8 @@ from collectives.bench import doctor
 from collectives.bench.records import Skipped
 from collectives.cli import main
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 def ended(words, capsys):
     with pytest.raises(SystemExit) as caught:

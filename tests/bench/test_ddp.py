@@ -14,6 +14,8 @@ from collectives.bench.trainer import parse_peer
 from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
 from collectives.cli import main
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch):

@@ -36,6 +36,7 @@ def test_answers_come_in_rank_order():
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -57,6 +58,7 @@ def test_a_failing_rank_ends_all(how, message):
         assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_that_cannot_begin_is_named():
     with (
         SpawnedTeam(2, bench_bodies.multiply) as team,
@@ -98,6 +100,7 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
     descriptor, path = create_board(3)
     try:

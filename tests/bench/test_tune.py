@@ -25,6 +25,8 @@ from collectives.bench.tuning_search import (
 )
 from collectives.cli import CommandError, main
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 SHORT, LONG = Probe("all_reduce", 4096), Probe("all_reduce", 1 << 20)
 STEPS = (
     Step("one_shot_bytes", (8192, 16384), (SHORT,)),
