@@ -51,18 +51,19 @@ def _reductions(rank, size, placement):
     group = make_group(rank, size, placement)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         longest = placed_sum(dtype, max(COUNTS), placement)
+        own = values(dtype, max(COUNTS), rank)
         for count in COUNTS:
             # The same numbers in each length: a prefix of the longest result, bit for bit.
-            tensor = values(dtype, max(COUNTS), rank)[:count].clone()
+            tensor = own[:count].clone()
             group.allreduce(tensor).wait()
             assert torch.equal(tensor, longest[:count]), (dtype, count)
             root = count % size
-            tensor = values(dtype, max(COUNTS), rank)[:count].clone()
+            tensor = own[:count].clone()
             before = tensor.clone()
             group.reduce(tensor, root).wait()
             assert torch.equal(tensor, longest[:count] if rank == root else before), (dtype, count, root)
             parts = count // size
-            source = values(dtype, max(COUNTS), rank)[: parts * size].clone()
+            source = own[: parts * size].clone()
             output = torch.empty(parts, dtype=dtype)
             group.reduce_scatter_single(output, source).wait()
             assert torch.equal(output, longest[parts * rank : parts * (rank + 1)]), (dtype, count)
