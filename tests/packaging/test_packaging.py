@@ -128,12 +128,17 @@ def test_wheel_holds_one_package_without_sources_of_the_core(wheel: Path) -> Non
     assert not [name for name in names if name.endswith((".cpp", ".hpp", "CMakeLists.txt"))]
 
 
-def test_imports(python: Path, folder: Path) -> None:
-    run(python, "-c", f"import {PARTS}", cwd=folder)
+# Both in one start, which takes seconds: what ``python -m collectives backends`` does, after the imports.
+IMPORTS_AND_COMMAND = f"""
+import runpy, sys
+import {PARTS}
+sys.argv = ["collectives", "backends"]
+runpy.run_module("collectives", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_command_line(python: Path, folder: Path) -> None:
-    assert "host" in run(python, "-m", "collectives", "backends", cwd=folder)
+def test_imports_and_command_line(python: Path, folder: Path) -> None:
+    assert "host" in run(python, "-c", IMPORTS_AND_COMMAND, cwd=folder)
 
 
 def test_command(python: Path, tmp_path: Path) -> None:
