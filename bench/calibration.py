@@ -11,14 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.bench.model import ALGORITHMS, Parameters, Scale, our_algorithm, time_us
-from collectives.bench.records import Record
+from collectives.bench.records import Record, Timing
 
 __all__ = [
     "MEMORY",
     "NETWORK",
+    "SHAPED",
     "Errors",
     "Point",
     "as_json",
+    "check_scatter",
     "errors",
     "fit",
     "points_of_records",
@@ -40,9 +42,20 @@ MEMORY = (
 NETWORK = ("latency_us", "message_us", "link_us_per_byte", "socket_us_per_byte")
 """Parameters that measurements between machines tell."""
 
+SHAPED = (*NETWORK, "burst_bytes")
+"""The same where a token bucket shapes the links."""
+
 PRIOR = 0.1
 """Weight of a parameter's distance from its start, an e-fold, beside an error of e-fold of a point: decides
 what the points leave open and nothing else."""
+
+OUTLIER = 0.3
+"""Error, an e-fold, from which a point counts less than by its square, so that single bad ones
+decide little."""
+
+MOST_SCATTER = 8.0
+"""Slow calls (ninetieth percentile) over quick ones (tenth), of the middle point, above which a record is
+refused: the ranks have then waited for other programs more than for each other."""
 
 CALIBRATING = ("all_reduce", "broadcast", "barrier")
 """Operations that calibrate: one that reduces, one that only copies, one that only meets."""
@@ -60,13 +73,17 @@ class Point:
         operation: name of the operation.
         size_bytes: its size.
         scale: where the ranks were.
-        measured_us: the time.
+        measured_us: the time of a call that nothing disturbed.
+        scatter: slow calls over quick ones; such points count less, the more they scatter.
+        cores: of each machine; 0 for those of the parameters.
     """
 
     operation: str
     size_bytes: int
     scale: Scale
     measured_us: float
+    scatter: float = 1.0
+    cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +101,18 @@ class Errors:
     worst: float
 
 
-def points_of_records(records: Sequence[Record], kind: str, machines: int = 1) -> list[Point]:
-    """Returns the points of our host backend among records.
+def points_of_records(records: Sequence[Record], kind: str, machines: int = 1, cores: int = 0) -> list[Point]:
+    """Returns the points of our host backend among records, each with the tenth percentile of its times.
+
+    The model knows nothing of other programs on the machine, and these only ever add time: on a shared
+    machine the median of few calls is often one that was put off.
 
     Args:
         records: of any comparison; peers other than ``host`` and operations that the model does not know are
             left out.
         kind: which time, a name of :data:`~collectives.bench.records.KINDS`.
         machines: on how many machines the ranks were, equally many on each.
+        cores: of each machine; 0 for those of the parameters.
 
     Raises:
         ValueError: ranks cannot be spread so.
@@ -105,13 +126,45 @@ def points_of_records(records: Sequence[Record], kind: str, machines: int = 1) -
         if record.ranks % machines:
             raise ValueError(f"{record.ranks} ranks cannot be spread equally over {machines} machines")
         scale = Scale(machines, record.ranks // machines)
-        points.append(Point(record.operation, record.size_bytes, scale, timing.median_us))
+        points.append(
+            Point(record.operation, record.size_bytes, scale, timing.p10_us, _scatter(timing), cores)
+        )
     return points
+
+
+def _scatter(timing: Timing) -> float:
+    return timing.p90_us / timing.p10_us
+
+
+def check_scatter(points: Sequence[Point], name: str) -> None:
+    """Refuses points that are too noisy to tell anything.
+
+    Args:
+        points: of one record.
+        name: of the record, for the message.
+
+    Raises:
+        ValueError: they are; the message says how much and what helps.
+    """
+    if not points:
+        return
+    middle = float(np.median([point.scatter for point in points]))
+    if middle > MOST_SCATTER:
+        worst = max(points, key=lambda point: point.scatter)
+        raise ValueError(
+            f"{name} is too noisy to calibrate with: of half of its {len(points)} points the slow calls "
+            f"(p90) take more than {middle:.0f} times as long as the quick ones (p10), but "
+            f"{MOST_SCATTER:g} is the most; worst is {worst.operation} of {worst.size_bytes} B on "
+            f"{worst.scale.ranks} ranks with {worst.scatter:.0f}; "
+            "measure again while nothing else runs here, or for longer (--budget)"
+        )
 
 
 def predicted_us(point: Point, parameters: Parameters) -> float:
     """Returns the model's time for a point, by the algorithm that the host backend takes."""
     algorithm = our_algorithm(point.operation, point.size_bytes, point.scale)
+    if point.cores:
+        parameters = replace(parameters, cores=point.cores)
     return time_us(algorithm, point.size_bytes, point.scale, parameters)
 
 
@@ -132,7 +185,9 @@ def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 def fit(points: Sequence[Point], start: Parameters, names: Sequence[str]) -> Parameters:
     """Returns the parameters whose predictions are nearest to points, by relative error.
 
-    The Levenberg-Marquardt method over the parameters' logarithms, so that all stay positive.
+    The Levenberg-Marquardt method over the parameters' logarithms, so that all stay positive. Large errors
+    count by their size, not by their square (the pseudo-Huber loss; Charbonnier et al., "Deterministic
+    edge-preserving regularization in computed imaging", 1997), and points that scatter count less.
 
     Args:
         points: measurements.
@@ -150,12 +205,21 @@ def fit(points: Sequence[Point], start: Parameters, names: Sequence[str]) -> Par
         values: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
         return replace(start, **values)
 
+    weights = np.asarray([1 / (1 + math.log(point.scatter)) for point in points])
+
     def residuals(logs: Vector) -> Vector:
         parameters = with_values(logs)
         off = [math.log(predicted_us(point, parameters) / point.measured_us) for point in points]
-        return np.concatenate([off, PRIOR * (logs - origin)])
+        return np.concatenate([weights * _softened(np.asarray(off)), PRIOR * (logs - origin)])
 
     return with_values(_minimize(residuals, origin))
+
+
+def _softened(off: Vector) -> Vector:
+    """Returns numbers whose squares are the pseudo-Huber loss."""
+    loss = 2 * OUTLIER**2 * (np.sqrt(1 + (off / OUTLIER) ** 2) - 1)
+    softened: Vector = np.sign(off) * np.sqrt(loss)
+    return softened
 
 
 def _minimize(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 LINE_BYTES = 128
-"""What a rank publishes in a meeting, its *arrival line*."""
+"""A line that one rank writes and others read."""
 
 MOST_STAGED = 64 << 10
 """Longest contribution that may travel with the meeting on one machine."""
@@ -46,10 +46,18 @@ LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 8 << 10, 128 << 10, 512 << 10
 UNSPLIT = 256 << 10
 PAST_CACHE = 8 << 20
 SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10
-LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED = 64 << 10, 8
+LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 64 << 10, 8, 320 << 10
+LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
 CHUNKS_WANTED = 4
 RING_BYTES = 1 << 20
-"""Defaults of the host backend (``backends/native/transport/tuning.cpp``)."""
+"""Defaults of the host backend: ``transport/tuning.cpp``; between machines, ``control_page.cpp`` there and
+``algorithms/between_machines.cpp``."""
+
+HEAD_BYTES, ENTRY_BYTES = 16, 40
+"""Of a frame of the leaders' meeting (``transport/exchange.hpp``): its head, and what tells of each rank."""
+
+LEAST_SHARE = 256
+"""Bytes of the shortest share of a chunk that a machine reduces for all: 64 elements, here of float32."""
 
 
 def _written(size: float, total: float) -> float:
@@ -89,6 +97,7 @@ class Parameters:
         message_us: a leader's core sends or receives a message (o).
         link_us_per_byte: a byte on a machine's link, in each direction (G).
         socket_us_per_byte: a core moves a byte to or from the network.
+        burst_bytes: what passes a machine's link at once before it counts, as where a token bucket shapes it.
     """
 
     cores: int = 2
@@ -103,6 +112,7 @@ class Parameters:
     message_us: float = 3.0
     link_us_per_byte: float = 8e-4
     socket_us_per_byte: float = 2e-4
+    burst_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +196,28 @@ def _exchange(p: Parameters, peers: float, sent: float, times: float = 1.0) -> T
     }
 
 
-def _meet(p: Parameters, s: Scale, staged: float = 0.0) -> Terms:
-    """The meeting of all ranks, each with so many bytes staged: leaders exchange frames, each with each."""
+def _meet(p: Parameters, s: Scale, staged: float = 0.0, stagers: int | None = None) -> Terms:
+    """The meeting of all ranks: leaders exchange frames, each with each.
+
+    Args:
+        p: parameters.
+        s: scale.
+        staged: bytes that a rank stages.
+        stagers: ranks that stage, all of one machine; ``None`` for all ranks of all machines.
+    """
     local = _sum(_local_meeting(p, s), {LINES: _turns(p, s) * p.line_us * (s.ranks - 1)})
     if s.machines == 1:
         return local
-    frame = s.ranks_per_machine * (LINE_BYTES + staged)
-    return _sum(
-        local,
-        _exchange(p, s.machines - 1, (s.machines - 1) * frame),
-        {COPIES: s.machines * frame * p.copy_us_per_byte},  # the leader writes what came for its local ranks
-        _local_meeting(p, s),
-    )
+    bare = HEAD_BYTES + s.ranks_per_machine * ENTRY_BYTES
+    frame = bare + (s.ranks_per_machine if stagers is None else stagers) * staged
+    others = s.machines - 1
+    exchange = _exchange(p, others, others * frame)
+    came = others * frame
+    if stagers is not None:  # the machine that stages receives nothing long, the others one long frame
+        came = frame + (others - 1) * bare
+        exchange[SOCKETS] = others * (frame + bare) * p.socket_us_per_byte
+    # The leader puts its frame together, and writes what came for its local ranks.
+    return _sum(local, exchange, {COPIES: (frame + came) * p.copy_us_per_byte}, _local_meeting(p, s))
 
 
 # ---- ours ----------------------------------------------------------------------------------------------
@@ -207,16 +227,19 @@ def most_staged(s: Scale) -> int:
     """Returns the longest contribution that travels with the meeting."""
     if s.machines == 1:
         return MOST_STAGED
-    return max(8 << 10, min(32 << 10, (1 << 20) // s.ranks))
+    return max(LEAST_NEAR, min(MOST_NEAR, 1 << ((SHARED_NEAR // s.ranks) | 1).bit_length() - 1))
 
 
 def _one_shot_limit(s: Scale) -> float:
-    limit = min(max(SHARED_ONE_SHOT / s.ranks, LEAST_ONE_SHOT), MOST_ONE_SHOT)
-    return limit if s.machines == 1 else min(most_staged(s), limit)
+    if s.machines > 1:
+        return most_staged(s)
+    return min(max(SHARED_ONE_SHOT / s.ranks, LEAST_ONE_SHOT), MOST_ONE_SHOT)
 
 
 def _one_shot(size: float, s: Scale, p: Parameters) -> Terms:
-    return _sum(_meet(p, s, size), _work(p, s, size, s.ranks * size))
+    # Machine by machine, then the machines' sums, so that the length changes no bit.
+    sums = s.machines if s.machines > 1 and s.ranks_per_machine > 1 else 0
+    return _sum(_meet(p, s, size), _work(p, s, size, (s.ranks + sums) * size))
 
 
 def _pair(size: float, s: Scale, p: Parameters) -> Terms:
@@ -240,26 +263,31 @@ def _sliced(size: float, s: Scale, p: Parameters) -> Terms:
     return _sum(_meet(p, s), _sliced_stages(size, s, p))
 
 
+def _remote_chunk(size: float, most: float = LONGEST_CHUNK) -> float:
+    """Bytes of a chunk between machines."""
+    return min(max(size / REMOTE_CHUNKS_WANTED, LEAST_REMOTE_CHUNK), most)
+
+
 def _hierarchical(size: float, s: Scale, p: Parameters) -> Terms:
     """Slices within machines, and shares of each chunk directly between all leaders, in two phases."""
     m, ranks = s.machines, s.ranks_per_machine
-    chunk = min(max(size / REMOTE_CHUNKS_WANTED, LEAST_REMOTE_CHUNK), LONGEST_CHUNK)
+    # A rank has windows for contributions, results and, of two ranks at least, slices of sums.
+    chunk = _remote_chunk(size, LONGEST_CHUNK if ranks == 1 else REMOTE_WINDOW / 2.5)
     chunks = math.ceil(size / chunk)
-    inside = (
-        _sum(_work(p, s, size * (1 + 1 / ranks), size), _chunks(p, s, chunks, 2, 4)) if ranks > 1 else Terms()
-    )
-    # The leader combines the shares of all machines: as many bytes as a chunk has, whatever the machines.
-    combined = {REDUCTION: size * p.reduce_us_per_byte, COPIES: size / m * p.copy_us_per_byte}
-    share = size * (m - 1) / m
-    network = {
-        MESSAGES: 4 * chunks * (m - 1) * p.message_us,
-        LINK: 2 * share * p.link_us_per_byte,
-    }
-    processor = {SOCKETS: 4 * share * p.socket_us_per_byte}
-    latency = {LATENCY: 2 * p.latency_us}
+    # A chunk has no more shares than this; machines beyond have none to reduce, only to send and to receive.
+    shares = min(m, max(1, math.ceil(min(size, chunk) / LEAST_SHARE)))
+    inside, combined = Terms(), {REDUCTION: size * m / shares * p.reduce_us_per_byte}
+    if ranks > 1:
+        # All but the own slice into the window, all of the result out of it; the leader keeps its share.
+        inside = _sum(_work(p, s, size * (2 - 1 / ranks), size), _chunks(p, s, chunks, 2, 4))
+        combined[COPIES] = size / shares * p.copy_us_per_byte
+    # Of a machine with a share: the others' shares, then the result of its own to everybody.
+    sent = size * ((shares - 1) / shares + (m - 1) / shares)
+    messages = 2 * chunks * (m - 1 + shares - 1) * p.message_us
     # The leader's core does the messages, the socket copies and the combination; the link works beside it.
-    leader = _sum({MESSAGES: network.pop(MESSAGES)}, processor, combined, inside)
-    return _sum(_meet(p, s), latency, _overlap(chunks, leader, network))
+    leader = _sum({MESSAGES: messages, SOCKETS: 2 * sent * p.socket_us_per_byte}, combined, inside)
+    network = {LINK: sent * p.link_us_per_byte}
+    return _sum(_meet(p, s), {LATENCY: 2 * p.latency_us}, _overlap(chunks, leader, network))
 
 
 def our_algorithm(operation: str, size: float, s: Scale) -> str:
@@ -365,55 +393,136 @@ def _staged(total: float, s: Scale) -> bool:
     return total <= most_staged(s)
 
 
-def _moved(
-    size: float, s: Scale, p: Parameters, *, staged: float, inside: Terms, out: float, peers: float
+def _long(
+    size: float,
+    s: Scale,
+    p: Parameters,
+    *,
+    inside: Terms,
+    piece: float = 0.0,
+    sent: float = 0.0,
+    carried: float = 0.0,
+    messages: float = 0.0,
+    phases: int = 1,
 ) -> Terms:
-    """A movement: with the meeting where it is short enough, else chunk by chunk, beside the network."""
-    if _staged(staged, s):
-        return _sum(_meet(p, s, staged), inside)
-    chunks = math.ceil(size / LONGEST_CHUNK)
-    local = _sum(inside, _chunks(p, s, chunks, 1, 4))
+    """A long movement: chunk by chunk, beside the network.
+
+    Args:
+        size: bytes that are cut into chunks.
+        s: scale.
+        p: parameters.
+        inside: what the local ranks do.
+        piece: bytes of a chunk between machines.
+        sent: bytes that the busiest machine puts on its link in one direction.
+        carried: bytes that the busiest leader moves to and from its sockets.
+        messages: sent or received by that leader for each chunk.
+        phases: how often a byte goes from machine to machine, one after the other.
+    """
     if s.machines == 1:
-        return _sum(_meet(p, s), local)
-    network = {LINK: out * p.link_us_per_byte}
+        chunks = math.ceil(size / LONGEST_CHUNK)
+        return _sum(_meet(p, s), inside, _chunks(p, s, chunks, 1, 4))
+    chunks = math.ceil(size / piece)
     leader = _sum(
-        local, {SOCKETS: 2 * out * p.socket_us_per_byte, MESSAGES: 2 * chunks * peers * p.message_us}
+        inside,
+        _chunks(p, s, chunks, 1, 4),
+        {SOCKETS: carried * p.socket_us_per_byte, MESSAGES: chunks * messages * p.message_us},
     )
-    return _sum(_meet(p, s), {LATENCY: p.latency_us}, _overlap(chunks, leader, network))
+    network = {LINK: sent * p.link_us_per_byte}
+    return _sum(_meet(p, s), {LATENCY: phases * p.latency_us}, _overlap(chunks, leader, network))
 
 
 def _broadcast(size: float, s: Scale, p: Parameters) -> Terms:
-    # Shares to all machines, which exchange them: each link carries about the size, not m times it.
-    # The root copies into its ring, the others out of it, one chunk behind.
+    # One machine: the root copies into its ring, the others out of it, one chunk behind.
     copied = size + min(size, LONGEST_CHUNK)
-    return _moved(size, s, p, staged=size, inside=_work(p, s, copied), out=size, peers=2 * (s.machines - 1))
-
-
-def _all_gather(size: float, s: Scale, p: Parameters) -> Terms:
-    part = size / s.ranks
-    out = (s.machines - 1) * s.ranks_per_machine * part
-    return _moved(
+    if _staged(size, s):
+        return _sum(_meet(p, s, size, 1), _work(p, s, copied))
+    if s.machines > 1:
+        # Of each machine one rank copies: the root into the window, or those beside a leader out of it.
+        copied = size if s.ranks_per_machine > 1 else 0.0
+    # The root deals shares to the other machines, which pass them on to each other: each link carries the
+    # size at most, each leader but the root's as much in as it passes on.
+    others = s.machines - 2
+    return _long(
         size,
         s,
         p,
-        staged=part,
-        inside=_work(p, s, part + _written(size, size)),
-        out=out,
-        peers=s.machines - 1,
+        inside=_work(p, s, copied),
+        piece=_remote_chunk(size),
+        sent=size,
+        carried=size * (1 + max(others, 0) / max(others + 1, 1)),
+        messages=s.machines - 1 + max(others, 0),
+        phases=2 if others > 0 else 1,
+    )
+
+
+def _all_gather(size: float, s: Scale, p: Parameters) -> Terms:
+    part, r = size / s.ranks, s.ranks_per_machine
+    if _staged(part, s):
+        return _sum(_meet(p, s, part), _work(p, s, part + _written(size, size)))
+    if s.machines == 1:
+        return _long(size, s, p, inside=_work(p, s, part + _written(size, size)))
+    # With one rank a machine the others' parts come straight into the output.
+    copied = part + _written(size, size) if r > 1 else _written(part, size)
+    most = LONGEST_CHUNK if r == 1 else max(REMOTE_WINDOW // s.ranks, LEAST_SHARE)
+    sent = (s.machines - 1) * r * part
+    return _long(
+        part,
+        s,
+        p,
+        inside=_work(p, s, copied),
+        piece=min(_remote_chunk(part), most),
+        sent=sent,
+        carried=2 * sent,
+        messages=2 * (s.machines - 1),
     )
 
 
 def _reduce_scatter(size: float, s: Scale, p: Parameters) -> Terms:
-    out = size * (s.machines - 1) / s.machines
-    inside = _work(p, s, size + _written(size / s.ranks, size), size)
-    return _moved(size, s, p, staged=size, inside=inside, out=out, peers=s.machines - 1)
+    part, r, m = size / s.ranks, s.ranks_per_machine, s.machines
+    inside = _work(p, s, size + _written(part, size), size)
+    if _staged(size, s):
+        return _sum(_meet(p, s, size), inside)
+    if m == 1:
+        return _long(size, s, p, inside=inside)
+    most = LONGEST_CHUNK / m
+    copied, reduced = 0.0, size  # with one rank a machine: as many parts as machines are combined
+    if r > 1:
+        # Windows hold contributions for all ranks, sums for those that one looks after, and what has come.
+        elements = s.ranks + (s.ranks - r) / r + 2 + r * (m - 1)
+        most = REMOTE_WINDOW / elements
+        copied, reduced = size - part, size + m * part
+    sent = size * (m - 1) / m
+    return _long(
+        part,
+        s,
+        p,
+        inside=_work(p, s, copied + _written(part, size), reduced),
+        piece=max(min(_remote_chunk(part), most), LEAST_SHARE),
+        sent=sent,
+        carried=2 * sent,
+        messages=2 * (m - 1),
+    )
 
 
 def _all_to_all(size: float, s: Scale, p: Parameters) -> Terms:
-    out = s.ranks_per_machine * size * (s.machines - 1) / s.machines  # directly between ranks
-    peers = s.ranks_per_machine * (s.machines - 1) * s.ranks_per_machine
-    return _moved(
-        size, s, p, staged=size, inside=_work(p, s, size + _written(size, size)), out=out, peers=peers
+    # What a rank gets of its own machine goes through memory, the rest directly from rank to rank.
+    inside = _work(p, s, size + _written(size, size))
+    if _staged(size, s):
+        return _sum(_meet(p, s, size), inside)
+    if s.machines == 1:
+        return _long(size, s, p, inside=inside)
+    m, r = s.machines, s.ranks_per_machine
+    sent = size * (m - 1) / m  # of each rank; its own core moves them
+    at_home = size / m
+    return _long(
+        size,
+        s,
+        p,
+        inside=_work(p, s, at_home + _written(at_home, size)),
+        piece=size,
+        sent=r * sent,
+        carried=2 * _turns(p, s) * sent,
+        messages=2 * _turns(p, s) * (m - 1) * r,
     )
 
 
@@ -463,7 +572,10 @@ def terms(algorithm: str, size_bytes: float, scale: Scale, parameters: Parameter
     """
     if scale.ranks == 1:
         return {}
-    return {name: us for name, us in ALGORITHMS[algorithm](size_bytes, scale, parameters).items() if us}
+    parts = ALGORITHMS[algorithm](size_bytes, scale, parameters)
+    if parts.get(LINK):
+        parts[LINK] = max(0.0, parts[LINK] - parameters.burst_bytes * parameters.link_us_per_byte)
+    return {name: us for name, us in parts.items() if us}
 
 
 def time_us(algorithm: str, size_bytes: float, scale: Scale, parameters: Parameters) -> float:
@@ -524,7 +636,8 @@ def segment_bytes(scale: Scale) -> float:
     def pages(count: float) -> float:
         return math.ceil(count / page) * page
 
-    row = page + pages(32 * scale.ranks) + pages(2 * LINE_BYTES * scale.ranks) + pages(2 * 4096)
+    near = most_staged(scale) if scale.machines > 1 else LEAST_NEAR
+    row = page + pages(32 * scale.ranks) + pages(2 * LINE_BYTES * scale.ranks) + pages(2 * near)
     arenas = scale.ranks_per_machine * (4 << 20)
     return (page + scale.ranks * row + arenas) / scale.ranks_per_machine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from collectives.bench.model import OURS, Parameters, Scale, lower_bound_us, time_us
 from collectives.bench.model import is_possible as possible
-from collectives.bench.scaling import ALL_REDUCES, ours
+from collectives.bench.scaling import ALL_REDUCES, end_of, ours
 from collectives.bench.sizes import format_bytes
 
 __all__ = ["plot_scaling"]
@@ -35,7 +35,7 @@ def plot_scaling(path: Path, sizes: Sequence[int], scales: Sequence[Scale], para
     link = 8e-3 / parameters.link_us_per_byte
     figure.suptitle(
         f"predicted all_reduce, {scales[0].ranks_per_machine} ranks a machine, links of {link:.3g} Gb/s, "
-        f"{parameters.latency_us:.3g} us"
+        f"{parameters.latency_us:.3g} us; x: from here on less than half as fast as the bound"
     )
     several = [scale for scale in scales if scale.ranks > 1]
     ranks = [scale.ranks for scale in several]
@@ -43,6 +43,7 @@ def plot_scaling(path: Path, sizes: Sequence[int], scales: Sequence[Scale], para
     for axes in grid.flat[len(sizes) :]:
         axes.set_axis_off()
     for size, axes in zip(sizes, grid.flat, strict=False):
+        stops: dict[str, str] = {}
         for i, name in enumerate(ALL_REDUCES):
             there = [scale for scale in several if possible(name, scale)]
             if len(there) > 1:
@@ -51,6 +52,17 @@ def plot_scaling(path: Path, sizes: Sequence[int], scales: Sequence[Scale], para
                 axes.plot(
                     [scale.ranks for scale in there], times, style, color=f"C{i % 10}", lw=1, label=name
                 )
+            end = end_of(name, size, there, parameters) if len(there) > 1 else None
+            if end is not None and end.inefficient is not None:
+                time = time_us(name, size, end.inefficient, parameters)
+                axes.plot([end.inefficient.ranks], [time], "x", color=f"C{i % 10}", ms=8, mew=2)
+                if name in OURS:
+                    stops[name] = f"{name}: from {end.inefficient.ranks} ranks, {end.limit}"
+        mine = dict.fromkeys(
+            ours(size, scale, parameters).algorithm for scale in several if scale.machines > 1
+        )
+        text = "\n".join(stops[name] for name in mine if name in stops)
+        axes.text(0.98, 0.02, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=8)
         chosen = [ours(size, scale, parameters).time_us for scale in several]
         axes.plot(ranks, chosen, color="black", lw=2.5, alpha=0.5, label="ours, as chosen")
         bound = [lower_bound_us(size, scale, parameters) for scale in several]

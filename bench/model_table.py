@@ -36,6 +36,7 @@ _UNITS = {
     "link_us_per_byte": "GB/s",
     "socket_us_per_byte": "GB/s",
     "crowding": "",
+    "burst_bytes": "B",
 }
 
 
@@ -47,9 +48,11 @@ def parameter_lines(
     yield f"# parameters, calibrated on {len(points)} points; machine with {parameters.cores} cores"
     for name, unit in _UNITS.items():
         value = getattr(parameters, name)
+        if name == "burst_bytes" and not value:
+            continue
         shown = 1e-3 / value if unit == "GB/s" else value
-        origin = "calibrated" if name in calibrated else "given"
-        label = name.removesuffix("_us_per_byte").removesuffix("_us")
+        origin = "calibrated" if name in (*calibrated, "burst_bytes") else "given"
+        label = name.removesuffix("_us_per_byte").removesuffix("_us").removesuffix("_bytes")
         yield f"#   {label:10} {shown:10.3g} {unit:5} {origin}"
 
 
@@ -69,10 +72,12 @@ def check_lines(used: Sequence[Point], kept: Sequence[Point], parameters: Parame
             f"{point.size_bytes:>11}{point.measured_us:>11.4g}{predicted:>11.4g}"
             f"{predicted / point.measured_us:>11.2f}"
         )
+    here = [point for point in kept if point.scale.machines == 1]
     groups = {
         "calibration": used,
-        "check, all-reduce": [point for point in kept if point.operation == "all_reduce"],
-        "check, other operations": [point for point in kept if point.operation != "all_reduce"],
+        "check, all-reduce": [point for point in here if point.operation == "all_reduce"],
+        "check, other operations": [point for point in here if point.operation != "all_reduce"],
+        "check, between machines": [point for point in kept if point.scale.machines > 1],
     }
     for name, points in groups.items():
         off = errors(points, parameters)

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "enter"]
+__all__ = ["BURST_BYTES", "INTERFACE", "Machines", "NamespacesUnavailableError", "enter"]
 
 INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
+
+BURST_BYTES = 256 << 10
+"""What a shaped machine can send at once after a rest, at any speed."""
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _NETWORK = "198.18"  # set aside for measuring networks (RFC 2544)
@@ -152,7 +155,8 @@ class Machines:
             shape = []
             if rate is not None:
                 shape.append(
-                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst 256kb latency 100ms"
+                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst {BURST_BYTES}b "
+                    "latency 100ms"
                 )
             if delay_ms:
                 parent = "root" if rate is None else "parent 1:1"

@@ -1,4 +1,4 @@
-"""How long would an operation take on many machines, and where does each algorithm stop scaling?
+r"""How long would an operation take on many machines, and where does each algorithm stop scaling?
 
 Calibrates a cost model (latency, overhead and time per byte, of shared memory and of the network) on
 measurements of this machine, checks it against measurements that the calibration has not seen, and predicts
@@ -6,9 +6,20 @@ an all-reduce by our algorithms and by others of the field, up to thousands of r
 
 Measurements are made here, or taken from the JSON file of an earlier ``collectives bench allreduce`` or
 ``collectives bench collectives`` (--record). All-reduces, broadcasts and barriers with the fewest and with
-the most ranks calibrate, at every second size; the check has all the others. The network is what
---link-bandwidth, --link-latency and --message-overhead say, or is calibrated on a record of ranks on several
-machines (--network-record with --network-machines), such as namespaces that play machines.
+the most ranks calibrate, at every second size; the check has all the others. Of each measurement the quick
+calls count (tenth percentile), because the model knows nothing of other programs; a record in which calls
+scatter too much is refused. The network is what --link-bandwidth, --link-latency and --message-overhead say;
+whatever they leave open is calibrated on a record between machines, such as network namespaces that play
+them. The first two commands measure, the last calibrates, checks and predicts:
+
+    collectives bench collectives --backends host --nproc 2,3,4 \
+        --ops all_reduce,broadcast,barrier,all_gather,reduce_scatter --sizes 8:16M:8,64K --budget 15 \
+        --json within.json
+    collectives bench collectives --backends host --nproc 2,4 --machines 2 --link 1gbit \
+        --ops all_reduce,broadcast,barrier,all_gather,reduce_scatter --sizes 8:16M:8,64K --budget 15 \
+        --json between.json
+    collectives bench model --record within.json --network-record between.json \
+        --link-bandwidth 25G --plot scaling.png
 
 *efficiency* is the time that no algorithm can beat (latencies of the best fan-out; 2(m-1)/m of the size on
 each link; every byte read and written once) over the algorithm's time. *limit* is the largest term of its
@@ -27,8 +38,10 @@ from typing import Any
 from collectives.bench.calibration import (
     MEMORY,
     NETWORK,
+    SHAPED,
     Point,
     as_json,
+    check_scatter,
     errors,
     fit,
     points_of_records,
@@ -38,8 +51,9 @@ from collectives.bench.comparison import Options, at_least, measure, parse_sizes
 from collectives.bench.machine import usable_cores
 from collectives.bench.model import Parameters, Scale
 from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
+from collectives.bench.namespaces import BURST_BYTES
 from collectives.bench.ranks import RankFailedError
-from collectives.bench.records import KINDS, Report, read_report, write_json
+from collectives.bench.records import KINDS, Record, Report, read_report, write_json
 from collectives.bench.scaling import ends, ours, predictions, scales_up_to
 from collectives.bench.sizes import parse_sizes
 from collectives.bench.table import header_lines
@@ -85,31 +99,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network-machines",
         type=at_least(2),
-        default=2,
         metavar="M",
-        help="machines that those ranks were on, equally many on each (default: 2)",
+        help="machines that those ranks were on, equally many on each (default: as the record says)",
     )
     network = Parameters()
     parser.add_argument(
         "--link-bandwidth",
         type=_bandwidth,
-        default=1 / network.link_us_per_byte,
         metavar="RATE",
-        help="of a machine's link in each direction, such as 1G, 25G: bits a second (default: 10G)",
+        help="of a machine's link in each direction, such as 1G, 25G: bits a second "
+        "(default: as measured, or 10G)",
     )
     parser.add_argument(
         "--link-latency",
         type=float,
-        default=network.latency_us,
         metavar="US",
-        help="microseconds from one machine to another (default: %(default)g)",
+        help=f"microseconds from one machine to another (default: as measured, or {network.latency_us:g})",
     )
     parser.add_argument(
         "--message-overhead",
         type=float,
-        default=network.message_us,
         metavar="US",
-        help="microseconds of a core for sending or receiving a message (default: %(default)g)",
+        help="microseconds of a core for sending or receiving a message "
+        f"(default: as measured, or {network.message_us:g})",
     )
     parser.add_argument(
         "--ranks",
@@ -155,29 +167,33 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
-    start = Parameters(
-        cores=usable_cores(),
-        link_us_per_byte=1 / arguments.link_bandwidth,
-        latency_us=arguments.link_latency,
-        message_us=arguments.message_overhead,
-    )
+    given = _given(arguments)
+    start = replace(Parameters(cores=usable_cores()), **given)
     try:
         reports = [read_report(path) for path in arguments.record] or [_measure(arguments)]
         start = replace(start, cores=int(reports[0].environment["cores_usable"]))
-        points = [point for report in reports for point in points_of_records(report.records, arguments.kind)]
+        points = []
+        for i, report in enumerate(reports):
+            found = points_of_records(_on_one_machine(report), arguments.kind)
+            check_scatter(found, str(arguments.record[i]) if arguments.record else "what was measured here")
+            points += found
         used, kept = split(points)
         parameters = fit(used, start, MEMORY)
         if arguments.network_record is not None:
-            records = read_report(arguments.network_record).records
-            between = points_of_records(records, arguments.kind, arguments.network_machines)
+            between, shaped = _between_machines(arguments)
             seen, unseen = split(between)
-            parameters = fit(seen, parameters, NETWORK)
+            if shaped:
+                parameters = fit(seen, replace(parameters, burst_bytes=float(BURST_BYTES)), SHAPED)
+            else:
+                parameters = fit(seen, parameters, NETWORK)
             used, kept = [*used, *seen], [*kept, *unseen]
     except (OSError, KeyError, TypeError, ValueError, RankFailedError) as error:
         raise CommandError(str(error)) from error
     finally:
         show_progress("")
-    target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine)
+    # A bucket belongs to the links that were measured; those of real machines have none.
+    target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine, burst_bytes=0.0)
+    target = replace(target, **given)
     scales = scales_up_to(arguments.ranks, arguments.ranks_per_machine)
     lines = [
         *header_lines(reports[0]),
@@ -197,6 +213,43 @@ def run(arguments: argparse.Namespace) -> int:
 
         plot_scaling(arguments.plot, arguments.sizes, scales, target)
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the user says of the network; it holds for predictions, whatever was measured."""
+    bandwidth: float | None = arguments.link_bandwidth
+    values = {
+        "link_us_per_byte": None if bandwidth is None else 1 / bandwidth,
+        "latency_us": arguments.link_latency,
+        "message_us": arguments.message_overhead,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _on_one_machine(report: Report) -> list[Record]:
+    """Returns a report's records; refuses those between machines."""
+    machines = report.options.get("machines", 1)
+    if machines != 1:
+        raise ValueError(f"a --record was measured on {machines} machines; give it as --network-record")
+    return report.records
+
+
+def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], bool]:
+    """Returns the points of the record between machines, and whether a token bucket shaped the links."""
+    path: Path = arguments.network_record
+    report = read_report(path)
+    machines = arguments.network_machines or report.options.get("machines", 1)
+    if machines < 2:
+        raise ValueError(
+            f"{path} does not say that its ranks were on several machines; measure with "
+            "'collectives bench collectives --machines 2 --json FILE', or say so with --network-machines"
+        )
+    # Namespaces share the cores of the machine that plays them.
+    played = report.options.get("machines", 1) > 1
+    cores = max(1, int(report.environment["cores_usable"]) // machines) if played else 0
+    points = points_of_records(report.records, arguments.kind, machines, cores)
+    check_scatter(points, str(path))
+    return points, played and report.options.get("link") is not None
 
 
 def _measure(arguments: argparse.Namespace) -> Report:

@@ -10,7 +10,16 @@ import pytest
 
 from collectives import _native
 from collectives.bench import model, scaling
-from collectives.bench.calibration import MEMORY, NETWORK, Point, errors, fit, predicted_us, split
+from collectives.bench.calibration import (
+    MEMORY,
+    NETWORK,
+    Point,
+    check_scatter,
+    errors,
+    fit,
+    predicted_us,
+    split,
+)
 from collectives.bench.model import ALGORITHMS, Parameters, Scale, is_possible, lower_bound_us, terms, time_us
 
 EASY = Parameters(
@@ -75,8 +84,9 @@ def test_one_shot_by_hand():
 
 
 def test_meeting_of_machines_by_hand():
-    # Leaders exchange frames of two lines, each with two others; two meetings of the local ranks around it.
-    frame = 2 * 128
+    # Leaders exchange frames, each with two others: a head, and what tells of two ranks. Two meetings of the
+    # local ranks around it.
+    frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(3, 2), EASY)
     assert parts == {
         model.MEETING: pytest.approx(4),
@@ -104,6 +114,57 @@ def test_long_messages_between_machines_reach_the_link():
     for machines in (2, 3, 10):
         link = 2 * (machines - 1) / machines * (64 << 20) * fast.link_us_per_byte
         assert time_us("hierarchical", 64 << 20, Scale(machines, 2), fast) == pytest.approx(link, rel=1e-3)
+
+
+def test_only_the_root_of_a_short_broadcast_sends_it():
+    s, frame = 4096, 16 + 2 * 40
+    parts = terms("broadcast", s, Scale(3, 2), EASY)
+    assert parts[model.LINK] == pytest.approx(2 * (frame + s) * 1e-3)
+    assert parts[model.SOCKETS] == pytest.approx(2 * (frame + s + frame) * 2e-4)
+    # Of an all-gather every rank's part goes to both others.
+    parts = terms("all_gather", 6 * s, Scale(3, 2), EASY)
+    assert parts[model.LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
+
+
+def test_bytes_of_long_messages_on_the_busiest_link():
+    s = 24 << 20
+    for machines in (2, 3, 6):
+        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[model.LINK]
+        part = (machines - 1) / machines
+        wanted = {"broadcast": s, "all_gather": s * part, "reduce_scatter": s * part, "all_to_all": s * part,
+                  "hierarchical": 2 * s * part}  # fmt: skip
+        for name, sent in wanted.items():
+            link = terms(name, s, Scale(machines, 1), EASY)[model.LINK]
+            assert link == pytest.approx(meeting + sent * 1e-3), (name, machines)
+
+
+def test_more_machines_than_shares_load_those_that_have_one():
+    # A chunk of 64 KiB has 256 shares of 256 bytes, so of 1025 machines 256 send results to all others.
+    s, scale = 64 << 10, Scale(1025, 1)
+    p = replace(EASY, message_us=0, latency_us=0, socket_us_per_byte=0, reduce_us_per_byte=0)
+    meeting = terms("barrier", 0, scale, p)[model.LINK]
+    link = terms("hierarchical", s, scale, p)[model.LINK]
+    assert link - meeting == pytest.approx((255 * 256 + 1024 * 256) * 1e-3)
+
+
+def test_burst_passes_a_link_at_once():
+    shaped = replace(EASY, burst_bytes=100_000)
+    for size in (8, 16 << 10, 64 << 20):
+        free, limited = (terms("hierarchical", size, Scale(2, 1), p) for p in (EASY, shaped))
+        saved = free[model.LINK] - limited.get(model.LINK, 0.0)
+        assert saved == pytest.approx(min(free[model.LINK], 100_000 * 1e-3))
+        assert {**free, model.LINK: 0.0} == {**limited, model.LINK: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("scale", "staged"),
+    [(Scale(2, 1), 32 << 10), (Scale(4, 4), 32 << 10), (Scale(8, 8), 8 << 10), (Scale(100, 1), 4 << 10),
+     (Scale(2500, 4), 4 << 10)],
+)  # fmt: skip
+def test_contributions_between_machines_travel_with_the_meeting_up_to(scale, staged):
+    assert model.most_staged(scale) == staged
+    assert model.our_algorithm("all_reduce", staged, scale) == "one-shot"
+    assert model.our_algorithm("all_reduce", staged + 1, scale) == "hierarchical"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -215,6 +276,33 @@ def test_fit_finds_parameters_again(noise, tolerance):
                  "link_us_per_byte"):  # fmt: skip
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=tolerance), name
     assert errors(points, found).median < 0.01 + noise
+
+
+def test_outliers_and_scattering_points_decide_little():
+    true = replace(Parameters(cores=2), meeting_us=2.5, copy_us_per_byte=2e-4)
+    points, measure = synthetic(true)
+    points = [replace(point, measured_us=measure(point)) for point in points]
+    bad = [
+        replace(
+            point,
+            measured_us=point.measured_us * (80 if i % 8 == 0 else 1),
+            scatter=30 if i % 8 == 0 else 1.1,
+        )
+        for i, point in enumerate(points)
+    ]
+    found = fit(bad, Parameters(cores=2), [*MEMORY, *NETWORK])
+    assert found.meeting_us == pytest.approx(2.5, rel=0.3)
+    assert found.copy_us_per_byte == pytest.approx(2e-4, rel=0.3)
+    assert errors(points, found).median < 0.1
+    check_scatter(bad, "record")
+    with pytest.raises(ValueError, match=r"record is too noisy .* 9 times as long .*--budget"):
+        check_scatter([replace(point, scatter=9.0) for point in points], "record")
+
+
+def test_namespaces_share_cores():
+    apart = Point("barrier", 0, Scale(2, 2), 1.0)
+    assert predicted_us(replace(apart, cores=2), EASY) == predicted_us(apart, replace(EASY, cores=2))
+    assert predicted_us(replace(apart, cores=1), EASY) > predicted_us(apart, EASY)
 
 
 def test_fit_leaves_what_is_not_asked_for():

@@ -17,15 +17,15 @@ TRUE = replace(Parameters(cores=2), meeting_us=3.0, copy_us_per_byte=3e-4, laten
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20]
 
 
-def record(operation, size, scale, peer="host"):
+def record(operation, size, scale, peer="host", scatter=1.0):
     us = predicted_us(Point(operation, size, scale, 0.0), TRUE)
-    timing = Timing(9, us, us, us, us)
+    timing = Timing(9, us * scatter**0.5, us, us * scatter, us)
     return Record(operation, peer, scale.ranks, size, size // 4, "float32", "sum", True, timing, 0, timing, 0)
 
 
-def write(path, scales):
+def write(path, scales, scatter=1.0):
     records = [
-        record(operation, size, scale)
+        record(operation, size, scale, scatter=scatter)
         for scale in scales
         for operation in ("all_reduce", "broadcast", "barrier", "all_gather")
         for size in ([0] if operation == "barrier" else SIZES)
@@ -67,6 +67,19 @@ def test_record_to_prediction(tmp_path, capsys):
     assert left[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_what_the_user_says_of_the_network_goes_before_what_was_measured(tmp_path):
+    one = write(tmp_path / "one.json", [Scale(1, 2), Scale(1, 4)])
+    two = write(tmp_path / "two.json", [Scale(2, 1), Scale(2, 2)])
+    path = tmp_path / "model.json"
+    words = ["--record", one, "--network-record", two, "--network-machines", "2", "--link-bandwidth", "25G",
+             "--sizes", "25M", "--ranks", "8", "--json", str(path)]  # fmt: skip
+    assert main(["bench", "model", *words]) == 0
+    plain = json.loads(path.read_text())
+    assert plain["predicted_for"]["link_us_per_byte"] == pytest.approx(1 / 3125)
+    assert plain["parameters"]["link_us_per_byte"] == pytest.approx(TRUE.link_us_per_byte, rel=0.3)
+    assert plain["predicted_for"]["latency_us"] == plain["parameters"]["latency_us"]
+
+
 def test_link_is_what_the_user_says(tmp_path, capsys):
     one = write(tmp_path / "one.json", [Scale(1, 2), Scale(1, 4)])
     path = tmp_path / "model.json"
@@ -92,12 +105,16 @@ def test_link_is_what_the_user_says(tmp_path, capsys):
         (["--record", "missing.json"], "missing.json"),
         (["--record", "{empty}"], "no measurement of the host backend"),
         (["--record", "{one}", "--network-record", "{one}", "--network-machines", "3"], "cannot be spread"),
+        (["--record", "{one}", "--network-record", "{one}"], "does not say that its ranks were on several"),
+        (["--record", "{noisy}"], "too noisy to calibrate with"),
     ],
 )
 def test_records_that_do_not_fit(words, message, tmp_path, capsys):
     one = write(tmp_path / "one.json", [Scale(1, 2), Scale(1, 4)])
     empty = write(tmp_path / "empty.json", [])
-    assert main(["bench", "model", *[word.format(one=one, empty=empty) for word in words]]) == 1
+    noisy = write(tmp_path / "noisy.json", [Scale(1, 2), Scale(1, 4)], scatter=20.0)
+    files = {"one": one, "empty": empty, "noisy": noisy}
+    assert main(["bench", "model", *[word.format(**files) for word in words]]) == 1
     assert message in capsys.readouterr().err
 
 
