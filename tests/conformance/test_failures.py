@@ -84,7 +84,7 @@ def lose_a_rank(group: ProcessGroup, operation: Callable[[ProcessGroup], Work], 
         group.allreduce(torch.ones(1000)).wait()
     gate("ready", group)
     if group.rank() == 1:
-        time.sleep(0.0 if before else 0.4)
+        time.sleep(0.0 if before else 0.2)
         kill_me()
     if before:
         time.sleep(0.4)
