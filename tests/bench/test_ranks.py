@@ -61,8 +61,9 @@ def test_a_failing_rank_ends_all(how, message):
 @pytest.mark.usefixtures("quick_ranks")
 def test_a_rank_that_cannot_begin_is_named():
     with (
-        SpawnedTeam(2, bench_bodies.multiply) as team,
+        # Around the start, too: a rank may have failed before the other has come.
         pytest.raises(RankFailedError, match=r"(?s)rank \d failed.*TypeError"),
+        SpawnedTeam(2, bench_bodies.multiply) as team,
     ):
         team.ask(1)  # the body lacks an argument
 
