@@ -4,7 +4,8 @@ Words. A *case* is drawn from a seed: a reducing collective, a data type, a redu
 and the *way*: into how many pieces the elements are cut and where, where in memory they lie, whether pieces
 are issued one after another, many at a time or coalesced, in which order they are waited for, and which ranks
 come late. The expected bits know nothing of the way: elements are combined one by one in rank order in the
-wide type, and rounded once (:func:`conformance.oracle.reduced`).
+wide type, and rounded once (:func:`conformance.oracle.reduced`); between machines, machine by machine. A
+*placement* such as ``"aab"`` has a letter for the machine of each rank.
 
 The drawn numbers lie within nine binary orders of magnitude, so that sums depend on order and roundings.
 """
@@ -36,6 +37,9 @@ SEED = 20261120
 DTYPES = (*FLOATS, *PARTS, torch.int32, torch.uint8)
 OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
 CASES = 150
+DTYPES_BETWEEN_MACHINES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+CASES_BETWEEN_MACHINES = 60
+Machines = list[list[int]]
 _PERIOD = 2 * 10007
 _LONGEST_BYTES = 2_000_000
 
@@ -63,11 +67,11 @@ class Case:
         )
 
 
-def draw(number: int, group: ProcessGroup) -> Case:
+def draw(number: int, group: ProcessGroup, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
     """Returns a case, the same on every rank."""
     size = group.size()
     dice = random.Random(f"{SEED} {number} {size}")
-    dtype = dice.choice(DTYPES)
+    dtype = dice.choice(dtypes)
     ops = [ReduceOp.SUM, ReduceOp.SUM, ReduceOp.AVG, make_premul_sum(0.3), ReduceOp.PRODUCT, ReduceOp.MIN]
     op = dice.choice([op for op in ops if group.supports("all_reduce", dtype=dtype, op=op)])
     # All magnitudes alike, up to where a message takes several rounds of the staging memory.
@@ -138,18 +142,18 @@ def issue(group: ProcessGroup, case: Case, pieces: list[torch.Tensor]) -> None:
         settle([group.allreduce([piece], options) for piece in pieces], case)
 
 
-def check_in_place(group: ProcessGroup, case: Case) -> str | None:
+def check_in_place(group: ProcessGroup, case: Case, machines: Machines) -> str | None:
     me, size = group.rank(), group.size()
     inputs = [window(case, rank, case.count) for rank in range(size)]
     begins = (0, *case.cuts[:-1])
     pieces = [lay(inputs[me][b:e], case) for b, e in zip(begins, case.cuts, strict=True)]
     issue(group, case, pieces)
     alike = case.operation == "all_reduce" or me == case.root
-    expected = reduced(inputs, case.op) if alike else inputs[me]
+    expected = reduced(inputs, case.op, machines) if alike else inputs[me]
     return same(torch.cat([raw(piece) for piece in pieces]).view(case.dtype), expected)
 
 
-def check_scattered(group: ProcessGroup, case: Case) -> str | None:
+def check_scattered(group: ProcessGroup, case: Case, machines: Machines) -> str | None:
     """Every piece of the case is an operation of its own, whose part r goes to rank r."""
     me, size = group.rank(), group.size()
     options = ReduceScatterOptions(reduceOp=case.op, asyncOp=case.way != "in turn")
@@ -169,19 +173,21 @@ def check_scattered(group: ProcessGroup, case: Case) -> str | None:
         else:
             works.append(group.reduce_scatter_single(output, mine, options))
         outputs.append(output)
-        expected.append(raw(reduced([tensor[own] for tensor in inputs], case.op)))
+        expected.append(raw(reduced([tensor[own] for tensor in inputs], case.op, machines)))
     settle(works, case)
     return same(torch.cat([raw(o) for o in outputs]).view(case.dtype), torch.cat(expected).view(case.dtype))
 
 
-def run_cases(group: ProcessGroup, numbers: range) -> int:
+def run_cases(group: ProcessGroup, numbers: range, placement: str = "") -> int:
+    # In the order of their lowest ranks.
+    machines = [[r for r, its in enumerate(placement) if its == one] for one in dict.fromkeys(placement)]
     for number in numbers:
-        case = draw(number, group)
+        case = draw(number, group, DTYPES_BETWEEN_MACHINES if machines else DTYPES)
         if group.rank() in case.late:
             time.sleep(0.003)
         check = check_in_place if case.operation in {"all_reduce", "reduce"} else check_scattered
         try:
-            difference = check(group, case)
+            difference = check(group, case, machines)
         except Exception as error:
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
         assert difference is None, f"{case}: {difference}"
@@ -196,6 +202,13 @@ def test_the_way_changes_no_bit(size: int, lanes: int) -> None:
     backend = "host" if lanes == 1 else "round_robin"
     options = {} if lanes == 1 else {"pg_options": RoundRobinOptions(lanes, "host")}
     assert run_ranks(run_cases, size, numbers, backend=backend, **options) == [CASES] * size
+
+
+@pytest.mark.parametrize("placement", ["ab", "aab", "abab", "aabb"])
+def test_the_way_changes_no_bit_between_machines(placement: str) -> None:
+    numbers = range(1000, 1000 + CASES_BETWEEN_MACHINES)
+    ran = run_ranks(run_cases, len(placement), numbers, placement, backend="host", placement=placement)
+    assert ran == [CASES_BETWEEN_MACHINES] * len(placement)
 
 
 @pytest.mark.parametrize("instructions", ["default", "avx2"])

@@ -77,8 +77,14 @@ def values(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Te
     return (mixed % 256).to(torch.uint8).repeat_interleave(dtype.itemsize).view(dtype)
 
 
-def reduced(inputs: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Returns the reduction of the ranks' inputs, in rank order and in the wide type, rounded once."""
+def reduced(
+    inputs: Sequence[torch.Tensor], op: ReduceOp, machines: Sequence[Sequence[int]] = ()
+) -> torch.Tensor:
+    """Returns the reduction of the ranks' inputs, in rank order and in the wide type, rounded once.
+
+    Between ``machines``, each a list of ranks, those of a machine come first, in rank order, and then the
+    machines' totals in the order given.
+    """
     dtype = inputs[0].dtype
     if dtype is torch.bool:
         function = {"SUM": torch.logical_or, "MAX": torch.logical_or, "BOR": torch.logical_or,
@@ -88,13 +94,14 @@ def reduced(inputs: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     if dtype in INTS:
         return _reduced_ints([tensor.numpy() for tensor in inputs], op)
     if dtype in PARTS:
-        return reduced([tensor.view(PARTS[dtype]) for tensor in inputs], op).view(dtype)
+        return reduced([tensor.view(PARTS[dtype]) for tensor in inputs], op, machines).view(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     terms = [tensor.to(wide) for tensor in inputs]
     if op.factor is not None:
         terms = [term * torch.tensor(op.factor, dtype=wide) for term in terms]
     combine = {"PRODUCT": torch.mul, "MIN": _lesser, "MAX": _greater}.get(op.name, torch.add)
-    total = functools.reduce(combine, terms)
+    parts = [functools.reduce(combine, [terms[rank] for rank in ranks]) for ranks in machines] or terms
+    total = functools.reduce(combine, parts)
     if op.name == "AVG":
         total = total / len(inputs)
     return total.to(dtype).clone()
