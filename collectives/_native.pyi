@@ -30,6 +30,8 @@ TUNING_FIELDS: dict[str, tuple[int, int, int, str]]
 """Name of each threshold: least and most value, what it is a multiple of, what it means."""
 
 class Membership:
+    @property
+    def ended(self) -> list[int]: ...
     def span(
         self,
         machines: Sequence[Sequence[int]],
@@ -78,6 +80,7 @@ class HostTask:
 class HostGroup:
     def __init__(self, membership: Membership, label: str, timeout_ns: int) -> None: ...
     def link(self, seconds: float) -> list[int]: ...
+    def lose(self, rank: int, text: str) -> None: ...
     def trouble(self) -> str: ...
     def plain(
         self,

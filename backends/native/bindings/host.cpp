@@ -190,6 +190,7 @@ void bind_network(nb::module_& module) {
         return places;
       });
   nb::class_<Membership>(module, "Membership")
+      .def_prop_ro("ended", &Membership::ended)
       .def(
           "span",
           [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
@@ -318,6 +319,10 @@ void bind_group(nb::module_& module) {
             return without_gil([&] { return mine.link(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
+      .def(
+          "lose",
+          [](OwnedGroup& group, int rank, const std::string& text) { usable(group).lose(rank, text); },
+          nb::arg("rank"), nb::arg("text"))
       .def("trouble", [](OwnedGroup& group) { return usable(group).trouble(); })
       .def(
           "set_timeout", [](OwnedGroup& group, Nanoseconds timeout) { usable(group).set_timeout(timeout); },

@@ -42,6 +42,14 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
 Group::~Group() { shutdown(false); }
 
 std::vector<int> Group::link(Nanoseconds deadline) {
+  {
+    const std::lock_guard lock(station_mutex_);
+    for (int r = 0; station_ && station_->several() && r < size_; ++r) {
+      if (r == rank_ || !station_->dead(r)) continue;
+      throw Error(ErrorKind::peer_lost, station_->name_of_rank(r) + " has died while the group was formed",
+                  r);
+    }
+  }
   for (;;) {
     {
       const std::lock_guard lock(station_mutex_);
@@ -54,6 +62,11 @@ std::vector<int> Group::link(Nanoseconds deadline) {
     const timespec pause{0, kMillisecond / 2};
     ::nanosleep(&pause, nullptr);
   }
+}
+
+void Group::lose(int rank, const std::string& text) {
+  const std::lock_guard lock(station_mutex_);
+  if (station_) station_->poison(ErrorKind::peer_lost, rank, text);
 }
 
 std::string Group::trouble() {

@@ -43,6 +43,8 @@ class Group {
   // Between machines: waits until the leaders are connected or the deadline passed; returns the ranks that
   // are not. Throws where a connection failed for good. To be called on every rank before the group is used.
   std::vector<int> link(Nanoseconds deadline);
+  // Breaks the group for all ranks, because this one was lost before all had a group.
+  void lose(int rank, const std::string& text);
   // What stands in the way of connections, in words; may be empty.
   std::string trouble();
 

@@ -1,5 +1,6 @@
 #include "transport/bootstrap.hpp"
 
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
@@ -78,7 +79,7 @@ void check_user(const Descriptor& socket) {
 Received expect(const Descriptor& socket, Step step, Message& message, Nanoseconds deadline) {
   Received received = receive_message(socket, &message, sizeof(message), deadline);
   if (received.bytes == 0)
-    throw Error(ErrorKind::network, "the peer closed the connection while the group was formed");
+    throw Error(ErrorKind::peer_lost, "the peer closed the connection while the group was formed");
   if (received.bytes != sizeof(message) || message.magic != kMagic || message.step != step) {
     throw Error(ErrorKind::network, "unexpected message while the group was formed");
   }
@@ -104,6 +105,15 @@ Membership alone() {
   membership.segment = std::make_shared<Segment>(Segment::create_private(membership.layout.total_bytes()));
   membership.processes.resize(1);
   return membership;
+}
+
+std::vector<int> Membership::ended() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < static_cast<int>(processes.size()); ++r) {
+    const Descriptor& process = processes[static_cast<std::size_t>(r)];
+    if (process && readable_until(process, 0)) ranks.push_back(r);
+  }
+  return ranks;
 }
 
 void Membership::span(Placement where, Network how) {
@@ -138,8 +148,12 @@ std::vector<int> BootstrapHost::accept(Nanoseconds deadline) {
       if (rank != members_.front() && !guest(rank).socket) missing.push_back(rank);
     }
     if (missing.empty()) return missing;
-    Descriptor socket = accept_until(listener_, deadline);
-    if (!socket) return missing;
+    const News news = await_news(true, deadline);
+    // Nobody speaks before the host does.
+    if (!news.heard.empty()) lose(news.heard.front(), "left");
+    if (!news.knock) return missing;
+    Descriptor socket = accept_until(listener_, 0);
+    if (!socket) continue;
     try {
       // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
       admit(std::move(socket), now_ns() + kHelloLimit);
@@ -147,6 +161,44 @@ std::vector<int> BootstrapHost::accept(Nanoseconds deadline) {
       // Whoever this was, it is turned away; a rank that is still missing will be named.
     }
   }
+}
+
+void BootstrapHost::lose(int rank, const std::string& how) const {
+  throw Error(ErrorKind::peer_lost,
+              "rank " + std::to_string(rank) + " " + how + " while the group was formed", rank);
+}
+
+BootstrapHost::News BootstrapHost::await_news(bool knocks, Nanoseconds deadline) {
+  std::vector<pollfd> watched;
+  std::vector<int> owners;
+  const auto watch = [&](const Descriptor& what, int rank) {
+    if (!what) return;
+    watched.push_back({.fd = what.get(), .events = POLLIN, .revents = 0});
+    owners.push_back(rank);
+  };
+  if (knocks) watch(listener_, members_.front());
+  for (const int rank : members_) {
+    if (rank != members_.front()) watch(guest(rank).socket, rank);
+  }
+  const std::size_t sockets = watched.size();
+  for (const int rank : members_) {
+    if (rank != members_.front()) watch(guest(rank).process, rank);
+  }
+  News news;
+  if (!poll_until(watched, deadline)) return news;
+  // A connection may outlive its process, in a child of that.
+  for (std::size_t i = sockets; i < watched.size(); ++i) {
+    if (watched[i].revents != 0) lose(owners[i], "has died");
+  }
+  for (std::size_t i = 0; i < sockets; ++i) {
+    if (watched[i].revents == 0) continue;
+    if (owners[i] == members_.front()) {
+      news.knock = true;
+    } else {
+      news.heard.push_back(owners[i]);
+    }
+  }
+  return news;
 }
 
 void BootstrapHost::admit(Descriptor socket, Nanoseconds deadline) {
@@ -199,49 +251,59 @@ void BootstrapHost::share(bool several, Nanoseconds deadline) {
 
   for (const int rank : members_) {
     if (rank == own) continue;
-    const Descriptor& socket = guest(rank).socket;
-    std::vector<int> others;
-    for (const int other : members_) {
-      if (other != rank && guest(other).process) others.push_back(other);
-    }
-    Message message;
-    message.count = static_cast<std::uint32_t>(others.size());
-    message.several = several ? 1 : 0;
-    say(socket, message, Step::welcome, handed, deadline);
-    for (std::size_t first = 0; first < others.size(); first += kMostDescriptors) {
-      const std::size_t count = std::min(kMostDescriptors, others.size() - first);
-      Message batch;
-      batch.count = static_cast<std::uint32_t>(count);
-      std::vector<int> descriptors;
-      for (std::size_t i = 0; i < count; ++i) {
-        batch.ranks[i] = others[first + i];
-        descriptors.push_back(guest(others[first + i]).process.get());
-      }
-      say(socket, batch, Step::processes, descriptors, deadline);
+    try {
+      welcome(rank, handed, several, deadline);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::peer_lost) lose(rank, "left");
+      throw;
     }
   }
 }
 
-std::vector<int> BootstrapHost::await_attached(Nanoseconds deadline) {
-  std::vector<int> missing;
-  for (const int rank : members_) {
-    Guest& theirs = guest(rank);
-    if (theirs.attached) continue;
-    if (!readable_until(theirs.socket, deadline)) {
-      missing.push_back(rank);
-      continue;
+void BootstrapHost::welcome(int rank, const std::vector<int>& handed, bool several, Nanoseconds deadline) {
+  const Descriptor& socket = guest(rank).socket;
+  std::vector<int> others;
+  for (const int other : members_) {
+    if (other != rank && guest(other).process) others.push_back(other);
+  }
+  Message message;
+  message.count = static_cast<std::uint32_t>(others.size());
+  message.several = several ? 1 : 0;
+  say(socket, message, Step::welcome, handed, deadline);
+  for (std::size_t first = 0; first < others.size(); first += kMostDescriptors) {
+    const std::size_t count = std::min(kMostDescriptors, others.size() - first);
+    Message batch;
+    batch.count = static_cast<std::uint32_t>(count);
+    std::vector<int> descriptors;
+    for (std::size_t i = 0; i < count; ++i) {
+      batch.ranks[i] = others[first + i];
+      descriptors.push_back(guest(others[first + i]).process.get());
     }
-    try {
-      Message message;
-      expect(theirs.socket, Step::attached, message, deadline);
+    say(socket, batch, Step::processes, descriptors, deadline);
+  }
+}
+
+std::vector<int> BootstrapHost::await_attached(Nanoseconds deadline) {
+  for (;;) {
+    std::vector<int> missing;
+    for (const int rank : members_) {
+      if (!guest(rank).attached) missing.push_back(rank);
+    }
+    if (missing.empty()) return missing;
+    const News news = await_news(false, deadline);
+    if (news.heard.empty()) return missing;
+    for (const int rank : news.heard) {
+      Guest& theirs = guest(rank);
+      if (theirs.attached) lose(rank, "left");  // it has nothing more to say
+      try {
+        Message message;
+        expect(theirs.socket, Step::attached, message, deadline);
+      } catch (const Error& error) {
+        lose(rank, "left (" + error.message() + ")");
+      }
       theirs.attached = true;
-    } catch (const Error& error) {
-      throw Error(ErrorKind::peer_lost,
-                  "rank " + std::to_string(rank) + " left while the group was formed: " + error.message(),
-                  rank);
     }
   }
-  return missing;
 }
 
 Membership BootstrapHost::release(Nanoseconds deadline) {
@@ -254,7 +316,11 @@ Membership BootstrapHost::release(Nanoseconds deadline) {
   membership.layout = layout_;
   membership.segment = std::move(segment_);
   for (Guest& each : guests_) {
-    if (each.socket) say(each.socket, Message{}, Step::go, {}, deadline);
+    try {
+      if (each.socket) say(each.socket, Message{}, Step::go, {}, deadline);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::peer_lost || !each.process) throw;
+    }
     membership.processes.push_back(std::move(each.process));
   }
   membership.processes[static_cast<std::size_t>(membership.rank)].reset();

@@ -12,7 +12,9 @@
 //   guest -> host   attached   mapped and allocated
 //   host -> guest   go         all are attached
 //
-// A host that gives up closes the connections, which the guests notice at once.
+// A host that gives up closes the connections, which the guests notice at once. A guest that ends is noticed
+// at once by the host, from its first word on, which throws ErrorKind::peer_lost. Errors of that kind without
+// a rank mean the process at the other end of the connection.
 #pragma once
 
 #include <memory>
@@ -43,6 +45,9 @@ struct Membership {
   Membership(Membership&&) = default;
   Membership& operator=(Membership&&) = default;
 
+  // Ranks of this machine whose processes have ended, as far as the kernel can tell.
+  std::vector<int> ended() const;
+
   int rank = 0;
   int size = 1;
   Placement placement = one_machine(1, 0);
@@ -69,6 +74,7 @@ class BootstrapHost {
   const std::string& address() const noexcept { return address_; }
 
   // Takes connections until all members have come or the deadline passed; returns the ranks that are missing.
+  // Throws where one that has come ends.
   std::vector<int> accept(Nanoseconds deadline);
 
   // Replaces the defaults, before `share`. Throws std::invalid_argument where a value is out of bounds.
@@ -81,10 +87,12 @@ class BootstrapHost {
   // Makes the segment and hands it to all guests. `several`: there are other machines.
   void share(bool several, Nanoseconds deadline);
 
-  // Waits until all guests are attached or the deadline passed; returns the ranks that are not.
+  // Waits until all guests are attached or the deadline passed; returns the ranks that are not. Throws where
+  // one of them ends.
   std::vector<int> await_attached(Nanoseconds deadline);
 
-  // Lets the guests go and returns this rank's membership. The host is spent then.
+  // Lets the guests go and returns this rank's membership. The host is spent then. A guest that has just
+  // ended is left to the group, whose ranks all see that, and some may be at work already.
   Membership release(Nanoseconds deadline);
 
  private:
@@ -93,6 +101,15 @@ class BootstrapHost {
     Descriptor process;
     bool attached = false;
   };
+  // What happened first: somebody knocks, or a guest speaks or closes its connection.
+  struct News {
+    bool knock = false;
+    std::vector<int> heard;
+  };
+  // Waits for news; none when the deadline passed. Throws where a guest's process has ended.
+  News await_news(bool knocks, Nanoseconds deadline);
+  [[noreturn]] void lose(int rank, const std::string& how) const;
+  void welcome(int rank, const std::vector<int>& handed, bool several, Nanoseconds deadline);
   void admit(Descriptor socket, Nanoseconds deadline);
 
   Guest& guest(int rank) { return guests_[static_cast<std::size_t>(rank)]; }

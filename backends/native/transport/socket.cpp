@@ -1,6 +1,5 @@
 #include "transport/socket.hpp"
 
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -37,19 +36,27 @@ Descriptor make_socket() {
   return socket;
 }
 
-bool poll_until(int fd, short events, Nanoseconds deadline) {
+bool poll_until(pollfd* watched, std::size_t count, Nanoseconds deadline) {
   for (;;) {
     const Nanoseconds left = deadline == kNever ? kNever : deadline - now_ns();
-    pollfd waiting{.fd = fd, .events = events, .revents = 0};
     const auto timeout = std::clamp<Nanoseconds>((left + kMillisecond - 1) / kMillisecond, 0, INT_MAX);
-    const int ready = ::poll(&waiting, 1, left == kNever ? -1 : static_cast<int>(timeout));
+    const int ready = ::poll(watched, count, left == kNever ? -1 : static_cast<int>(timeout));
     if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) fail("poll failed", errno);
     if (ready == 0 && left <= 0) return false;
   }
 }
 
+bool poll_until(int fd, short events, Nanoseconds deadline) {
+  pollfd waiting{.fd = fd, .events = events, .revents = 0};
+  return poll_until(&waiting, 1, deadline);
+}
+
 }  // namespace
+
+bool poll_until(std::vector<pollfd>& watched, Nanoseconds deadline) {
+  return poll_until(watched.data(), watched.size(), deadline);
+}
 
 Descriptor listen_abstract(const std::string& name, int backlog) {
   Descriptor socket = make_socket();
@@ -111,6 +118,9 @@ void send_message(const Descriptor& socket, const void* bytes, std::size_t size,
   }
   for (;;) {
     if (::sendmsg(socket.get(), &message, MSG_NOSIGNAL) >= 0) return;
+    if (errno == EPIPE || errno == ECONNRESET) {
+      throw Error(ErrorKind::peer_lost, with_errno("unix socket: the peer is gone", errno));
+    }
     if (errno != EAGAIN && errno != EINTR) fail("cannot send", errno);
     if (!poll_until(socket.get(), POLLOUT, deadline)) {
       throw Error(ErrorKind::timeout, "unix socket: the peer did not read before the deadline");

@@ -2,6 +2,7 @@
 // behind.
 #pragma once
 
+#include <poll.h>
 #include <sys/types.h>
 
 #include <cstddef>
@@ -31,13 +32,16 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline);
 // User id of the process at the other end, as the kernel tells it.
 uid_t peer_user(const Descriptor& socket);
 
-// Sends one message whole, with `descriptors` attached. Throws ErrorKind::network where the peer is gone, and
-// ErrorKind::timeout after the deadline.
+// Sends one message whole, with `descriptors` attached. Throws ErrorKind::peer_lost where the peer is gone,
+// and ErrorKind::timeout after the deadline.
 void send_message(const Descriptor& socket, const void* bytes, std::size_t size,
                   const std::vector<int>& descriptors, Nanoseconds deadline);
 
 // Receives one message of at most `capacity` bytes.
 Received receive_message(const Descriptor& socket, void* bytes, std::size_t capacity, Nanoseconds deadline);
+
+// Waits until something happens to one of them before the deadline; sets their `revents`.
+bool poll_until(std::vector<pollfd>& watched, Nanoseconds deadline);
 
 // Whether something can be read (or the peer is gone) before the deadline.
 bool readable_until(const Descriptor& socket, Nanoseconds deadline);
