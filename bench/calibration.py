@@ -53,7 +53,7 @@ OUTLIER = 0.3
 """Error, an e-fold, from which a point counts less than by its square, so that single bad ones
 decide little."""
 
-MOST_SCATTER = 8.0
+MOST_SCATTER = 5.0
 """Slow calls (ninetieth percentile) over quick ones (tenth), of the middle point, above which a record is
 refused: the ranks have then waited for other programs more than for each other."""
 
