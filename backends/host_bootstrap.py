@@ -38,6 +38,7 @@ from collectives.errors import (
     DistBackendError,
     DistError,
     DistNetworkError,
+    GroupAbortedError,
     PeerLostError,
 )
 
@@ -78,6 +79,7 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
     Raises:
         CollectiveTimeoutError: a rank did not come in time; the message names it.
         PeerLostError: a rank died after it had met others.
+        GroupAbortedError: a rank for which the group was complete has aborted it since.
         DistNetworkError: ranks on different machines cannot reach each other, or the store failed.
         DistBackendError: there is not enough shared memory.
     """
@@ -90,6 +92,8 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
         group = _native.HostGroup(membership, label, limit_ns)
         if attempt.several:
             attempt.link(group)
+    except GroupAbortedError:
+        raise  # by a rank for which the group was complete already
     except (DistError, _StoreLostError) as error:
         raise attempt.failure(error) from error
     return group

@@ -75,6 +75,7 @@ PLAN = (
         (0, 5, 20, 50),
         _probes(("barrier", (0,)), ("all_reduce", (8, 4 * _K, 64 * _K, _M))),
     ),
+    Step("yields", (0, 2, 8, 32), _probes(("barrier", (0,)), ("all_reduce", (8, 4 * _K, 64 * _K)))),
     Step(
         "one_shot_bytes",
         tuple(_K * n for n in (4, 8, 16, 32, 64, 128)),
@@ -89,6 +90,11 @@ PLAN = (
         "chunk_bytes",
         tuple(_K * n for n in (32, 64, 128, 256)),
         _probes(("all_reduce", (512 * _K, 4 * _M)), ("all_gather", (4 * _M,)), ("reduce_scatter", (4 * _M,))),
+    ),
+    Step(
+        "unsplit_bytes",
+        tuple(_K * n for n in (0, 128, 256, 512)),
+        _probes(("all_reduce", (160 * _K, 256 * _K, 512 * _K))),
     ),
     Step(
         "shortest_chunk_bytes",
@@ -107,7 +113,11 @@ PLAN = (
         _probes(("all_reduce", (4 * _M, 16 * _M)), ("all_gather", (4 * _M, 16 * _M))),
     ),
 )
-"""Thresholds in the order in which they are decided: each is tried with those before it as decided."""
+"""Thresholds in the order in which they are decided: each is tried with those before it as decided.
+
+``background_spin_us`` is not among them: what a group's own thread takes from the computing thread beside it
+shows in no time of an operation.
+"""
 
 
 class TooNoisyError(RuntimeError):

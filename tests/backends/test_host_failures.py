@@ -230,7 +230,7 @@ def _abort_all(rank, size):
         current_store().wait(["aborted"])
         return
     works = [group.recv([torch.ones(1)], 1, tag) for tag in range(3)]
-    works.append(group.send([torch.ones(1 << 20)], 1))
+    works.append(group.send([torch.ones(1 << 24)], 1))  # more than the kernel takes over
     works += [group.allreduce([torch.ones(10)]) for _ in range(3)]
     other = ProcessGroupHost(PrefixStore("alone", current_store()), 0, 1, LIMIT)
     released = []

@@ -113,7 +113,7 @@ def test_a_gain_in_few_rounds_does_not_count() -> None:
 
 
 def test_the_plan_tries_only_values_that_groups_accept() -> None:
-    assert {step.name for step in PLAN} == set(host_tuning.FIELDS)
+    assert {step.name for step in PLAN} == set(host_tuning.FIELDS) - {"background_spin_us"}
     for step in PLAN:
         for value in step.values:
             least, most, unit, _ = host_tuning.FIELDS[step.name]

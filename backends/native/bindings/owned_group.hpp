@@ -5,8 +5,8 @@
 
 #include "bindings/interrupt.hpp"
 #include "common/error.hpp"
-#include "engine/group.hpp"
 #include "common/thread.hpp"
+#include "engine/group.hpp"
 
 namespace collectives {
 

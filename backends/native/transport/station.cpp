@@ -197,11 +197,15 @@ void Station::look_around(const Call& call, int peer) const {
   const auto needed = [&](int r) {
     return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
   };
-  for (int r = 0; r < size(); ++r) {
-    if (r == rank() || !needed(r) || !(departed(r) || dead(r))) continue;
+  const auto lose_if_gone = [&](int r) {
+    if (r == rank() || !needed(r) || !(departed(r) || dead(r))) return;
     // The last words of a rank that has gone may have come between the two looks.
     if (needed(r)) lose(r, describe(call.what, call.own_count) + " number " + std::to_string(call.sequence));
-  }
+  };
+  // This machine's own first: when a leader goes, the other machines break off what it was their link to, and
+  // would be taken for the cause.
+  for (const int r : placement().local()) lose_if_gone(r);
+  for (int r = 0; r < size(); ++r) lose_if_gone(r);
   if (now_ns() >= call.deadline) time_out(call, peer);
   if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') {
     if (call.interrupt != nullptr) {
