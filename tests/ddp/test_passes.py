@@ -464,3 +464,18 @@ def test_a_rank_that_dies_is_named_by_the_pass_of_its_peers() -> None:
     results = run_ranks(dying, 3, backend="host", isolated=True, lost={1}, timeout=30)
     assert isinstance(results[1], Died)
     assert [results[0], results[2]] == [1, 1]
+
+
+def out_of_step(group):
+    parallel, _ = pair(group)
+    rank = group.rank()
+    parallel(data(rank)).sum().backward()
+    if rank == 1:
+        with parallel.no_sync():  # a pass that the other rank does not run
+            parallel(data(rank)).sum().backward()
+    with pytest.raises(GradientSyncError, match="Ranks averaged gradients of different passes"):
+        parallel(data(rank)).sum().backward()
+
+
+def test_ranks_out_of_step_learn_it_in_the_same_pass():
+    run_ranks(out_of_step, 2, backend="host")
