@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from collectives.capabilities import OPERATIONS, Capabilities
+from collectives import _native
+from collectives.capabilities import Capabilities, by_device
 from collectives.process_group import ProcessGroup
 from collectives.types import (
     AllgatherOptions,
@@ -18,7 +19,6 @@ from collectives.types import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -27,47 +27,21 @@ from collectives.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
 
-
-@dataclass(frozen=True)
-class _CapabilitiesByDevice(Capabilities):
-    """Capabilities that depend on the device type.
-
-    Attributes:
-        by_device: the capabilities of the group of each device type.
-    """
-
-    by_device: Mapping[str, Capabilities] = field(default_factory=dict)
-
-    def why_not(
-        self,
-        operation: str,
-        *,
-        device: str | None = None,
-        dtype: torch.dtype | None = None,
-        op: ReduceOp | None = None,
-    ) -> str | None:
-        """Asks the group of the device type; without one, every group."""
-        if device is not None and device not in self.by_device:
-            return super().why_not(operation, device=device)
-        asked = [device] if device is not None else list(self.by_device)
-        reasons = [
-            self.by_device[kind].why_not(operation, device=device, dtype=dtype, op=op) for kind in asked
-        ]
-        return next((reason for reason in reasons if reason is not None), None)
+_BARRIER = _native.COLLECTIVES["barrier"]
 
 
 class ProcessGroupByDevice(ProcessGroup):
     """Runs each operation on the group of its tensors' device type.
 
     All groups have the same ranks in the same order. Operations of different device types are not ordered
-    among each other.
+    among each other. A barrier runs on the group of its device, without one on that of the first device type.
 
     Args:
         groups: a group for each device type; one group may serve several.
         store: key/value store of the whole.
 
     Raises:
-        ValueError: the groups differ in rank or size.
+        ValueError: the groups differ in rank or size, or one does not take tensors of its device type.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup], store: Any = None) -> None:
@@ -80,6 +54,9 @@ class ProcessGroupByDevice(ProcessGroup):
                     "and another rank "
                     f"{group.rank()} of {group.size()}"
                 )
+        capabilities = by_device(
+            {device: group.capabilities.on(device) for device, group in self._groups.items()}
+        )
         super().__init__(
             first.rank(),
             first.size(),
@@ -88,7 +65,9 @@ class ProcessGroupByDevice(ProcessGroup):
             group_name=first.group_name,
             group_desc=first.group_desc,
         )
-        self._capabilities = _merged({device: group.capabilities for device, group in self._groups.items()})
+        self._capabilities = capabilities
+        self._first = first
+        self._cpu = self._groups.get("cpu")
 
     @property
     def groups(self) -> dict[str, ProcessGroup]:
@@ -135,6 +114,42 @@ class ProcessGroupByDevice(ProcessGroup):
                 first = first or error
         if first is not None:
             raise first
+
+    # What is plain is on the CPU.
+
+    def plain(
+        self,
+        kind: int,
+        output: object = None,
+        input: object = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> bool:
+        """Runs a collective where the CPU's group takes the arguments as they are."""
+        cpu = self._plain_group(kind)
+        return cpu is not None and cpu.plain(kind, output, input, op_code, root, listed)
+
+    def plain_launch(
+        self,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> Work | None:
+        """Issues a collective where the CPU's group takes the arguments as they are."""
+        cpu = self._plain_group(kind)
+        return None if cpu is None else cpu.plain_launch(kind, output, input, op_code, root, listed)
+
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
+        """Sends or receives a tensor where the CPU's group takes the arguments as they are."""
+        return self._cpu is not None and self._cpu.plain_message(sends, tensor, peer, tag)
+
+    def _plain_group(self, kind: int) -> ProcessGroup | None:
+        """Returns the CPU's group, unless it is a barrier that another one carries out."""
+        return None if kind == _BARRIER and self._cpu is not self._first else self._cpu
 
     def _for(self, tensor: torch.Tensor) -> ProcessGroup:
         return self._groups[tensor.device.type]
@@ -187,27 +202,18 @@ class ProcessGroupByDevice(ProcessGroup):
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         """Runs on the group of ``opts.device``, else on that of the first device type."""
-        kind = None if opts.device is None else opts.device.type
-        return self._groups.get(kind or "", next(iter(self._groups.values())))._barrier(opts)
+        kind = "" if opts.device is None else opts.device.type
+        return self._groups.get(kind, self._first)._barrier(opts)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for group in self._distinct():
+                stack.enter_context(group._together())
+            yield
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._for(tensor)._send(tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         return self._for(tensor)._recv(tensor, src, tag)
-
-
-def _merged(by_device: Mapping[str, Capabilities]) -> Capabilities:
-    """Returns what holds for every device type, and asks the single groups for the rest."""
-    parts = list(by_device.values())
-    dtypes = set.intersection(*(set(part.reductions) for part in parts))
-    moves = [part.moves for part in parts if part.moves is not None]
-    return _CapabilitiesByDevice(
-        devices=frozenset(by_device),
-        reductions={d: frozenset.intersection(*(p.reductions[d] for p in parts)) for d in dtypes},
-        operations=frozenset(OPERATIONS).intersection(*(part.operations for part in parts)),
-        moves=frozenset.intersection(*moves) if moves else None,
-        uneven=all(part.uneven for part in parts),
-        tags=all(part.tags for part in parts),
-        by_device=by_device,
-    )

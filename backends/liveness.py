@@ -20,6 +20,8 @@ _SEARCH_SECONDS = 0.3
 
 _POLL_SECONDS = 0.01
 
+_WITHDRAWN = "withdrawn - -"
+
 
 def _machine() -> str:
     """Identifies the running system and its process namespace; process numbers mean the same within one."""
@@ -50,6 +52,7 @@ class Liveness:
         self._rank = rank
         self._size = size
         self._machine: str | None = None
+        self._cards: dict[int, str] = {}
         with contextlib.suppress(OSError):  # without /proc nobody is ever found dead
             self._machine = _machine()
             store.set(f"card/{rank}", f"{self._machine} {os.getpid()} {_start_of(os.getpid())}")
@@ -64,12 +67,17 @@ class Liveness:
         with contextlib.suppress(Exception):
             self._store.set("lost", f"{rank} {how}")
 
+    def withdraw(self) -> None:
+        """Takes the own card away: from now on the end of this process is no loss."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"card/{self._rank}", _WITHDRAWN)
+
     def find_lost(self) -> tuple[int, str]:
         """Returns a rank that is gone and how it left, or ``(-1, "")`` where none is found; within 0.3 s."""
         deadline = time.monotonic() + _SEARCH_SECONDS
         while True:
             try:
-                found = self._find_dead() or self._read_verdict() or self._find_farewell()
+                found = self.look()
             except Exception:  # noqa: BLE001 - the store went with the lost rank
                 return -1, ""
             if found is not None:
@@ -77,6 +85,13 @@ class Liveness:
             if time.monotonic() >= deadline:
                 return -1, ""
             time.sleep(_POLL_SECONDS)
+
+    def look(self) -> tuple[int, str] | None:
+        """Returns a rank that is gone and how it left, ``None`` where none is found; looks once.
+
+        Raises the store's errors.
+        """
+        return self._find_dead() or self._read_verdict() or self._find_farewell()
 
     def _others(self, key: str) -> list[tuple[int, str]]:
         """Returns the values of a key of the other ranks that set it."""
@@ -87,11 +102,18 @@ class Liveness:
         ]
 
     def _find_dead(self) -> tuple[int, str] | None:
-        for rank, card in self._others("card"):
+        if len(self._cards) < self._size - 1:
+            self._cards = dict(self._others("card"))
+        for rank, card in self._cards.items():
             machine, pid, start = card.split(" ")
-            if machine == self._machine and _start_of(int(pid)) != start:
+            if machine == self._machine and _start_of(int(pid)) != start and self._holds(rank, card):
                 return rank, f"its process {pid} has ended"
         return None
+
+    def _holds(self, rank: int, card: str) -> bool:
+        """Returns whether the card of a rank still stands; it may have been withdrawn since it was read."""
+        stands: bool = self._store.get(f"card/{rank}").decode() == card
+        return stands
 
     def _read_verdict(self) -> tuple[int, str] | None:
         if not self._store.check(["lost"]):

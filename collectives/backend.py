@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +27,8 @@ __all__ = [
     "is_xccl_available",
     "supports_complex",
 ]
+
+logger = logging.getLogger("collectives")
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 """Time limit of NCCL groups where the user names none, as in torch.distributed."""
@@ -137,7 +140,7 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
             ["cpu", "cuda"] if devices is None else [devices] if isinstance(devices, str) else list(devices)
         )
         lower = name.lower()
-        if lower == cls.UNDEFINED or ":" in lower or "," in lower:
+        if lower == cls.UNDEFINED:
             raise ValueError(f"{name!r} cannot be a backend's name")
 
         def make(options: registry.GroupOptions) -> ProcessGroup:
@@ -151,34 +154,25 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
                     list(options.global_ranks),
                     options.device_id,
                 )
-                made = func(about, options.pg_options)
-            else:
-                made = func(options.store, options.rank, options.size, options.timeout)
-            if not isinstance(made, ProcessGroup):
-                raise TypeError(
-                    f"[rank {options.rank}] backend {lower!r} must make a collectives.ProcessGroup, but made "
-                    f"{type(made).__module__}.{type(made).__qualname__}"
-                )
-            return made
+                return func(about, options.pg_options)
+            return func(options.store, options.rank, options.size, options.timeout)
 
         registry.register_backend_spec(registry.BackendSpec(lower, tuple(served), make))
         cls._plugins[name.upper()] = _Plugin(func, extended_api)
-        cls.backend_type_map[lower] = ProcessGroup.BackendType.CUSTOM
-        if not hasattr(cls, name.upper()):
-            setattr(cls, name.upper(), lower)
-        cls._learn(lower, served)
 
     @classmethod
-    def _learn(cls, name: str, devices: list[str]) -> None:
-        cls.backend_list.append(name)
-        cls.backend_capability[name] = devices
-        for device in devices:
-            cls.default_device_backend_map.setdefault(device, name)
+    def _learn(cls, spec: registry.BackendSpec) -> None:
+        """Takes a backend of the registry into the tables."""
+        if not hasattr(cls, spec.name.upper()):
+            setattr(cls, spec.name.upper(), spec.name)
+        cls.backend_list.append(spec.name)
+        cls.backend_type_map.setdefault(spec.name, ProcessGroup.BackendType.CUSTOM)
+        cls.backend_capability[spec.name] = list(spec.devices)
+        for device in () if spec.composite else spec.devices:
+            cls.default_device_backend_map.setdefault(device, spec.name)
 
 
-for _name in ("host", *registry.backend_names()):  # host first: it is the default of the CPU
-    if _name not in Backend.backend_list:
-        Backend._learn(_name, list(registry.backend_spec(_name).devices))
+registry.watch_backends(Backend._learn)
 
 
 class BackendConfig:
@@ -188,18 +182,31 @@ class BackendConfig:
         backend: a name, for all device types that it serves; ``"<device>:<backend>,..."``; or
             ``Backend.UNDEFINED`` for the default backends of the CPU and of the machine's accelerator.
 
+    Where the machine has an accelerator whose default backend cannot be used, ``UNDEFINED`` leaves it out and
+    warns; a backend that is named must be usable.
+
+    Attributes:
+        device_backend_map: the backend for each device type. Of a backend that was named alone, groups may
+            serve fewer: :meth:`narrow`.
+        names_devices: whether the device types were named.
+
     Raises:
-        ValueError: a name is not known, or a device type is named twice.
+        ValueError: a name is not known, a device type is named twice, or a backend does not serve it.
     """
 
     def __init__(self, backend: str) -> None:
         name = Backend(backend)
+        self.names_devices = ":" in name
         if name == Backend.UNDEFINED:
             self.device_backend_map = _default_backends()
-        elif ":" in name:
+        elif self.names_devices:
             self.device_backend_map = _split_pairs(name)
+            for device, part in self.device_backend_map.items():
+                reason = _why_not_served(device, part)
+                if reason is not None:
+                    raise ValueError(f"backend {backend!r}: {reason}")
         else:
-            self.device_backend_map = dict.fromkeys(Backend.backend_capability[name], name)
+            self.device_backend_map = dict.fromkeys(registry.backend_spec(name).devices, name)
 
     def __repr__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
@@ -207,6 +214,24 @@ class BackendConfig:
     def get_device_backend_map(self) -> dict[str, str]:
         """Returns the backend for each device type."""
         return self.device_backend_map
+
+    def narrow(self, devices: Collection[str]) -> None:
+        """Leaves out the device types that the group which was made does not take.
+
+        Args:
+            devices: those that it takes.
+
+        Raises:
+            ValueError: it does not take one that was named, or none at all.
+        """
+        missing = [device for device in self.device_backend_map if device not in devices]
+        if missing and (self.names_devices or not devices):
+            raise ValueError(
+                f"backend {self!r}: the group that was made takes no tensors on {' and '.join(missing)}"
+            )
+        self.device_backend_map = {
+            device: name for device, name in self.device_backend_map.items() if device in devices
+        }
 
     def names(self) -> list[str]:
         """Returns the different backends, in order."""
@@ -232,12 +257,35 @@ def _split_pairs(text: str) -> dict[str, str]:
     return pairs
 
 
+def _why_not_served(device: str, backend: str) -> str | None:
+    """Returns why a backend cannot have a device type; ``None`` where it can."""
+    served = registry.backend_spec(backend).devices
+    if device in served:
+        return None
+    others = [name for name in registry.backend_names() if device in registry.backend_spec(name).devices]
+    return f"{backend} serves tensors on {', '.join(served)}, not on {device}, " + (
+        f"which {' and '.join(others)} can serve" if others else "which no backend serves"
+    )
+
+
 def _default_backends() -> dict[str, str]:
     """Returns the default backend of the CPU and, where there is one, of the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     known = Backend.default_device_backend_map
-    return {device: known[device] for device in devices if device in known}
+    chosen = {"cpu": known["cpu"]}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type in known:
+        name = known[accelerator.type]
+        reason = registry.why_unavailable(name)
+        if reason is None:
+            chosen[accelerator.type] = name
+        else:
+            logger.warning(
+                "tensors on %s cannot be communicated, because backend %r is not available: %s",
+                accelerator.type,
+                name,
+                reason,
+            )
+    return chosen
 
 
 def default_timeout(config: BackendConfig) -> timedelta:
@@ -261,8 +309,13 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 def is_backend_available(backend: str) -> bool:
     """Returns whether a backend, or all of ``"<device>:<backend>,..."``, can be used in this process."""
-    names = _split_pairs(backend.lower()).values() if ":" in backend else [backend.lower()]
-    return all(name in registry.backend_names() and registry.why_unavailable(name) is None for name in names)
+    lower = backend.lower()
+    if ":" not in lower:
+        return lower in registry.backend_names() and registry.why_unavailable(lower) is None
+    return all(
+        is_backend_available(name) and _why_not_served(device, name) is None
+        for device, name in _split_pairs(lower).items()
+    )
 
 
 def is_gloo_available() -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from collectives.types import ReduceOp
 
-__all__ = ["OPERATIONS", "Capabilities"]
+__all__ = ["OPERATIONS", "REDUCING", "Capabilities", "CapabilitiesByDevice", "by_device", "in_common"]
 
 OPERATIONS = (
     "all_gather",
@@ -55,6 +55,16 @@ class Capabilities:
     uneven: bool = True
     tags: bool = True
 
+    def on(self, device: str) -> Capabilities:
+        """Returns what holds for tensors on one device type.
+
+        Raises:
+            ValueError: tensors on it are not taken.
+        """
+        if device not in self.devices:
+            raise ValueError(f"tensors on {device} are not taken, only on {', '.join(sorted(self.devices))}")
+        return replace(self, devices=frozenset({device}))
+
     def why_not(
         self,
         operation: str,
@@ -89,3 +99,77 @@ class Capabilities:
         if op is not None and op.name not in names:
             return f"{op.name} is not defined for {dtype}; {', '.join(sorted(names))} are"
         return None
+
+
+@dataclass(frozen=True)
+class CapabilitiesByDevice(Capabilities):
+    """Capabilities that depend on the device type; made by :func:`by_device`.
+
+    The inherited attributes tell what holds on every device type.
+
+    Attributes:
+        parts: the capabilities on each device type.
+    """
+
+    parts: Mapping[str, Capabilities] = field(default_factory=dict)
+
+    def on(self, device: str) -> Capabilities:
+        """Returns what holds for tensors on one device type."""
+        return self.parts[device] if device in self.parts else super().on(device)
+
+    def why_not(
+        self,
+        operation: str,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        op: ReduceOp | None = None,
+    ) -> str | None:
+        """Asks the part of the device type; without one, every part."""
+        if device is not None and device not in self.parts:
+            return super().why_not(operation, device=device)
+        asked = [device] if device is not None else list(self.parts)
+        reasons = [self.parts[kind].why_not(operation, device=device, dtype=dtype, op=op) for kind in asked]
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def in_common(parts: Sequence[Capabilities]) -> Capabilities:
+    """Returns what holds for every one of several groups, on the device types that all of them take.
+
+    Args:
+        parts: at least one; what one of them states for single device types only is left out.
+    """
+    tables = [part.reductions for part in parts]
+    limited = [part.moves for part in parts if part.moves is not None]
+    return Capabilities(
+        devices=frozenset.intersection(*(part.devices for part in parts)),
+        reductions={
+            dtype: frozenset.intersection(*(table[dtype] for table in tables))
+            for dtype in tables[0]
+            if all(dtype in table for table in tables)
+        },
+        operations=frozenset.intersection(*(part.operations for part in parts)),
+        moves=frozenset.intersection(*limited) if limited else None,
+        uneven=all(part.uneven for part in parts),
+        tags=all(part.tags for part in parts),
+    )
+
+
+def by_device(parts: Mapping[str, Capabilities]) -> Capabilities:
+    """Returns the capabilities of a group with a part for each device type.
+
+    Args:
+        parts: for each device type, what holds there.
+    """
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    everywhere = in_common(list(parts.values()))
+    return CapabilitiesByDevice(
+        devices=frozenset(parts),
+        reductions=everywhere.reductions,
+        operations=everywhere.operations,
+        moves=everywhere.moves,
+        uneven=everywhere.uneven,
+        tags=everywhere.tags,
+        parts=dict(parts),
+    )

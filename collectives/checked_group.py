@@ -253,6 +253,9 @@ class CheckedGroup(ProcessGroup):
         self._compare("barrier", opts.timeout)
         return self.inner._barrier(opts)
 
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        return self.inner._together()
+
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self.inner._send(tensor, dst, tag)
 

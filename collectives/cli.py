@@ -16,11 +16,15 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from collectives.registry import backend_names, backend_spec, why_unavailable
+from collectives import mpi_job
 
 __all__ = ["CommandError", "main"]
 
 PROGRAMS = {
+    "backends": (
+        "collectives.backend_list",
+        "list the backends, why some cannot be used here, and what they can do",
+    ),
     "demo": (
         "collectives.bench.demo",
         "train on real data over round-robin groups, then compare the backends",
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser(words).parse_args(words)
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        status: int = arguments.run(arguments)
+        status: int = arguments.run(arguments) if _leads() else 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("collectives: interrupted", file=sys.stderr)
@@ -64,6 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     return status
+
+
+def _leads() -> bool:
+    """Returns whether this process carries the command out: of those that ``mpirun`` started, one does."""
+    job = mpi_job.current()
+    if job is None:
+        return True
+    if job.rank:
+        return False
+    if job.local_size < job.size:
+        raise CommandError(
+            f"mpirun started {job.size} processes, but only {job.local_size} of them on this machine, on "
+            "which this command starts all of its ranks; leave mpirun out, or start all on one machine"
+        )
+    mpi_job.leave()
+    return True
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
@@ -93,12 +113,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         for name, module in importlib.import_module("collectives.bench").PROGRAMS.items():
             summary = (importlib.import_module(module).__doc__ or "").partition("\n")[0]
             _add_program(questions, name, module, summary, wanted=True)
-    backends = children.add_parser(
-        "backends",
-        help="list the backends, and why some cannot be used here",
-        description="Lists the backends.",
-    )
-    backends.set_defaults(run=_print_backends)
     return parser
 
 
@@ -112,24 +126,3 @@ def _add_program(children: Any, name: str, module: str, summary: str, *, wanted:
     )
     program.add_arguments(parser)
     parser.set_defaults(run=program.run)
-
-
-def _print_backends(arguments: argparse.Namespace) -> int:  # noqa: ARG001
-    """Prints the table of backends; returns 0 where at least one can be used."""
-    rows = [("backend", "devices", "usable", "reason, and what would mend it")]
-    usable = 0
-    for name in backend_names():
-        spec = backend_spec(name)
-        reason = why_unavailable(name)
-        usable += reason is None
-        if reason is not None and spec.install and spec.install not in reason:
-            reason += f"; install with: {spec.install}"
-        rows.append((name, ", ".join(spec.devices), "yes" if reason is None else "no", reason or ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
-        print(
-            "  ".join(
-                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
-            ).rstrip()
-        )
-    return 0 if usable else 1

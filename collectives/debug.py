@@ -86,9 +86,15 @@ def _set_log_level(level: DebugLevel) -> None:
         logger.addHandler(logging.StreamHandler())
 
 
-def checked(group: ProcessGroup) -> ProcessGroup:
-    """Returns ``group``; at level DETAIL, unless it compares by itself, inside a group that does."""
-    if get_debug_level() < DebugLevel.DETAIL or group.detects_mismatch or group.size() == 1:
+def checked(group: ProcessGroup, *, detail: bool = False) -> ProcessGroup:
+    """Returns ``group``; at level DETAIL, unless it compares by itself, inside a group that does.
+
+    Args:
+        group: the group.
+        detail: whether the caller asks for the comparison, whatever the level is.
+    """
+    wanted = detail or get_debug_level() >= DebugLevel.DETAIL
+    if not wanted or group.detects_mismatch or group.size() == 1:
         return group
     from collectives.checked_group import CheckedGroup
 

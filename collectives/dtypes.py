@@ -8,7 +8,7 @@ import torch
 
 from collectives import _native
 
-__all__ = ["NATIVE_CODES", "element_bytes", "native_code", "native_count", "torch_dtype"]
+__all__ = ["NATIVE_CODES", "element_bytes", "elements_per_byte", "native_code", "native_count", "torch_dtype"]
 
 # Names that the installed torch lacks are left out: the table serves every torch from 2.11 on.
 NATIVE_CODES: Final[dict[torch.dtype, int]] = {
@@ -62,6 +62,11 @@ def element_bytes(dtype: torch.dtype) -> int:
         TypeError: ``dtype`` has no code in this version.
     """
     return _native.dtype_size(native_code(dtype))
+
+
+def elements_per_byte(dtype: torch.dtype) -> int:
+    """Return how many tensor elements of ``dtype`` share a byte; 1 for those of a byte or more."""
+    return _PACKED.get(dtype, 1)
 
 
 def native_count(tensor: torch.Tensor) -> int:

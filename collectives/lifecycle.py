@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
 from collectives.coalescing import forget_coalescing
 from collectives.debug import checked
+from collectives.errors import DistBackendError
 from collectives.joining import KEYS, join_group, join_world, leave_world, wait_for_leavers
 from collectives.process_group import ProcessGroup
 from collectives.store import PrefixStore, rendezvous
@@ -71,14 +72,17 @@ def init_process_group(
         backend: name, or ``"<device>:<backend>,..."``; ``None`` for the default backend of ``device_id``'s
             type, and without one for that of the CPU (``"host"``; torch.distributed takes ``"gloo"``) and of
             the accelerator, where there is one.
-        init_method: ``"env://"`` (default), ``"tcp://host:port"`` or ``"file:///path"``.
+        init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or ``"mpi://"`` under
+            ``mpirun``. ``None`` for ``env://``, or for ``mpi://`` with the backend ``mpi`` where the
+            environment does not say it all.
         timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, 10 with
             NCCL.
         world_size: number of ranks.
         rank: this process's rank.
         store: any ``torch.distributed.Store``, the same on all ranks.
         group_name: ignored; kept because ``torch.distributed`` has it.
-        pg_options: options of the backend itself.
+        pg_options: options of the backend itself; with several backends a dict from their names to those of
+            each.
         device_id: device that this process is bound to; an int counts devices of the accelerator.
         _ranks: other numbers of the ranks, which make the group's name; for ``torch.distributed``'s own use.
 
@@ -100,10 +104,10 @@ def init_process_group(
             backend = Backend.default_device_backend_map.get(device.type)
         config = BackendConfig(Backend.UNDEFINED if backend is None else backend)
         limit = limit_of(timeout, config)
+        _check_usable(config, pg_options)
         try:
-            base, rank, world_size, number = _meet(
-                store, "env://" if init_method is None else init_method, rank, world_size, limit, repr(config)
-            )
+            place = _place(config, init_method, rank, world_size) if store is None else ""
+            base, rank, world_size, number = _meet(store, place, rank, world_size, limit, repr(config))
             world.base = base
             world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None
@@ -121,6 +125,25 @@ def init_process_group(
             world.clear()
             raise
     _at_exit_once()
+
+
+def _check_usable(config: BackendConfig, options: Any) -> None:
+    """Checks, before anything is sent, that groups of these backends can be made here with such options."""
+    names = config.names()
+    for name in names:
+        reason = registry.why_unavailable(name)
+        if reason is not None:
+            raise DistBackendError(f"backend {name!r} is not available: {reason}")
+    if len(names) == 1 or options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"pg_options of a group with several backends ({config!r}) must be a dict from backend name to "
+            f"that backend's options, but are of type {type(options).__name__}"
+        )
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise ValueError(f"pg_options are for {unknown}, but the group's backends are {names}")
 
 
 def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> None:
@@ -143,6 +166,26 @@ def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) ->
             raise ValueError(f"with a store, rank must be given and not negative, but is {rank!r}")
     if size > 0 and rank >= size:
         raise ValueError(f"rank is {rank}, but world_size {size} has the ranks 0 to {size - 1}")
+
+
+def _place(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
+    """Returns where the ranks meet: as the user says, the environment, or else a backend of the group."""
+    if init_method is None:
+        named = {
+            name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if os.environ.get(name)
+        }
+        named |= {name for name, given in (("RANK", rank), ("WORLD_SIZE", size)) if given != -1}
+        own = [spec for name in config.names() if (spec := registry.backend_spec(name)).init_method]
+        if len(named) == 4 or not own:
+            return "env://"
+        init_method = own[0].init_method
+    if isinstance(init_method, str):
+        scheme = init_method.partition("://")[0]
+        for name in registry.backend_names():
+            spec = registry.backend_spec(name)
+            if spec.meeting and spec.init_method == f"{scheme}://":
+                importlib.import_module(spec.meeting)
+    return init_method
 
 
 def _close_store(store: Any) -> None:
@@ -217,15 +260,21 @@ def make_group(
     desc: str,
     options: Any,
     device: torch.device | None,
+    parent: ProcessGroup | None = None,
 ) -> ProcessGroup:
-    """Makes and registers a group; ``rank`` counts within it, ``ranks`` are global."""
-    store = PrefixStore(f"group/{name}", world.store)
+    """Makes and registers a group; ``rank`` counts within it, ``ranks`` are global.
 
-    def create(backend: str, part: str = "") -> ProcessGroup:
+    With a ``parent``, all its ranks take part: by :func:`decline_split`, where they do not become members.
+    """
+    store = PrefixStore(f"group/{name}", world.store)
+    names = config.names()
+    mixed = len(names) > 1
+
+    def create(backend: str) -> ProcessGroup:
         return registry.create_group(
             backend,
             registry.GroupOptions(
-                store=PrefixStore(part, store) if part else store,
+                store=PrefixStore(backend, store) if mixed else store,
                 rank=rank,
                 size=len(ranks),
                 timeout=timeout,
@@ -233,18 +282,19 @@ def make_group(
                 group_desc=desc,
                 global_ranks=tuple(ranks),
                 device_id=device,
-                pg_options=options,
+                pg_options=options.get(backend) if mixed and options is not None else options,
+                split_from=None if parent is None else _part_of_backend(parent, backend),
             ),
         )
 
-    names = config.names()
     made: dict[str, ProcessGroup] = {}
     try:
         for backend in names:
-            made[backend] = create(backend, backend if len(names) > 1 else "")
+            made[backend] = create(backend)
+        by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
+        config.narrow([kind for kind, part in by_device.items() if kind in part.capabilities.devices])
         group = made[names[0]]
-        if len(names) > 1:
-            by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
+        if mixed:
             module = importlib.import_module("collectives.backends.by_device")
             group = module.ProcessGroupByDevice(by_device, store)
         group = checked(group)
@@ -255,6 +305,25 @@ def make_group(
     register(group, name, config, ranks)
     logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
     return group
+
+
+def decline_split(parent: ProcessGroup, config: BackendConfig) -> None:
+    """Takes part in splitting a group off its parent, on a rank that does not become a member."""
+    for backend in config.names():
+        part = _part_of_backend(parent, backend)
+        if part is not None:
+            part._decline_split()
+
+
+def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
+    """Returns the group, or its part for a device type, that a backend made; ``None`` for no part."""
+    made = record_of(group).config.get_device_backend_map()
+    device = next((device for device, name in made.items() if name == backend), None)
+    if device is None:
+        return None
+    whole = getattr(group, "inner", group)  # of one that checks its operations
+    parts: Mapping[str, ProcessGroup] = getattr(whole, "groups", {device: whole})
+    return parts.get(device)
 
 
 def _hashed_name(ranks: Sequence[int], more: str) -> str:
@@ -355,7 +424,7 @@ def new_group(
         timeout: time limit of the group's operations, and for its members to come; ``None`` for 30 minutes,
             10 with NCCL.
         backend: as for :func:`init_process_group`; ``None`` for the default group's.
-        pg_options: options of the backend itself.
+        pg_options: as for :func:`init_process_group`.
         use_local_synchronization: only members call; ranks that make several overlapping groups so must keep
             one order.
         group_desc: free text, which messages show.
@@ -375,13 +444,9 @@ def new_group(
         config = record_of(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)
         limit = limit_of(timeout, config)
+        _check_usable(config, pg_options)
         device = _same_device(device_id)
         if use_local_synchronization:
-            if Backend.MPI in config.names():
-                raise ValueError(
-                    f"[rank {default.rank()}] new_group: MPI makes groups with all ranks; "
-                    "use_local_synchronization must be False"
-                )
             if default.rank() not in members:
                 return NON_GROUP_MEMBER  # type: ignore[no-any-return]
             name = _hashed_name(members, f"#{local_turn(repr(members))}")
@@ -390,11 +455,20 @@ def new_group(
             world.created += 1
         request = f"group {name} of ranks {list(members)} on {config!r}"
         join_group(world.store, f"make/{name}", default.rank(), members, request, limit)
+        parent = None if use_local_synchronization else default
         if default.rank() not in members:
+            decline_split(default, config)
             return NON_GROUP_MEMBER  # type: ignore[no-any-return]
-        rank = members.index(default.rank())
         return make_group(
-            config, name, rank, members, limit, desc=group_desc or "", options=pg_options, device=device
+            config,
+            name,
+            members.index(default.rank()),
+            members,
+            limit,
+            desc=group_desc or "",
+            options=pg_options,
+            device=device,
+            parent=parent,
         )
 
 

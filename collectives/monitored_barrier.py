@@ -52,9 +52,14 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
         store.set(verdict, "passed")
         return
     names = ", ".join(map(str, missing))
+    plural = "s" if len(missing) > 1 else ""
+    # in parentheses the words of torch's own barrier, which people search logs for
+    theirs = f"Rank{plural} {names} failed to pass monitoredBarrier"
+    if not limit:
+        theirs = "Rank 0 timed out in monitoredBarrier"
     message = (
-        f"monitored_barrier on {group.describe()}: rank{'s' if len(missing) > 1 else ''} {names} "
-        f"did not come within {limit.total_seconds():g} s"
+        f"monitored_barrier on {group.describe()}: rank{plural} {names} "
+        f"did not come within {limit.total_seconds():g} s ({theirs})"
         + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
     )
     store.set(verdict, message)

@@ -88,6 +88,10 @@ def send(
         group: the group.
         tag: number that the receive must name too.
         group_dst: the receiver, counted within the group; instead of ``dst``.
+
+    Raises:
+        CollectiveTimeoutError: not within the group's time limit; whether the group is usable then, the error
+            says where the backend knows.
     """
     target = member_group(group, "send")
     if target is None:
@@ -116,6 +120,10 @@ def recv(
 
     Returns:
         The sender as a rank of the default group; -1 on a rank that is not in the group.
+
+    Raises:
+        CollectiveTimeoutError: nothing complete came within the group's time limit; a part of the tensor may
+            be overwritten. Whether the group is usable then, the error says where the backend knows.
     """
     target = member_group(group, "recv")
     if target is None:
@@ -188,7 +196,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Begins several sends and receives on one group, in order.
+    """Begins several sends and receives on one group, in order; with NCCL, together.
 
     The sequence must match that of the peers. Any ranks of the group may take part.
 
@@ -210,9 +218,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     for op in p2p_op_list:
         if op.group is not group:
             raise ValueError(f"a batch runs on one group, but this one names {group!r} and {op.group!r}")
-    return [
-        group.send(op.tensor, op.group_peer, op.tag)
-        if op.op is isend
-        else group.recv(op.tensor, op.group_peer, op.tag)
-        for op in p2p_op_list
-    ]
+    with group._together():
+        return [
+            group.send(op.tensor, op.group_peer, op.tag)
+            if op.op is isend
+            else group.recv(op.tensor, op.group_peer, op.tag)
+            for op in p2p_op_list
+        ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -83,6 +84,20 @@ class Primitives(ABC):
         """Ends the group in order: finishes what was issued, then frees threads, memory and connections.
 
         Idempotent. All ranks call it; none waits for another beyond outstanding operations.
+        """
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Lets the messages that this thread issues in a ``with`` block start together, at its end.
+
+        Their Works are good after the block. For groups whose messages wait for each other in the order of
+        their calls; here each starts by itself.
+        """
+        return nullcontext()
+
+    def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
+        """Takes part in making a group of other ranks, whose connections are split off this one's.
+
+        Called on the ranks that do not become members; here there is nothing to split.
         """
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:

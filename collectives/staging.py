@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from collectives.work import FinishingWork, Work
 
-__all__ = ["dense", "dense_outputs", "is_dense"]
+__all__ = ["dense", "dense_outputs", "is_dense", "repeats_elements"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -21,6 +21,16 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if is_dense(tensor):
         return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Returns whether several elements of a strided tensor share their memory, as after ``expand``.
+
+    Those of windows that overlap (``unfold``) are not found, as torch does not find them either.
+    """
+    return tensor.numel() > 0 and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class dense_outputs:  # noqa: N801 - used like a function
@@ -47,9 +57,16 @@ class dense_outputs:  # noqa: N801 - used like a function
         """Returns ``work``, or a Work around it that also writes the copies back."""
         if not self._strided:
             return work
-        return FinishingWork(work, self._write_back, self.outputs if result is None else result)
+        return FinishingWork(work, self.write_back, self.outputs if result is None else result)
 
-    def _write_back(self) -> None:
-        with torch.no_grad():
-            for tensor, stand_in in self._strided:
+    @property
+    def last_step(self) -> Callable[[], None] | None:
+        """:meth:`write_back` where there is something to write back, for backends that run it themselves."""
+        return self.write_back if self._strided else None
+
+    def write_back(self) -> None:
+        """Copies the stand-ins of strided outputs back; called once, when the operation is done."""
+        for tensor, stand_in in self._strided:
+            # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(stand_in)

@@ -10,7 +10,7 @@ import torch
 
 from collectives.backend import BackendConfig
 from collectives.joining import join_group
-from collectives.lifecycle import limit_of, local_turn, make_group, new_group
+from collectives.lifecycle import decline_split, limit_of, local_turn, make_group, new_group
 from collectives.process_group import ProcessGroup
 from collectives.world import default_group, get_process_group_ranks, is_member, record_of, world
 
@@ -161,6 +161,7 @@ def split_group(
             limit,
         )
         if not mine:
+            decline_split(parent, config)
             return None
         return make_group(
             config,
@@ -171,6 +172,7 @@ def split_group(
             desc=group_desc or f"{parent.group_desc}:split:{turn}",
             options=pg_options,
             device=world.device,
+            parent=parent,
         )
 
 

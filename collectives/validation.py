@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from collectives.dtypes import elements_per_byte
+from collectives.staging import repeats_elements
+
 if TYPE_CHECKING:
     from collectives.process_group import ProcessGroup
 
@@ -16,11 +19,13 @@ __all__ = [
     "check_limit",
     "check_list",
     "check_numel",
+    "check_outputs",
     "check_rank",
     "check_same_dtype",
     "check_splits",
     "check_tag",
     "check_tensor",
+    "check_whole_bytes",
     "fail",
     "only_tensor",
     "seconds",
@@ -111,6 +116,31 @@ def check_list(group: ProcessGroup, operation: str, tensors: object, what: str) 
     return [check_tensor(group, operation, tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
 
 
+def check_outputs(
+    group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
+) -> None:
+    """Checks that each element of strided tensors has memory of its own, so that it can be written.
+
+    Args:
+        group: whose operation it is.
+        operation: its name.
+        tensors: what it writes.
+        what: how they are called, in the singular.
+
+    Raises:
+        ValueError: elements share their memory, as after ``expand``.
+    """
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_contiguous() and repeats_elements(tensor):
+            number = f" {i}" if len(tensors) > 1 else ""
+            fail(
+                group,
+                operation,
+                f"{what}{number} has the shape {list(tensor.shape)} and the strides {list(tensor.stride())}: "
+                "its elements share their memory, so that no result can be written there; give its clone()",
+            )
+
+
 def check_same_dtype(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Checks that all tensors have the data type and the device of the first."""
     if not tensors:
@@ -184,6 +214,24 @@ def check_limit(group: ProcessGroup, operation: str, timeout: object) -> None:
         )
     if timeout <= timedelta(0):
         fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
+
+
+def check_whole_bytes(
+    group: ProcessGroup, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
+) -> None:
+    """Checks that parts of a tensor begin and end at bytes.
+
+    Raises:
+        ValueError: elements of ``dtype`` share bytes, and one of the ``counts`` of elements ends within one.
+    """
+    shared = elements_per_byte(dtype)
+    if shared > 1 and any(count % shared for count in counts):
+        fail(
+            group,
+            operation,
+            f"{what} of {dtype} must have a multiple of {shared} elements, which share a byte, but have "
+            f"{list(counts)}",
+        )
 
 
 def check_splits(

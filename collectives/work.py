@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -200,9 +201,12 @@ class CoalescedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for every operation, so that none still uses its tensors, then raises the first error."""
         first: Exception | None = None
+        limit = timeout.total_seconds() if timeout is not None else 0.0
+        deadline = time.monotonic() + limit
         for work in self._works:
             try:
-                work.wait(timeout)
+                # Of all together; not zero, which would be no limit.
+                work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())) if limit > 0.0 else None)
             except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
                 first = first or error
         if first is not None:
@@ -238,7 +242,7 @@ class FinishingWork(Work):
     """An operation whose outputs need one more local step, such as writing a dense temporary back.
 
     The step runs exactly once, on whichever thread first finds the inner operation done; the Work is done
-    after it.
+    after it. A step that a signal handler breaks off runs again.
 
     Args:
         inner: the operation.
@@ -262,6 +266,9 @@ class FinishingWork(Work):
                     finish()
                 except Exception as error:  # noqa: BLE001 - kept: every wait() raises it
                     self._error = error
+                except BaseException:  # of a signal handler: the step is still to be done
+                    self._finish = finish
+                    raise
         if self._error is not None:
             raise self._error
 

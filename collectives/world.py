@@ -63,6 +63,7 @@ class World:
         default: the default group, ``None`` before ``init_process_group`` and after
             ``destroy_process_group``.
         records: all groups of this process, in order of creation.
+        types: their classes.
         base: the store that all ranks reach.
         store: the world's own part of it.
         created: number of groups made with all ranks, the default group included, whether this process is a
@@ -85,6 +86,7 @@ class World:
         "pid",
         "records",
         "store",
+        "types",
     )
 
     def __init__(self) -> None:
@@ -95,6 +97,7 @@ class World:
         """Forgets everything; ends no group."""
         self.default: ProcessGroup | None = None
         self.records: dict[ProcessGroup, Record] = {}
+        self.types: set[type] = set()
         self.base: Any = None
         self.store: Any = None
         self.created = 0
@@ -148,7 +151,9 @@ def is_member(group: Any) -> bool:
     Raises:
         TypeError: it is something else.
     """
-    if group is None or isinstance(group, ProcessGroup):
+    if group is None or type(group) in world.types:  # isinstance of an abstract class takes 0.1 us and more
+        return True
+    if isinstance(group, ProcessGroup):
         return True
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return False
@@ -364,4 +369,5 @@ def _check_member(group: ProcessGroup | None, operation: str) -> None:
 def register(group: ProcessGroup, name: str, config: BackendConfig, ranks: Sequence[int]) -> None:
     """Adds a group to the world."""
     ranks = tuple(ranks)
+    world.types.add(type(group))
     world.records[group] = Record(name, config, ranks, {g: i for i, g in enumerate(ranks)})

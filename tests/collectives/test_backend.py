@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import current_store, run_ranks
 
 import collectives as dist
+from collectives import Work
+from collectives.backends.gloo import ProcessGroupGloo
+from collectives.backends.round_robin import RoundRobinOptions
+from collectives.capabilities import Capabilities
 from collectives.errors import DistBackendError
-from collectives.registry import GroupOptions, backend_names, create_group
+from collectives.registry import (
+    BackendSpec,
+    GroupOptions,
+    backend_names,
+    capabilities_of,
+    create_group,
+    register_backend_spec,
+    why_unavailable,
+)
+from collectives.types import AllreduceOptions
+from collectives.work import CompletedWork
 
 
 def test_names_are_lower_case_strings() -> None:
@@ -32,10 +47,10 @@ def test_unknown_name_lists_those_known() -> None:
 
 def test_configuration_maps_device_types() -> None:
     assert repr(dist.BackendConfig("host")) == "cpu:host"
-    config = dist.BackendConfig("cpu:host,meta:gloo")
-    assert config.get_device_backend_map() == {"cpu": "host", "meta": "gloo"}
-    assert repr(config) == config.name() == "cpu:host,meta:gloo"
-    assert dist.BackendConfig("cpu:gloo,meta:gloo").name() == "gloo"
+    config = dist.BackendConfig("cpu:host,cuda:round_robin")
+    assert config.get_device_backend_map() == {"cpu": "host", "cuda": "round_robin"}
+    assert repr(config) == config.name() == "cpu:host,cuda:round_robin"
+    assert dist.BackendConfig("cpu:round_robin,cuda:round_robin").name() == "round_robin"
     assert dist.BackendConfig("undefined").get_device_backend_map()["cpu"] == "host"
 
 
@@ -46,6 +61,9 @@ def test_configuration_maps_device_types() -> None:
         ("cpu:host:gloo", "is not"),
         ("cpu:", "is not"),
         ("host,cpu:gloo", "is not"),
+        ("cpu:gloo,meta:gloo", "gloo serves tensors on cpu, not on meta, which no backend serves"),
+        ("cpu:host,gpu:gloo", "not on gpu, which no backend serves"),
+        ("cuda:host", "host serves tensors on cpu, not on cuda, which .*round_robin can serve"),
     ],
 )
 def test_wrong_configuration_says_why(text: str, reason: str) -> None:
@@ -63,7 +81,9 @@ def test_defaults_by_device() -> None:
 def test_availability() -> None:
     assert dist.is_available()
     assert dist.is_backend_available("host")
-    assert dist.is_backend_available("cpu:host,cuda:GLOO") == dist.is_gloo_available()
+    assert dist.is_backend_available("CPU:host") == dist.is_backend_available("cpu:host")
+    assert dist.is_backend_available("cpu:GLOO") == dist.is_gloo_available()
+    assert not dist.is_backend_available("cpu:host,cuda:gloo")
     assert not dist.is_backend_available("no_such_backend")
     assert not dist.is_ucc_available()
     assert not dist.is_xccl_available()
@@ -89,8 +109,6 @@ def added_backend(rank: int, size: int, extended: bool) -> tuple[str, list[float
 
     dist.Backend.register_backend(name, with_options if extended else plain, extended, devices="cpu")
     assert getattr(dist.Backend, name.upper()) == name
-    from harness import current_store
-
     # Names are equal on all ranks only where a user chooses them; so this world has one rank.
     dist.init_process_group(
         name, store=current_store(), rank=0, world_size=1, timeout=timedelta(seconds=7), pg_options="mine"
@@ -111,8 +129,6 @@ def test_backend_added_with_the_extended_interface() -> None:
 
 
 def makes_nonsense(rank: int, size: int) -> None:
-    from harness import current_store
-
     dist.Backend.register_backend("nonsense", lambda *args: "not a group", devices=["cpu"])
     with pytest.raises(TypeError, match=r"must make a collectives.ProcessGroup, but made builtins.str"):
         dist.init_process_group("nonsense", store=current_store(), rank=0, world_size=1)
@@ -129,36 +145,162 @@ def test_backend_that_makes_no_group() -> None:
     run_ranks(makes_nonsense, 1, isolated=True)
 
 
-def two_backends(rank: int, size: int) -> None:
-    from harness import current_store
+class OnMeta(ProcessGroupGloo):
+    """Says that it takes meta tensors, and does nothing with them."""
 
-    from collectives.registry import BackendSpec, register_backend_spec
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, devices=frozenset({"meta"}))
 
-    def broken(options: GroupOptions) -> dist.ProcessGroup:
-        raise DistBackendError("no such hardware")
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        return CompletedWork([tensor])
 
-    register_backend_spec(BackendSpec("meta_host", ("meta",), lambda options: create_group("gloo", options)))
-    register_backend_spec(BackendSpec("broken", ("meta",), broken))
-    dist.init_process_group("cpu:host,meta:meta_host", store=current_store(), rank=rank, world_size=size)
-    group = dist.group.WORLD
-    assert dist.get_backend() == dist.get_backend_config() == "cpu:host,meta:meta_host"
-    assert {kind: inner.name() for kind, inner in group.groups.items()} == {"cpu": "host", "meta": "gloo"}
+
+def add_backends() -> None:
+    """Registers backends by their specifications only."""
+    register_backend_spec(BackendSpec("spec_cpu", ("cpu",), ProcessGroupGloo, capabilities=lambda: CAN))
+    register_backend_spec(BackendSpec("spec_meta", ("meta",), OnMeta))
+    register_backend_spec(BackendSpec("says_meta", ("cpu", "meta"), ProcessGroupGloo))
+    register_backend_spec(BackendSpec("absent", ("meta",), OnMeta, ("no_such_package",), "pip install it"))
+
+
+CAN = Capabilities(devices=frozenset({"cpu"}), reductions={torch.float32: frozenset({"SUM"})})
+
+
+def total(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
     tensor = torch.full((5,), float(rank))
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [sum(range(size))] * 5
+
+
+def two_backends(rank: int, size: int) -> None:
+    add_backends()
+    dist.init_process_group("cpu:host,meta:spec_meta", store=current_store(), rank=rank, world_size=size)
+    group = dist.group.WORLD
+    assert dist.get_backend() == dist.get_backend_config() == "cpu:host,meta:spec_meta"
+    assert {kind: inner.name() for kind, inner in group.groups.items()} == {"cpu": "host", "meta": "gloo"}
+    assert group.name() == "cpu:host,meta:gloo"
+    total(rank, size)
+    dist.all_reduce(torch.ones(1, device="meta"))
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+    assert work.result()[0].tolist() == [size] * 3
     dist.barrier()
+    dist.barrier(async_op=True).wait()
+    got = torch.empty(2)
+    dist.send(torch.ones(2), (rank + 1) % size)
+    dist.recv(got, (rank - 1) % size)
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, rank)
     assert gathered == list(range(size))
-    # A gloo group takes no meta tensors; its own reason comes through.
-    with pytest.raises(dist.UnsupportedOperationError, match="meta"):
-        dist.all_reduce(torch.ones(1, device="meta"))
+    can = group.capabilities
+    assert can.devices == {"cpu", "meta"}
+    assert can.on("meta").devices == {"meta"}
+    assert can.why_not("all_reduce", device="cuda") == "tensors on cuda are not taken, only on cpu, meta"
+    with pytest.raises(ValueError, match="on cuda are not taken"):
+        can.on("cuda")
     dist.destroy_process_group()
-    # The group that was made for the CPU does not outlive the failure for the other device type.
-    with pytest.raises(DistBackendError, match="no such hardware"):
-        dist.init_process_group("cpu:host,meta:broken", store=current_store(), rank=rank, world_size=size)
-    assert not dist.is_initialized()
 
 
 def test_backend_for_each_device_type() -> None:
     run_ranks(two_backends, 2, isolated=True)
+
+
+def refused_groups(rank: int, size: int) -> None:
+    add_backends()
+
+    def broken(options: GroupOptions) -> dist.ProcessGroup:
+        raise DistBackendError("no such hardware")
+
+    register_backend_spec(BackendSpec("broken", ("meta",), broken))
+    store = current_store()
+
+    def init(backend: str, **options: object) -> None:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+        finally:
+            assert not dist.is_initialized()
+
+    # The group that was made for the CPU does not outlive the failure for the other device type.
+    with pytest.raises(DistBackendError, match="no such hardware"):
+        init("cpu:host,meta:broken")
+    with pytest.raises(ValueError, match="the group that was made takes no tensors on meta"):
+        init("cpu:host,meta:says_meta")
+    with pytest.raises(ValueError, match="the group that was made takes no tensors on cuda"):
+        init("cuda:round_robin")
+    # Before the ranks meet, so that one rank alone hears of it.
+    if rank == 0:
+        with pytest.raises(
+            DistBackendError, match=r"'absent' is not available.*no_such_package.*pip install"
+        ):
+            init("cpu:host,meta:absent")
+        with pytest.raises(TypeError, match=r"must be a dict from backend name .* of type int"):
+            init("cpu:host,meta:spec_meta", pg_options=3)
+        with pytest.raises(
+            ValueError, match=r"for \['gloo'\], but the group's backends are \['host', 'spec_meta'\]"
+        ):
+            init("cpu:host,meta:spec_meta", pg_options={"gloo": None})
+    with pytest.raises(TypeError, match=r"pg_options of the gloo backend .* is 3"):
+        init("cpu:host,meta:spec_meta", pg_options={"spec_meta": 3})
+
+
+def test_groups_that_cannot_be_made_say_why() -> None:
+    run_ranks(refused_groups, 2, isolated=True)
+
+
+def specified(rank: int, size: int) -> None:
+    add_backends()
+    assert dist.Backend.SPEC_CPU == dist.Backend("SPEC_CPU") == "spec_cpu"
+    assert dist.Backend.backend_capability["says_meta"] == ["cpu", "meta"]
+    assert dist.get_default_backend_for_device("meta") == "spec_meta"
+    assert dist.get_default_backend_for_device("cpu") == "host"
+    assert dist.is_backend_available("cpu:spec_cpu")
+    assert not dist.is_backend_available("absent")
+    assert capabilities_of("spec_cpu") == CAN
+    assert capabilities_of("spec_meta") is None
+    store = current_store()
+    for backend, config, options in (
+        ("spec_cpu", "cpu:spec_cpu", None),
+        ("says_meta", "cpu:says_meta", None),
+        ("cpu:spec_cpu,meta:spec_meta", "cpu:spec_cpu,meta:spec_meta", None),
+        ("round_robin", "cpu:round_robin", RoundRobinOptions(2, "spec_cpu")),
+    ):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, pg_options=options)
+        assert dist.get_backend_config() == config
+        total(rank, size)
+        total(rank, size, dist.new_group())
+        total(rank, size, dist.new_group(backend="spec_cpu"))
+        dist.destroy_process_group()
+
+
+def test_backends_added_by_specification() -> None:
+    run_ranks(specified, 2, isolated=True)
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a,b", "Upper"])
+def test_names_that_cannot_be_a_backends(name: str) -> None:
+    with pytest.raises(ValueError, match="backend"):
+        register_backend_spec(BackendSpec(name, ("cpu",), ProcessGroupGloo))
+
+
+def test_a_backend_serves_some_device_type() -> None:
+    with pytest.raises(ValueError, match="'nowhere' must serve at least one device type"):
+        register_backend_spec(BackendSpec("nowhere", (), ProcessGroupGloo))
+    with pytest.raises(ValueError, match="'host' is already registered for cpu"):
+        register_backend_spec(BackendSpec("host", ("cpu",), ProcessGroupGloo))
+
+
+def not_to_be_loaded(rank: int, size: int) -> None:
+    parts = BackendSpec("in_parts", ("cpu",), ProcessGroupGloo, ("no_such.part",), "pip install no-such")
+    register_backend_spec(parts)
+    register_backend_spec(BackendSpec("no_module", ("cpu",), "no_such.module"))
+    assert "needs no_such.part, not installed" in str(why_unavailable("in_parts"))
+    for name, said in (("in_parts", "pip install no-such"), ("no_module", "No module named 'no_such'")):
+        assert said in str(why_unavailable(name))
+        assert capabilities_of(name) is None
+        with pytest.raises(DistBackendError, match=f"backend '{name}' is not available: .*{said}"):
+            create_group(name, GroupOptions(None, 0, 1))
+
+
+def test_backends_that_cannot_be_loaded_are_not_available() -> None:
+    run_ranks(not_to_be_loaded, 1, isolated=True)

@@ -254,7 +254,9 @@ SCRIPT = """
             secret = 41 + rank
             dist.breakpoint(rank=1, skip=1)
             secret += 1
-            print(f"rank {rank} turn {turn} secret {secret}", flush=True)
+            # In one write: the ranks share the pipe.
+            sys.stdout.write(f"rank {rank} turn {turn} secret {secret}.\\n")
+            sys.stdout.flush()
         dist.destroy_process_group()
 
     if __name__ == "__main__":
@@ -282,7 +284,7 @@ def test_breakpoint_stops_one_rank_in_the_callers_frame(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[rank 1] breakpoint; the other ranks wait until 'continue'") == 2
     assert "(Pdb) 42" in done.stdout
-    turns = sorted(re.findall(r"rank \d turn \d secret \d+", done.stdout))
+    turns = sorted(re.findall(r"(rank \d turn \d secret \d+)\.\n", done.stdout))
     assert turns == [
         "rank 0 turn 0 secret 42",
         "rank 0 turn 1 secret 42",

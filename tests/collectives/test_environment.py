@@ -129,3 +129,31 @@ def test_elastic_launcher_starts_a_script(tmp_path: Path) -> None:
     done = run_python(*launcher, str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
+
+
+LAUNCHED_WITH_ARGUMENT = """
+import argparse, os, sys
+import torch, collectives as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", "--local_rank", type=int)
+given = parser.parse_args().local_rank
+dist.init_process_group("host", init_method="env://")
+tensor = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(tensor)
+assert tensor.item() == 3, tensor
+assert os.environ["LOCAL_RANK"] == str(dist.get_node_local_rank())
+dist.destroy_process_group()
+print(f"rank {os.environ['LOCAL_RANK']} was given {given}\\n", end="", flush=True)  # in one write
+"""
+
+
+@pytest.mark.parametrize(("more", "given"), [((), ["0", "1"]), (("--use-env",), ["None", "None"])])
+def test_the_older_launcher_starts_a_script(tmp_path: Path, more: tuple[str, ...], given: list[str]) -> None:
+    """torch.distributed.launch hands the rank over as an argument, or with ``--use-env`` does not."""
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED_WITH_ARGUMENT)
+    launcher = ("-m", "torch.distributed.launch", "--standalone", "--local-addr=127.0.0.1", *more)
+    done = run_python(*launcher, "--nproc-per-node=2", str(script))
+    assert done.returncode == 0, done.stderr
+    told = [f"rank {rank} was given {given[rank]}" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == told

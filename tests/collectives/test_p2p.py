@@ -52,6 +52,57 @@ def test_messages(backend: str) -> None:
     run_world(exchanges, 2, backend=backend)
 
 
+def long_and_short(rank: int, size: int) -> None:
+    """Messages with one tag come in the order sent, however each side calls, and however long they are."""
+    lengths = [
+        1,
+        1024,
+        0,
+        1025,
+        300_000,
+        3,
+        2,
+        70_000,
+        1,
+        1,
+        0,
+        5,
+    ]  # floats; 1024 is the most that goes at once
+    for way in range(4):
+        sends_blocking, receives_blocking = way % 2 == 0, way // 2 == 0
+        works = []
+        for n, length in enumerate(lengths):
+            message = torch.full((length,), float(n))
+            got = torch.full((length,), -1.0)
+            if rank == n % 2:
+                works.append((dist.isend(message, 1 - rank), message))
+                if sends_blocking:
+                    works[-1][0].wait()
+            elif receives_blocking and n % 3:
+                assert dist.recv(got, 1 - rank) == 1 - rank
+                assert torch.equal(got, message), f"message {n}, way {way}"
+            else:
+                work = dist.irecv(got, 1 - rank)
+                work.wait()
+                assert torch.equal(got, message), f"message {n}, way {way}"
+        for work, _ in works:
+            work.wait()
+    # A short message that does not fit is dropped with an error, and the next one comes.
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(torch.full((3,), 4.0), 1)
+    else:
+        got = torch.zeros(3)
+        with pytest.raises(dist.CollectiveMismatchError, match="8 bytes"):
+            dist.recv(got, 0)
+        dist.recv(got, 0)
+        assert got.tolist() == [4, 4, 4]
+
+
+def test_long_and_short_messages_keep_their_order() -> None:
+    run_world(long_and_short, 2, backend="host")
+
+
 def exchanges_in_a_part(rank: int, size: int) -> None:
     group = dist.new_group([1, 2])
     if rank == 0:
