@@ -7,17 +7,18 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from collectives import _native
+from collectives.backends.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends.host_bootstrap import form
 from collectives.backends.host_work import HostWork
 from collectives.capabilities import Capabilities
+from collectives.dtypes import NATIVE_CODES, elements_per_byte, native_count
 from collectives.process_group import ProcessGroup
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs, is_dense
@@ -36,22 +37,10 @@ from collectives.types import (
 )
 from collectives.work import CompletedWork, Work
 
-__all__ = ["ProcessGroupHost", "create"]
+__all__ = ["ProcessGroupHost", "capabilities", "create"]
 
-_CODES: dict[torch.dtype, int] = {
-    getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
-}
-_SUM, _AVG, _PREMUL_SUM = ReduceOp.SUM.code, ReduceOp.AVG.code, ReduceOp.PREMUL_SUM.code
-_OPS = [
-    ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
-    ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM,
-]  # fmt: skip
-_PACKED = {
-    dtype: per_byte
-    for name, per_byte in (("quint4x2", 2), ("quint2x4", 4))
-    if (dtype := getattr(torch, name, None)) is not None
-}
-"""Data types whose elements share bytes, and how many do."""
+_CODES = NATIVE_CODES
+_SUM = ReduceOp.SUM.code
 _KIND = _native.COLLECTIVES
 _ALL_REDUCE = _KIND["all_reduce"]
 _UINT8 = _native.DTYPES["uint8"]
@@ -59,17 +48,9 @@ _ANY_RANK = -1
 _CROWD = 64
 
 
-def _reductions() -> Mapping[torch.dtype, frozenset[str]]:
-    table = {
-        dtype: frozenset(op.name for op in _OPS if _native.reducible(code, op.code))
-        for dtype, code in _CODES.items()
-    }
-    return MappingProxyType({dtype: names for dtype, names in table.items() if names})
-
-
 _CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
-    reductions=_reductions(),
+    reductions=REDUCTIONS,
     moves=frozenset(_CODES),
 )
 
@@ -91,6 +72,13 @@ class ProcessGroupHost(ProcessGroup):
     :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
     :class:`~collectives.PeerLostError` on all others, on its machine within a second, elsewhere within three.
     So does a machine that vanishes; a process that is merely stopped is not taken for a dead one.
+
+    An operation that is not done within its time limit raises :class:`~collectives.CollectiveTimeoutError`,
+    which says of every rank what it waits in or did last. A collective breaks the group for all ranks then,
+    as does a send of which a part has left; the error says so, all ranks raise from then on, and the way out
+    is a new group. A send of which nothing has left is taken back, and a receive gives up without a loss:
+    what has come of its message goes to the next receive that names its sender and tag. Both leave the group
+    usable.
 
     Which ranks are on one machine is not configured but proved, by attaching shared memory. Ranks on
     different machines reach each other at the address from which the store is reached;
@@ -344,11 +332,19 @@ class ProcessGroupHost(ProcessGroup):
     # ---- point-to-point ------------------------------------------------------------------------------
 
     def send(self, tensors: torch.Tensor | Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank; see :meth:`ProcessGroup.send`."""
+        """Sends a tensor to a rank; see :meth:`ProcessGroup.send`.
+
+        The Work is done when the tensor may be changed: the message is whole in shared memory or with the
+        network then, but perhaps not with its receiver. The time limit that the group has now holds from now
+        on; the class says what it does to a message that has left in part.
+        """
         return self._message(True, tensors, dstRank, tag) or super().send(tensors, dstRank, tag)
 
     def recv(self, tensors: torch.Tensor | Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work:
-        """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`."""
+        """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`.
+
+        A receive that fails, for its time limit or anything else, may have overwritten a part of the tensor.
+        """
         return self._message(False, tensors, srcRank, tag) or super().recv(tensors, srcRank, tag)
 
     def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
@@ -370,7 +366,7 @@ class ProcessGroupHost(ProcessGroup):
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         source = dense(tensor)
         task = self._native.send(
-            source.data_ptr(), _count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
+            source.data_ptr(), native_count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
         )
         return self._launch(task, (source,), (), True)
 
@@ -380,7 +376,7 @@ class ProcessGroupHost(ProcessGroup):
             return self._finish(staged, self._recv(staged.stand_ins[0], src, tag), True)
         task = self._native.receive(
             tensor.data_ptr(),
-            _count(tensor),
+            native_count(tensor),
             _CODES[tensor.dtype],
             _ANY_RANK if src is None else src,
             tag,
@@ -442,10 +438,10 @@ class ProcessGroupHost(ProcessGroup):
             _KIND[kind],
             0 if data is None else data.data_ptr(),
             0 if source is None else source.data_ptr(),
-            0 if main is None else _count(main),
+            0 if main is None else native_count(main),
             _UINT8 if dtype is None else _CODES[dtype],
             _SUM if op is None else op.code,
-            1.0 if op is None else self._factor(op),
+            1.0 if op is None else kernel_factor(op, self._size),
             root,
             outputs,
             inputs,
@@ -453,11 +449,6 @@ class ProcessGroupHost(ProcessGroup):
             not opts.asyncOp,
         )
         return CompletedWork(results) if task is None else self._launch(task, keep, results, opts.asyncOp)
-
-    def _factor(self, op: ReduceOp) -> float:
-        if op.code == _AVG:
-            return float(self._size)
-        return 1.0 if op.factor is None else op.factor
 
     def _launch(
         self,
@@ -508,24 +499,19 @@ def _as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
     return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
 
 
-def _count(tensor: torch.Tensor) -> int:
-    """Returns the number of elements that the core counts."""
-    per_byte = _PACKED.get(tensor.dtype)
-    return tensor.numel() if per_byte is None else -(-tensor.numel() // per_byte)
-
-
 def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), _count(tensor)) for tensor in tensors]
+    return [(tensor.data_ptr(), native_count(tensor)) for tensor in tensors]
 
 
 def _equal_parts(tensor: torch.Tensor, ranks: int) -> list[tuple[int, int]]:
-    return _split_parts(tensor, [_count(tensor) // ranks] * ranks)
+    return _split_parts(tensor, [tensor.numel() // ranks] * ranks)
 
 
 def _split_parts(tensor: torch.Tensor, splits: Sequence[int]) -> list[tuple[int, int]]:
-    address, element = tensor.data_ptr(), tensor.element_size()
+    address, element, shared = tensor.data_ptr(), tensor.element_size(), elements_per_byte(tensor.dtype)
     parts = []
-    for count in splits:
+    for split in splits:
+        count = split // shared
         parts.append((address, count))
         address += count * element
     return parts
@@ -535,8 +521,22 @@ def _nanoseconds(timeout: timedelta) -> int:
     return timeout // timedelta(microseconds=1) * 1000
 
 
+def capabilities() -> Capabilities:
+    """Returns what groups can do."""
+    return _CAPABILITIES
+
+
 def create(options: GroupOptions) -> ProcessGroupHost:
-    """Makes a group; called by all its ranks."""
+    """Makes a group; called by all its ranks.
+
+    Raises:
+        TypeError: there are ``pg_options``: this backend has none.
+    """
+    if options.pg_options is not None:
+        raise TypeError(
+            f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
+            f"{type(options.pg_options).__name__}"
+        )
     return ProcessGroupHost(
         options.store,
         options.rank,

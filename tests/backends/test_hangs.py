@@ -154,7 +154,7 @@ def absent_rank(rank, size):
             f"rank 1: {what}",
             r"rank 2: finished barrier number 1, begun \d\.\d s ago",
         ]
-        lines.append(rf"was not done after {LIMIT_S} s")
+        lines.append(rf"was not done within its timeout of {LIMIT_S} s")
         missing = [line for line in lines if not re.search(line, text)]
         if missing or not LIMIT_S - 0.15 <= took <= LIMIT_S + SLACK_S:
             complaints.append(f"{issue.__name__} {asynchronous=} took {took:.2f} s, misses {missing}: {text}")

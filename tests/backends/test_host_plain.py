@@ -122,3 +122,12 @@ def test_where_a_backend_has_no_short_way_nothing_is_plain(general: list[str]) -
     assert group is not None
     assert not ProcessGroup.plain(group, 1)
     assert not general
+
+
+@pytest.mark.parametrize("name", [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)])
+def test_narrow_integers_are_not_taken_for_wider_ones(general: list[str], name: str) -> None:
+    tensor = torch.ones(8, dtype=torch.uint8).view(getattr(torch, name))
+    with pytest.raises(collectives.UnsupportedOperationError, match=f"{name} cannot be reduced"):
+        collectives.all_reduce(tensor)
+    collectives.broadcast(tensor, 0)
+    assert general == ["_broadcast"]

@@ -352,6 +352,15 @@ void bind_group(nb::module_& module) {
         return without_gil([&] { return mine.report(); });
       });
   module.def("register_tensor_type", register_tensor_type, nb::arg("type"));
+  module.def(
+      "plain_view",
+      [](nb::handle tensor) -> nb::object {
+        const std::optional<TensorView> view = plain_view(tensor);
+        if (!view) return nb::none();
+        return nb::make_tuple(reinterpret_cast<std::uintptr_t>(view->data), view->count,
+                              static_cast<int>(view->dtype));
+      },
+      nb::arg("tensor"));
   nb::dict kinds;
   for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Kind::all_to_all); ++code) {
     kinds[name_of(static_cast<Kind>(code))] = code;

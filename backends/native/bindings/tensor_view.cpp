@@ -50,6 +50,10 @@ struct ExchangeTable {
 struct TensorType {
   PyTypeObject* type;
   const ExchangeTable* table;
+  // The table calls all integers of up to 8 bits alike, so that the tensor's own `dtype` has to tell whether
+  // it is one of these.
+  PyObject* int8;
+  PyObject* uint8;
 };
 
 std::vector<TensorType>& tensor_types() {
@@ -118,16 +122,27 @@ bool negated(nb::handle tensor) {
   return result.ptr() != Py_False;
 }
 
+bool has_dtype(nb::handle tensor, PyObject* dtype) {
+  static PyObject* const name = PyUnicode_InternFromString("dtype");
+  return nb::steal(PyObject_GetAttr(tensor.ptr(), name)).ptr() == dtype;
+}
+
 }  // namespace
 
 void register_tensor_type(nb::handle type) {
+  for (const TensorType& known : tensor_types()) {
+    if (known.type == reinterpret_cast<PyTypeObject*>(type.ptr())) return;
+  }
   if (!nb::hasattr(type, "__dlpack_c_exchange_api__")) return;
   const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
   const auto* table =
       static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (table == nullptr) throw nb::python_error();
   if (table->major != 1 || table->tensor_from_object == nullptr) return;
-  tensor_types().push_back({reinterpret_cast<PyTypeObject*>(type.ptr()), table});
+  const nb::object torch = nb::module_::import_("torch");
+  tensor_types().push_back({reinterpret_cast<PyTypeObject*>(type.ptr()), table,
+                            nb::object(torch.attr("int8")).release().ptr(),
+                            nb::object(torch.attr("uint8")).release().ptr()});
 }
 
 std::optional<TensorView> plain_view(nb::handle tensor) {
@@ -140,7 +155,9 @@ std::optional<TensorView> plain_view(nb::handle tensor) {
     }
     const std::optional<DType> dtype = dtype_of(view.code, view.bits);
     const std::optional<std::size_t> count = dense_count(view);
-    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count || negated(tensor)) {
+    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count || negated(tensor) ||
+        (*dtype == DType::int8 && !has_dtype(tensor, known.int8)) ||
+        (*dtype == DType::uint8 && !has_dtype(tensor, known.uint8))) {
       PyErr_Clear();
       return std::nullopt;
     }

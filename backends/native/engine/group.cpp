@@ -173,6 +173,16 @@ std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* da
   return messenger_->receive(envelope, data, timeout, caller);
 }
 
+bool Group::send_at_once(const Envelope& envelope, const std::byte* data) {
+  if (closed_.load(std::memory_order_acquire)) refuse();
+  return messenger_->send_at_once(envelope, data);
+}
+
+bool Group::receive_at_once(const Envelope& envelope, std::byte* data) {
+  if (closed_.load(std::memory_order_acquire)) refuse();
+  return messenger_->receive_at_once(envelope, data);
+}
+
 void Group::serve_queue() {
   std::unique_lock lock(mutex_);
   for (;;) {

@@ -63,6 +63,8 @@ class Group {
                                  Interrupt* caller = nullptr);
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
                                     Interrupt* caller = nullptr);
+  bool send_at_once(const Envelope& envelope, const std::byte* data);
+  bool receive_at_once(const Envelope& envelope, std::byte* data);
 
   // Breaks the group here and for its peers. Blocks on nothing.
   void abort(const std::string& reason);

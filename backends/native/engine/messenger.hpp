@@ -44,6 +44,11 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
                                     Interrupt* caller = nullptr);
 
+  // The same without a transfer, for a short message of a rank on this machine that leaves at once, or has
+  // come within a few turns. Where they return false nothing has happened: call `send` or `receive`.
+  bool send_at_once(const Envelope& envelope, const std::byte* data);
+  bool receive_at_once(const Envelope& envelope, std::byte* data);
+
   // See Task.
   bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
   void poll();
@@ -81,10 +86,13 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   // All below with the mutex held.
   void check_open() const;
   void start(Lock& lock, const TransferPointer& transfer, Interrupt* caller);
+  static void write_frame(Outbox& box, const Envelope& envelope);
   bool pump();
   bool pump_out(Outgoing& outgoing);
   bool pump_in(int source, Incoming& incoming);
   std::shared_ptr<Message> open_message(int source, Inbox& box);
+  static bool wants(const Envelope& receive, const Message& message) noexcept;
+  bool give_memory(Message& message);
   void send_to_self(const TransferPointer& transfer);
   void match_unexpected(const TransferPointer& transfer);
   void attach(const std::shared_ptr<Message>& message, TransferPointer transfer);
@@ -99,6 +107,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool gone(int rank);
   void check_connections(const Transfer& transfer, int rank) const;
   void time_out(const TransferPointer& transfer);
+  std::optional<std::uint64_t> put_back(const Transfer& transfer);
   void fail_all(const Error& error);
   Nanoseconds nearest_deadline() const;
   std::string prefix() const;
@@ -121,6 +130,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool closing_ = false;
   int waiters_ = 0;    // callers in `wait`
   Spinning spinning_;  // of callers that drive
+  Nanoseconds next_aside_ = 0;
   BackgroundThread thread_;
 };
 

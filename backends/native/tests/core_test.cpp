@@ -358,10 +358,15 @@ void test_messages(Groups groups) {
                                                         std::vector<std::int32_t>(count));
         auto sent = values_of(r, count, round);
         const auto envelope = [&](int peer) { return Envelope{peer, tag, DType::int32, count * 4}; };
-        for (int p = 0; p < size; ++p) transfers.push_back(group.send(envelope(p), bytes_of(sent), kLimit));
+        const bool at_once = round % 2 == 0;
+        for (int p = 0; p < size; ++p) {
+          if (at_once && group.send_at_once(envelope(p), bytes_of(sent))) continue;
+          transfers.push_back(group.send(envelope(p), bytes_of(sent), kLimit));
+        }
         for (int p = size - 1; p >= 0; --p) {
-          transfers.push_back(
-              group.receive(envelope(p), bytes_of(received[static_cast<std::size_t>(p)]), kLimit));
+          std::byte* const data = bytes_of(received[static_cast<std::size_t>(p)]);
+          if (at_once && group.receive_at_once(envelope(p), data)) continue;
+          transfers.push_back(group.receive(envelope(p), data, kLimit));
         }
         for (const auto& transfer : transfers) {
           CHECK(transfer->wait(kNever, nullptr));
@@ -379,6 +384,52 @@ void test_messages(Groups groups) {
     second.join();
     group.shutdown(true);
   });
+}
+
+void test_messages_at_once(Groups groups) {
+  Group& sender = *groups[0];
+  Group& receiver = *groups[1];
+  std::int32_t sent = 7;
+  std::int32_t got = 0;
+  std::byte* const from = reinterpret_cast<std::byte*>(&sent);
+  std::byte* const to = reinterpret_cast<std::byte*>(&got);
+  const Envelope there{1, 3, DType::int32, 4};
+  const Envelope back{0, 3, DType::int32, 4};
+  const Envelope other_tag{0, 4, DType::int32, 4};
+  CHECK(!receiver.receive_at_once(back, to));  // nothing has come
+  CHECK(sender.send_at_once(there, from));
+  CHECK(!receiver.receive_at_once(other_tag, to));  // another message is the first
+  CHECK(receiver.receive_at_once(back, to) && got == 7);
+  // A receive that was posted before has the first message.
+  std::int32_t first = 0;
+  const auto posted = receiver.receive(back, reinterpret_cast<std::byte*>(&first), kLimit);
+  sent = 8;
+  CHECK(sender.send_at_once(there, from));
+  sent = 9;
+  CHECK(sender.send_at_once(there, from));
+  got = 0;
+  if (!receiver.receive_at_once(back, to)) {
+    CHECK(receiver.receive(back, to, kLimit)->wait(kNever, nullptr));
+  }
+  CHECK(posted->wait(kNever, nullptr));
+  CHECK(first == 8 && got == 9);
+  // Until the ring is full; then order is kept with what waits for room.
+  std::vector<std::int32_t> many(1024);
+  const Envelope brief{1, 5, DType::int32, 4096};
+  int left = 0;
+  for (; sender.send_at_once(brief, bytes_of(many)); ++left) many[0] = left + 1;
+  const auto waiting = sender.send(brief, bytes_of(many), kLimit);
+  CHECK(!sender.send_at_once(brief, bytes_of(many)));
+  std::vector<std::int32_t> taken(1024);
+  for (int i = 0; i <= left; ++i) {
+    const Envelope same{0, 5, DType::int32, 4096};
+    if (!receiver.receive_at_once(same, bytes_of(taken))) {
+      CHECK(receiver.receive(same, bytes_of(taken), kLimit)->wait(kNever, nullptr));
+    }
+    CHECK(taken[0] == i);
+  }
+  CHECK(waiting->wait(kNever, nullptr));
+  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
 }
 
 void test_any_source_and_background(Groups groups) {
@@ -482,6 +533,7 @@ int main(int count, char** arguments) {
       {"abort between machines", [] { test_abort(machine_ranks({{0}, {1, 2}})); }},
       {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
       {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
+      {"messages at once", [] { test_messages_at_once(shared_ranks(2)); }},
       {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
       {"abort", [] { test_abort(shared_ranks(3)); }},
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},

@@ -212,7 +212,7 @@ void Exchange::run(const Call& call) {
   };
   step();
   if (finished()) return;
-  const bool spins = spinning_.worth_long();
+  const bool spins = spinning_.worth_long(false);
   const Nanoseconds end = spins ? now_ns() + kSpin : 0;
   while (spins && now_ns() < end) {
     step();

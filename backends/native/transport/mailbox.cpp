@@ -24,8 +24,14 @@ std::size_t RingOutbox::room() {
   }
   // Sequentially consistent: acquire, so that the receiver's reads of what is overwritten next came before;
   // and a sleeper's half of the bell's handshake.
-  const std::uint64_t read = station_.read(receiver_, station_.rank()).load(std::memory_order_seq_cst);
-  return station_.shape().mail_bytes - static_cast<std::size_t>(written_ - read);
+  read_ = station_.read(receiver_, station_.rank()).load(std::memory_order_seq_cst);
+  return station_.shape().mail_bytes - static_cast<std::size_t>(written_ - read_);
+}
+
+bool RingOutbox::has_room(std::size_t count) {
+  const bool had =
+      committed_ && station_.shape().mail_bytes - static_cast<std::size_t>(written_ - read_) >= count;
+  return had || room() >= count;
 }
 
 void RingOutbox::write(const void* bytes, std::size_t count) {
@@ -50,13 +56,17 @@ std::size_t RingInbox::available() {
                                   read_);
 }
 
-void RingInbox::read(void* bytes, std::size_t count) {
+void RingInbox::peek(void* bytes, std::size_t count) const {
   const std::size_t ring = station_.shape().mail_bytes;
   const std::byte* base = station_.mailbox(sender_, station_.rank());
   const std::size_t at = read_ % ring;
   const std::size_t first = std::min(count, ring - at);
   std::memcpy(bytes, base + at, first);
   if (count > first) std::memcpy(static_cast<std::byte*>(bytes) + first, base, count - first);
+}
+
+void RingInbox::read(void* bytes, std::size_t count) {
+  peek(bytes, count);
   read_ += count;
 }
 

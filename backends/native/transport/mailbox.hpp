@@ -35,6 +35,8 @@ class Outbox {
   // Bytes that can be written now. Allocates, or begins to connect, when first asked; throws where there is
   // no memory.
   virtual std::size_t room() = 0;
+  // Whether `count` bytes can be written now; may look less closely than `room`. Throws as that does.
+  virtual bool has_room(std::size_t count) { return room() >= count; }
   // Appends at most `room()` bytes; the receiver sees them after `publish`.
   virtual void write(const void* bytes, std::size_t count) = 0;
   // Space between messages.
@@ -58,6 +60,8 @@ class Inbox {
 
   // Bytes that can be read now.
   virtual std::size_t available() = 0;
+  // Looks at the next of them, at most `available()`.
+  virtual void peek(void* bytes, std::size_t count) const = 0;
   // Takes at most `available()` bytes; the sender may overwrite them after `publish`.
   virtual void read(void* bytes, std::size_t count) = 0;
   // Drops at most `available()` bytes.
@@ -79,6 +83,8 @@ class RingOutbox final : public Outbox {
   RingOutbox(Station& station, int receiver) : station_(station), receiver_(receiver) {}
 
   std::size_t room() override;
+  // What was free at the last look is free still: looking again would fetch the receiver's line.
+  bool has_room(std::size_t count) override;
   void write(const void* bytes, std::size_t count) override;
   void pad(std::size_t count) override { written_ += count; }
   void publish() override;
@@ -87,6 +93,7 @@ class RingOutbox final : public Outbox {
   Station& station_;
   int receiver_;
   std::uint64_t written_ = 0;
+  std::uint64_t read_ = 0;  // what the receiver was last seen to have read
   bool committed_ = false;
 };
 
@@ -95,6 +102,7 @@ class RingInbox final : public Inbox {
   RingInbox(Station& station, int sender) : station_(station), sender_(sender) {}
 
   std::size_t available() override;
+  void peek(void* bytes, std::size_t count) const override;
   void read(void* bytes, std::size_t count) override;
   void skip(std::size_t count) override { read_ += count; }
   void pad(std::size_t count) override { read_ += count; }
@@ -145,6 +153,7 @@ class RemoteInbox final : public Inbox {
   ~RemoteInbox() override;
 
   std::size_t available() override;
+  void peek(void* bytes, std::size_t count) const override;
   void read(void* bytes, std::size_t count) override;
   void skip(std::size_t count) override { begin_ += count; }
   void pad(std::size_t) override {}

@@ -138,8 +138,12 @@ std::size_t RemoteInbox::available() {
   return end_ - begin_;
 }
 
-void RemoteInbox::read(void* bytes, std::size_t count) {
+void RemoteInbox::peek(void* bytes, std::size_t count) const {
   std::memcpy(bytes, buffer_.get() + begin_, count);
+}
+
+void RemoteInbox::read(void* bytes, std::size_t count) {
+  peek(bytes, count);
   begin_ += count;
 }
 

@@ -26,9 +26,8 @@ constexpr Nanoseconds kSlice = 100 * kMillisecond;
 constexpr Nanoseconds kLookEvery = 50 * kMillisecond;
 // How much later than a connection's end the news of why it ended may come.
 constexpr Nanoseconds kNewsLimit = 400 * kMillisecond;
-// How long a rank asks for the core that it shares with a peer, and how often at most.
-constexpr Nanoseconds kParting = 5 * kMillisecond;
-constexpr Nanoseconds kPartingEvery = 100 * kMillisecond;
+// How often a rank leaves the core that it shares with a peer, at most.
+constexpr Nanoseconds kAsideEvery = 10 * kMillisecond;
 
 // Identity of the space in which process ids count; 0 where unknown.
 std::uint64_t process_space() noexcept {
@@ -120,8 +119,9 @@ void Station::ring_everyone() const noexcept {
 void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
                     std::uint64_t value) {
   const auto come = [&] { return word.load(std::memory_order_acquire) >= value; };
+  const int spins = short_spins(peer);
   const auto spin = [&] {
-    for (int i = 0; i < Spinning::kShortSpins; ++i) {
+    for (int i = 0; i < spins; ++i) {
       if (come()) return true;
       relax_processor();
     }
@@ -129,40 +129,55 @@ void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std
   };
   if (spin()) return;
   Spinning& spinning = spinning_[static_cast<std::size_t>(kind)];
-  if (spinning.worth_long()) {
-    const std::uint64_t longest = call.interrupt != nullptr ? tuning().spin_us : tuning().background_spin_us;
+  const bool waited_for = call.interrupt != nullptr;  // so that this core has nothing better to do
+  const bool together = on_core_of(peer) && !step_aside(next_aside_);
+  if (!together && spinning.worth_long(waited_for)) {
+    const std::uint64_t longest = waited_for ? tuning().spin_us : tuning().background_spin_us;
     const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(longest) * 1000;
-    do {
+    for (int round = 1; now_ns() < end; ++round) {
       if (spin()) return spinning.succeeded();
-    } while (now_ns() < end);
+      if (round % Spinning::kRoundsToYield == 0) sched_yield();
+    }
     spinning.failed();
   }
-  if (call.interrupt != nullptr) call.interrupt->blocks();
+  if (waited_for) call.interrupt->blocks();
   for (std::uint64_t i = 0; i < tuning().yields; ++i) {
     sched_yield();
     if (come()) return;
   }
-  if (shares_core_needlessly(peer)) {
-    const Nanoseconds end = now_ns() + kParting;
-    do {
-      sched_yield();
-      if (come()) return;
-    } while (now_ns() < end);
-  }
   sleep(call, peer, word, value);
 }
 
-// Whether the peer seems to run on this thread's core though there is one for each rank. Ranks that take
-// turns to sleep can stay so for ever, as the core never has two threads to run at a time: one that keeps
-// asking for it lets the kernel see that, and move one of them.
-bool Station::shares_core_needlessly(int peer) noexcept {
-  if (crowded_) return false;
+int Station::short_spins(int peer) const noexcept {
+  if (!crowded_) return Spinning::kShortSpins;
+  return beside(peer) ? 1 : Spinning::kCrowdedSpins;
+}
+
+bool Station::on_core_of(int peer) const noexcept { return !crowded_ && beside(peer); }
+
+bool Station::beside(int peer) const noexcept {
   const auto core = static_cast<std::uint32_t>(::sched_getcpu() + 1);
-  own_->status.core.store(core, std::memory_order_relaxed);
-  if (core == 0 || page(peer).status.core.load(std::memory_order_relaxed) != core) return false;
+  // Only news is written: others read this line.
+  std::atomic<std::uint32_t>& mine = own_->status.core;
+  if (mine.load(std::memory_order_relaxed) != core) mine.store(core, std::memory_order_relaxed);
+  return core != 0 && page(peer).status.core.load(std::memory_order_relaxed) == core;
+}
+
+// Ranks that take turns to sleep can stay on one core for ever, as it never has two threads to run at a time.
+// The peer cannot do the same at this moment, since it does not run.
+bool Station::step_aside(Nanoseconds& next) const noexcept {
   const Nanoseconds now = now_ns();
-  if (now < next_parting_) return false;
-  next_parting_ = now + kPartingEvery;
+  if (now < next) return false;
+  next = now + kAsideEvery;
+  cpu_set_t allowed;
+  const int core = ::sched_getcpu();
+  if (core < 0 || ::sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2)
+    return false;
+  cpu_set_t others = allowed;
+  CPU_CLR(static_cast<std::size_t>(core), &others);
+  if (::sched_setaffinity(0, sizeof(others), &others) != 0) return false;  // which moves the thread at once
+  ::sched_setaffinity(0, sizeof(allowed), &allowed);
+  own_->status.core.store(static_cast<std::uint32_t>(::sched_getcpu() + 1), std::memory_order_relaxed);
   return true;
 }
 
@@ -219,8 +234,7 @@ void Station::look_around(const Call& call, int peer) const {
       const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " +
                                describe(call.what, call.own_count) + " number " +
                                std::to_string(call.sequence);
-      poison(ErrorKind::aborted, rank(), text);
-      ring_everyone();
+      break_off(ErrorKind::aborted, rank(), text);
       throw Error(ErrorKind::interrupted, text);
     }
   }
@@ -274,6 +288,11 @@ void Station::poison(ErrorKind kind, int rank, const std::string& text) const no
   if (courier_) courier_->wake();
 }
 
+void Station::break_off(ErrorKind kind, int rank, const std::string& text) const noexcept {
+  poison(kind, rank, text);
+  ring_everyone();
+}
+
 std::optional<Poisoned> Station::poisoned() const {
   const Poison& record = poison();
   if (record.state.load(std::memory_order_acquire) != 2) return std::nullopt;
@@ -300,8 +319,7 @@ void Station::lose(int rank, const std::string& text) const {
   const std::string cause = name_of_rank(rank) + " (process " +
                             std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ")" +
                             how + " while others needed it in " + text + "; last seen: " + report_of(rank);
-  poison(ErrorKind::peer_lost, rank, cause);
-  ring_everyone();
+  break_off(ErrorKind::peer_lost, rank, cause);
   throw_broken(true);
 }
 
@@ -344,11 +362,10 @@ void Station::time_out(const Call& call, int waited_for) const {
   // What a leader waits for, or a rank for its leader, may be another's fault.
   const int peer = laggard(call, waited_for);
   const std::string text = describe(call.what, call.own_count) + " number " + std::to_string(call.sequence) +
-                           " was not done after " + seconds(call.timeout) + ": rank " +
+                           " was not done within its timeout of " + seconds(call.timeout) + ": rank " +
                            std::to_string(rank()) + " waited for rank " + std::to_string(peer) +
                            ". Every rank:\n" + report();
-  poison(ErrorKind::timeout, peer, text);
-  ring_everyone();
+  break_off(ErrorKind::timeout, peer, text);
   throw Error(ErrorKind::timeout, "[rank " + std::to_string(rank()) + "] " + label_ + ": " + text, peer);
 }
 

@@ -191,6 +191,8 @@ class Station {
   bool unreachable(int rank) const noexcept;
   // Breaks the group for all ranks; the first cause stays.
   void poison(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  // The same, and wakes everyone to notice.
+  void break_off(ErrorKind kind, int rank, const std::string& text) const noexcept;
   [[noreturn]] void lose(int rank, const std::string& text) const;
   // A connection with a remote rank has ended in an operation: waits a little for the control plane to tell
   // why, then throws.
@@ -214,6 +216,13 @@ class Station {
   void waits_for(int rank) const noexcept {
     own_->collective_bell.publisher.store(static_cast<std::uint32_t>(rank + 1), std::memory_order_relaxed);
   }
+  // How often to look for a peer's news before this thread's core is offered to others.
+  int short_spins(int peer) const noexcept;
+  // Whether a rank of this machine was last seen waiting on this thread's core, though there is one for each.
+  bool on_core_of(int peer) const noexcept;
+  // Leaves it for another core, which the kernel may undo later. Returns false where it may not, or where
+  // that was a moment ago; `next` is the caller's: when it may again.
+  bool step_aside(Nanoseconds& next) const noexcept;
   // Records where a blocked call comes from.
   void note_site(const std::string& site) const noexcept;
 
@@ -239,9 +248,9 @@ class Station {
   }
   static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void ring_everyone() const noexcept;
+  bool beside(int peer) const noexcept;
   void block(const Call& call, Wait kind, int peer, const std::atomic<std::uint64_t>& word,
              std::uint64_t value);
-  bool shares_core_needlessly(int peer) noexcept;
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   bool write_poison(const Poisoned& cause) const noexcept;
   int laggard(const Call& call, int peer) const noexcept;
@@ -257,7 +266,7 @@ class Station {
   std::uint64_t arena_position_ = 0;
   const bool crowded_;    // there are more ranks here than cores
   Spinning spinning_[2];  // by Wait; of the thread that executes collectives
-  Nanoseconds next_parting_ = 0;
+  Nanoseconds next_aside_ = 0;
   std::unique_ptr<Exchange> exchange_;  // of a leader, between machines; for that thread alone
   std::unique_ptr<Courier> courier_;    // between machines; last, so that its thread ends first
 };
