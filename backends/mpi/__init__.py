@@ -1,0 +1,8 @@
+"""The mpi backend: an MPI library, reached through mpi4py, behind our contract."""
+
+from __future__ import annotations
+
+from collectives.backends.mpi.group import ProcessGroupMPI, capabilities, create
+from collectives.backends.mpi.runtime import unavailable
+
+__all__ = ["ProcessGroupMPI", "capabilities", "create", "unavailable"]

@@ -1,0 +1,445 @@
+"""What moves the operations of a group on: whoever waits, and a thread of the process where nobody does.
+
+MPI moves messages only while somebody calls it. So a thread that waits for one operation tests all that are
+in flight in its group (it *drives* them); those that nobody waits for are driven by one *tender*, a thread
+of the process that looks at all groups and rests in between, the longer the less there is to do. No call
+blocks in MPI, so that time limits hold, an abort releases those who wait, and groups do not stop each other.
+
+A thread that has waited for a while *takes stock* now and then: it looks for time limits that have passed,
+in the group's store for what others have said, and for processes that have ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from collectives.backends.liveness import Liveness
+from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.work import MPIWork
+from collectives.backends.operation import Operation
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+)
+
+__all__ = ["Engine"]
+
+ABORTED = "it aborted the group"
+_PASSED_LIMIT = "passed its time limit"
+
+_SPINS = 300
+"""Tests in a row before a waiting thread lets others have the core."""
+
+_SPINS_IN_A_CROWD = 3
+
+_BUSY_SECONDS = 0.001
+_SLOWEST_BYTES_PER_SECOND = 1e9
+"""How long a waiting thread yields before it sleeps: this, and while data would move at this rate."""
+
+_NAP_SECONDS = 50e-6
+_LONGEST_NAP_SECONDS = 500e-6
+
+_STOCK_SECONDS = 0.25
+"""How often a waiting thread takes stock."""
+
+_abandoned: list[MPIWork] = []
+"""Operations that failed while MPI may still write into their memory, which therefore stays."""
+
+
+class Engine:
+    """The operations of one group in flight, and the group's health.
+
+    Thread safety: every method may be called from any thread.
+
+    Args:
+        library: the MPI library.
+        liveness: who is gone.
+        store: the group's store.
+        rank: this process's rank within the group.
+        size: number of ranks.
+        where: rank and group, to stand in front of a message.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        liveness: Liveness,
+        store: Any,
+        rank: int,
+        size: int,
+        where: str,
+    ) -> None:
+        self.mpi_library = library
+        self.where = where
+        self.cause: Exception | None = None
+        self.ended = False
+        self.lock = library.lock()
+        self._liveness = liveness
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._active: list[MPIWork] = []
+        self._testall = library.mpi.Request.Testall
+        self._spins = _SPINS_IN_A_CROWD if library.crowded else _SPINS
+        self._stock_at = 0.0
+        self._taking_stock = threading.Lock()
+
+    # ---- issue ---------------------------------------------------------------------------------------------
+
+    def check_usable(self, operation: Operation | str) -> None:
+        """Raises where the group is broken, ended, or out of this thread's reach."""
+        cause = self.cause
+        if cause is not None:
+            text = f"{self.where} {operation}: the group is broken; first cause: {cause}"
+            if isinstance(cause, PeerLostError) and not self.ended:
+                raise PeerLostError(text, cause.rank) from cause
+            raise GroupAbortedError(text) from cause
+        if self.ended:
+            raise GroupAbortedError(f"{self.where} {operation}: the group was shut down")
+        if not self.mpi_library.any_thread:
+            self.mpi_library.check_thread(f"{self.where} {operation}:")
+
+    @contextlib.contextmanager
+    def calling(self, operation: Operation) -> Any:
+        """Around calls of MPI that issue an operation: one at a time where the library asks for it."""
+        with self.lock:
+            self.check_usable(operation)
+            try:
+                yield
+            except self.mpi_library.mpi.Exception as error:
+                raise self.failed(operation, error) from error
+
+    def launch(self, work: MPIWork, asynchronous: bool) -> None:
+        """Takes an operation that was issued; waits for it unless ``asynchronous``."""
+        with self.lock:
+            self._active.append(work)
+            broken = self.cause is not None or self.ended
+        if broken:  # since it was issued
+            self._fail_all()
+        if asynchronous:
+            self.watch(work)
+        else:
+            work.wait()
+
+    def watch(self, work: MPIWork) -> None:  # noqa: ARG002 - all are watched together
+        """Lets the tender drive this group."""
+        if self.mpi_library.any_thread:
+            _tender.tend(self)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._active
+
+    def earlier(self) -> list[MPIWork]:
+        """Returns what is in flight now."""
+        with self.lock:
+            return list(self._active)
+
+    # ---- progress ------------------------------------------------------------------------------------------
+
+    def drive(self, work: MPIWork, until: float | None) -> bool:
+        """Moves operations on until ``work`` has ended; ``False`` where it has not at the time ``until``."""
+        if not self.mpi_library.may_call():
+            return self._look_on(work, until)
+        for _ in range(self._spins):
+            if self._advance() is not None and work.done:
+                return True
+        busy_until = time.monotonic() + _BUSY_SECONDS + work.nbytes / _SLOWEST_BYTES_PER_SECOND
+        nap = _NAP_SECONDS
+        while not work.done:
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return False
+            self._take_stock(now, work)
+            if now < busy_until:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(1.3 * nap, _LONGEST_NAP_SECONDS)
+            self._advance()
+        return True
+
+    def _look_on(self, work: MPIWork, until: float | None) -> bool:
+        """Waits on a thread that may not call MPI for the one that may."""
+        while not work.done:
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return False
+            if now > work.deadline:
+                self._expire(work)
+            time.sleep(_LONGEST_NAP_SECONDS)
+        return True
+
+    def glance(self, work: MPIWork) -> None:
+        """Moves operations on once, unless another thread does or this one may not call MPI."""
+        if self.mpi_library.may_call():
+            self._advance()
+            now = time.monotonic()
+            if not work.done and now - work.since > _STOCK_SECONDS:
+                self._take_stock(now, work)
+
+    def tend(self) -> bool | None:
+        """The tender's look: returns whether anything came to an end, ``None`` where nothing is in flight."""
+        if not self._active:
+            return None
+        ended = self._advance()
+        oldest = next(iter(self._active[:1]), None)
+        if oldest is not None:
+            now = time.monotonic()
+            if now - oldest.since > _STOCK_SECONDS or now > self._first_deadline():
+                self._take_stock(now, oldest)
+        return bool(ended)
+
+    def _advance(self) -> int | None:
+        """Tests what is in flight; returns how many ended, ``None`` where another thread is at it."""
+        if not self.lock.acquire(blocking=False):
+            return None
+        ended: list[MPIWork] = []
+        try:
+            ended = [work for work in self._active if work.done or self._has_ended(work)]
+            if ended:
+                self._active = [work for work in self._active if not work.done]
+        finally:
+            self.lock.release()
+        for work in ended:
+            work.settle_future()
+        return len(ended)
+
+    def _has_ended(self, work: MPIWork) -> bool:
+        try:
+            if not work.move(self._testall):
+                return False
+            work.complete()
+        except self.mpi_library.mpi.Exception as error:
+            work.fail(self.failed(work.operation, error, work))
+        except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
+            work.fail(error)
+        return True
+
+    # ---- failure -------------------------------------------------------------------------------------------
+
+    def _first_deadline(self) -> float:
+        return min((work.deadline for work in list(self._active)), default=float("inf"))
+
+    def _take_stock(self, now: float, waiting: MPIWork) -> None:
+        """Looks for what MPI does not tell: time limits, aborts of other ranks, processes that ended."""
+        expired = next((work for work in list(self._active) if now > work.deadline), None)
+        if expired is not None:
+            self._expire(expired)
+            return
+        if now < self._stock_at or now - waiting.since < _STOCK_SECONDS / 2 or self.cause is not None:
+            return
+        if not self._taking_stock.acquire(blocking=False):
+            return
+        found = None
+        try:
+            self._stock_at = now + _STOCK_SECONDS
+            self._say_where(waiting)
+            with contextlib.suppress(Exception):  # the store went with a rank
+                found = self._liveness.look()
+        finally:
+            self._taking_stock.release()
+        if found is not None:
+            self._break(self._loss(waiting.operation, *found), waiting)
+
+    def _say_where(self, work: MPIWork) -> None:
+        with contextlib.suppress(Exception):
+            self._store.set(f"at/{self._rank}", f"{work.operation.name} #{work.operation.number}")
+
+    def _expire(self, work: MPIWork) -> None:
+        operation = work.operation
+        limit = operation.timeout.total_seconds()
+        text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._others_are(work)}"
+        self._liveness.verdict(self._rank, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}")
+        self._break(CollectiveTimeoutError(text), work)
+
+    def _others_are(self, work: MPIWork) -> str:
+        """Returns in words what the other ranks wait in, as far as they have said so."""
+        self._say_where(work)
+        try:
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            silent = [rank for rank in others if not self._store.check([f"at/{rank}"])]
+            told = [
+                f"rank {rank} waited last in {self._store.get(f'at/{rank}').decode()}"
+                for rank in others
+                if rank not in silent
+            ]
+        except Exception:  # noqa: BLE001 - the store went with a rank
+            return "The group's store does not answer, so that nothing is known of the other ranks"
+        if silent:
+            told.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "
+                        f"{', '.join(map(str, silent))}")  # fmt: skip
+        return "; ".join(told) or "There are no other ranks"
+
+    def _loss(self, operation: Operation | str, rank: int, how: str) -> Exception:
+        """Returns what to raise for a rank that is gone, or gave up."""
+        what = f"{self.where} {operation}:"
+        if how == ABORTED:
+            return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
+        if how.endswith(_PASSED_LIMIT):
+            return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
+        self._liveness.verdict(rank, how)
+        return PeerLostError(f"{what} rank {rank} is lost: {how}", rank)
+
+    def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> Exception:
+        """Returns what to raise for an error of MPI in an operation, or its Work; it breaks the group.
+
+        A message that is longer than the tensor that receives it breaks nothing: it is the caller's mistake.
+        """
+        what = f"{self.where} {operation}:"
+        mpi = self.mpi_library.mpi
+        if error.Get_error_class() == mpi.ERR_TRUNCATE and operation.name == "recv":
+            return DistBackendError(f"{what} the message is longer than the tensor that receives it")
+        rank, how = self._liveness.find_lost()
+        found: Exception
+        if rank >= 0:
+            found = self._loss(operation, rank, how)
+        else:
+            found = DistBackendError(f"{what} MPI failed: {error}")
+        self._break(found, work)
+        return found
+
+    def _break(self, cause: Exception, first: MPIWork | None = None) -> None:
+        """Ends everything in flight with errors, and refuses what comes later.
+
+        Args:
+            cause: why.
+            first: the operation in which it was found, which gets this very error.
+        """
+        with self.lock:
+            if self.cause is None:
+                self.cause = cause
+            if first is not None:
+                first.fail(cause)
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        with self.lock:
+            failing, self._active = self._active, []
+            for work in failing:
+                work.fail(self._error_of(work))
+                self._let_go(work)
+        for work in failing:
+            work.settle_future()
+
+    def _error_of(self, work: MPIWork) -> Exception:
+        cause = self.cause
+        what = f"{self.where} {work.operation}: did not finish, because {cause or 'the group was shut down'}"
+        if isinstance(cause, PeerLostError):
+            return PeerLostError(what, cause.rank)
+        if isinstance(cause, CollectiveTimeoutError) and " gave up: " in str(cause):
+            return CollectiveTimeoutError(what)
+        return GroupAbortedError(what)
+
+    def _let_go(self, work: MPIWork) -> None:
+        """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
+        if work.receives and self.mpi_library.may_call():
+            with contextlib.suppress(self.mpi_library.mpi.Exception):
+                for request in work.requests:
+                    request.Cancel()
+        _abandoned.append(work)
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group for this rank and, by the store, for its peers."""
+        with self.lock:
+            if self.ended:
+                return
+            self.ended = True
+        if self.cause is None:
+            self._liveness.verdict(self._rank, ABORTED)
+            self._break(GroupAbortedError(f"{self.where} the group was aborted by this rank"))
+
+    def shutdown(self) -> bool:
+        """Finishes what was issued, then ends the group; returns whether nothing of it is left in MPI.
+
+        Errors of the operations stay with their Works.
+        """
+        while not self.ended and self.cause is None:
+            last = self.earlier()[-1:]
+            if not last:
+                break
+            self.drive(last[0], None)
+        with self.lock:
+            already, self.ended = self.ended, True
+        if not already:
+            self._liveness.withdraw()
+        return self.cause is None and not already
+
+
+class _Tender:
+    """The thread that drives groups while nobody waits; started with the first that needs it."""
+
+    _REST_SECONDS = 30e-6
+    _LONGEST_REST_SECONDS = 1e-3
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ends = False
+
+    def tend(self, engine: Engine) -> None:
+        """Drives a group from now on, until nothing of it is in flight."""
+        with self._lock:
+            self._groups.add(engine)
+            if self._thread is None and not self._ends:
+                self._thread = threading.Thread(target=self._serve, name="collectives-mpi", daemon=True)
+                self._thread.start()
+        self._wanted.set()
+
+    def _serve(self) -> None:
+        rest = self._REST_SECONDS
+        while not self._ends:
+            self._wanted.clear()
+            with self._lock:
+                engines = list(self._groups)
+            moved = False
+            for engine in engines:
+                result = engine.tend()
+                moved = moved or bool(result)
+                if result is None:
+                    self._forget(engine)
+            if not engines:
+                self._wanted.wait()
+                rest = self._REST_SECONDS
+                continue
+            del engines
+            rest = self._REST_SECONDS if moved else min(1.2 * rest, self._LONGEST_REST_SECONDS)
+            time.sleep(rest)
+
+    def _forget(self, engine: Engine) -> None:
+        with self._lock:
+            if engine.idle:
+                self._groups.discard(engine)
+
+    def close(self) -> None:
+        """Ends the thread, so that it does not call an MPI that is being finalized."""
+        self._ends = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+_tender = _Tender()
+
+
+def _start_over() -> None:
+    """In a forked child, where the thread does not exist."""
+    _tender.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_over)
+atexit.register(_tender.close)

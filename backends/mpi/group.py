@@ -1,0 +1,507 @@
+"""ProcessGroupMPI: an MPI library moves the data, and the package's own kernels compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from collectives import _native
+from collectives.backends.arithmetic import REDUCTIONS
+from collectives.backends.liveness import Liveness
+from collectives.backends.mpi.buffers import Buffers
+from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.membership import form
+from collectives.backends.mpi.parts import (
+    Arithmetic,
+    Part,
+    arithmetic_of,
+    cut,
+    equal_parts,
+    part_of,
+    split_parts,
+)
+from collectives.backends.mpi.runtime import library
+from collectives.backends.mpi.small import SmallReductions
+from collectives.backends.mpi.tags import Tags
+from collectives.backends.mpi.traffic import Traffic
+from collectives.backends.mpi.work import MPIWork, Steps
+from collectives.backends.operation import Operation
+from collectives.capabilities import Capabilities
+from collectives.dtypes import NATIVE_CODES
+from collectives.errors import DistBackendError
+from collectives.process_group import ProcessGroup
+from collectives.registry import GroupOptions
+from collectives.staging import dense, dense_outputs
+from collectives.store import PrefixStore
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.work import CompletedWork, Work
+
+__all__ = ["ProcessGroupMPI", "capabilities", "create"]
+
+_CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
+_ALL_REDUCE = _native.COLLECTIVES["all_reduce"]
+
+_GATHERED_BYTES = 64 << 10
+"""Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
+
+
+class ProcessGroupMPI(ProcessGroup):
+    """Collective communication on the CPU over an MPI library, through mpi4py.
+
+    The processes are started by ``mpirun``; the ranks of a group are any of MPI's world. MPI moves the data,
+    with calls that do not block, so that operations overlap and time limits hold. Every dense data type
+    moves.
+
+    **Numerics.** MPI promises neither an order of summation nor equal bits on all ranks, and rounds 16-bit
+    floats, where it knows them at all, at every step. So its own reductions are not used: the kernels of this
+    package reduce in rank order, in the wider accumulator, rounding once, with the results of the host
+    backend. Offloading of reductions to the network is not used either.
+
+    **Threads.** At ``MPI_THREAD_MULTIPLE``, which mpi4py asks for, threads call MPI at the same time. At
+    ``MPI_THREAD_SERIALIZED`` one at a time. Below that only the thread that started MPI may issue operations,
+    and they move on only while it waits for one or asks for its state.
+
+    **Progress.** Without a thread that waits, operations are moved on by a thread of the process, which looks
+    every 30 us to 1 ms.
+
+    **Mismatches.** Nothing is compared between ranks, unless ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: collectives
+    of different kinds or sizes give wrong values, wait until their time limit, or break the group.
+
+    **Failures.** What a rank that waits learns beyond MPI it learns from the group's store and from the
+    processes of its own machine, four times a second: that a rank aborted the group, passed a time limit or
+    died. Most launchers end the whole job when a process dies, before anybody can be told; others are asked
+    to leave it alone (``mpirun --enable-recovery``, ``-disable-auto-cleanup``), and MPICH 5.0 often ends the
+    others even then, when it touches what it shared with the dead one. ``MPI_Abort`` is never called. MPI
+    cannot call off a collective: after an error it may still write into the tensors of
+    operations that were in flight, whose memory therefore stays.
+
+    Made by :func:`create`.
+    """
+
+    backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.MPI
+
+    def __init__(self, options: GroupOptions) -> None:
+        super().__init__(
+            options.rank,
+            options.size,
+            timeout=options.timeout,
+            store=options.store,
+            group_name=options.group_name,
+            group_desc=options.group_desc,
+        )
+        if options.pg_options is not None:
+            raise TypeError(f"{self._where()} the mpi backend has no options, but got {options.pg_options!r}")
+        self._library = library()
+        mpi = self._mpi = self._library.mpi
+        store = PrefixStore("mpi", options.store)
+        liveness = Liveness(store, self._rank, self._size)
+        self._communicator, self._own_communicator = form(self._library, options, self._where())
+        largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
+        self._buffers = Buffers(mpi)
+        self._tags = Tags(store, largest_tag)
+        self._engine = Engine(self._library, liveness, store, self._rank, self._size, self._where())
+        self._traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
+        self._numbers = itertools.count(1)
+        self._exchanges = itertools.count()
+        self._small = SmallReductions(
+            self._library,
+            self._engine,
+            self._own_communicator,
+            self._buffers,
+            self._rank,
+            self._size,
+            self._traffic.free_tag,
+            lambda number, tensor: Operation("all_reduce", number, [tensor], self._timeout),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this group can do."""
+        return _CAPABILITIES
+
+    def name(self) -> str:
+        """Returns ``"mpi"``."""
+        return "mpi"
+
+    def plain(
+        self,
+        kind: int,
+        output: Any = None,
+        input: object = None,  # noqa: ARG002
+        op_code: int = 0,
+        root: object = 0,  # noqa: ARG002
+        listed: bool = False,  # noqa: ARG002
+    ) -> bool:
+        """Runs the all-reduce of a small dense tensor without a Work; see :meth:`ProcessGroup.plain`."""
+        return kind == _ALL_REDUCE and self._small.all_reduce(output, op_code, self._numbers)
+
+    # ---- collectives ---------------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        return self._reduce_all("all_reduce", tensor, opts, opts.reduceOp, None)
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        return self._reduce_all("reduce", tensor, opts, opts.reduceOp, opts.rootRank)
+
+    def _reduce_all(self, name: str, tensor: torch.Tensor, opts: Any, op: ReduceOp, root: int | None) -> Work:
+        """Reduces a tensor to all ranks, or to the root."""
+        detail = op.name if root is None else f"{op.name}, root {root}"
+        operation = self._operation(name, [tensor], opts.timeout, detail)
+        if not tensor.numel():
+            self._engine.check_usable(operation)
+            return CompletedWork([tensor])
+        writes = root is None or root == self._rank
+        staged = dense_outputs([tensor] if writes else [])
+        data = staged.stand_ins[0] if writes else dense(tensor)
+        whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
+        if whole.nbytes * self._size <= _GATHERED_BYTES:
+            return self._gather_and_reduce(operation, staged, data, arithmetic, root, opts.asyncOp)
+        parts = cut(whole, arithmetic.item, self._size)
+        own = parts[self._rank]
+        keep = [data]
+        if not writes:
+            keep.append(torch.empty(own.nbytes, dtype=torch.uint8))
+        target = own.address if writes else keep[1].data_ptr()
+        steps = self._traffic.reduce(
+            next(self._exchanges), parts, target, arithmetic, outputs=parts if writes else (), root=root
+        )
+        return self._go_on(operation, steps, opts.asyncOp, staged.last_step, keep, whole.nbytes)
+
+    def _gather_and_reduce(
+        self,
+        operation: Operation,
+        staged: dense_outputs,
+        data: torch.Tensor,
+        arithmetic: Arithmetic,
+        root: int | None,
+        asynchronous: bool,
+    ) -> Work:
+        """Reduces small tensors: all ranks, or the root, get them all."""
+        whole = part_of(data)
+        count = whole.nbytes // arithmetic.item
+
+        def reduce(sources: list[int]) -> None:
+            _native.reduce(whole.address, sources, count, arithmetic.dtype, arithmetic.op, arithmetic.factor)
+            if staged.last_step is not None:
+                staged.last_step()
+
+        if root is None and self._small.serves(whole.nbytes):
+            with self._engine.calling(operation):
+                slots = self._small.take(whole.nbytes)
+            _native.copy(slots.own, whole.address, whole.nbytes)
+
+            def finish_slots() -> None:
+                reduce(slots.sources)
+                self._small.give_back(slots)
+
+            return self._issue(
+                operation, lambda: self._small.start(slots), asynchronous, finish_slots, (data, slots)
+            )
+        gets_all = root is None or root == self._rank
+        memory = torch.empty(whole.nbytes * self._size if gets_all else 0, dtype=torch.uint8)
+        begin = memory.data_ptr()
+        own = self._buffers(*whole)
+        place = self._buffers.parts(begin, whole.nbytes, self._size) if gets_all else None
+
+        def issue() -> list[Any]:
+            if root is None:
+                return [self._communicator.Iallgather(own, place)]
+            return [self._communicator.Igather(own, place, root)]
+
+        def finish() -> None:
+            if gets_all:
+                reduce([begin + rank * whole.nbytes for rank in range(self._size)])
+
+        return self._issue(operation, issue, asynchronous, finish, (data, memory))
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
+        staged = dense_outputs([] if self._rank == opts.rootRank else [tensor])
+        data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
+        whole = part_of(data)
+        return self._issue(
+            operation,
+            lambda: [self._communicator.Ibcast(self._buffers(*whole), opts.rootRank)],
+            opts.asyncOp,
+            staged.last_step,
+            (data,),
+            whole.nbytes,
+        )
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather", outputs, opts.timeout)
+        return self._move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
+        staged = dense_outputs([output])
+        source, target = dense(tensor), staged.stand_ins[0]
+        own, whole = part_of(source), part_of(target)
+        in_place = own.address == whole.address + self._rank * own.nbytes
+        given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
+        place = self._buffers.parts(whole.address, own.nbytes, self._size)
+        return self._issue(
+            operation,
+            lambda: [self._communicator.Iallgather(given, place)],
+            opts.asyncOp,
+            staged.last_step,
+            (source, target),
+            whole.nbytes,
+        )
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
+        sent: list[torch.Tensor | None] = [None] * self._size
+        sent[opts.rootRank] = dense(tensor)
+        return self._move(operation, sent, outputs, opts.asyncOp)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
+        sent = None if inputs is None else [dense(part) for part in inputs]
+        outputs: list[torch.Tensor | None] = [None] * self._size
+        outputs[opts.rootRank] = output
+        return self._move(operation, sent, outputs, opts.asyncOp)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        operation = self._operation("reduce_scatter", [output], opts.timeout, opts.reduceOp.name)
+        sources = [dense(part) for part in inputs]
+        return self._reduce_parts(operation, output, sources, [part_of(part) for part in sources], opts)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        operation = self._operation("reduce_scatter_tensor", [output], opts.timeout, opts.reduceOp.name)
+        source = dense(tensor)
+        return self._reduce_parts(operation, output, [source], equal_parts(source, self._size), opts)
+
+    def _reduce_parts(
+        self,
+        operation: Operation,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        parts: list[Part],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        steps = self._traffic.reduce(
+            next(self._exchanges),
+            parts,
+            target.data_ptr(),
+            arithmetic_of(output.dtype, opts.reduceOp, self._size),
+        )
+        keep = [*sources, target]
+        nbytes = sum(part.nbytes for part in parts)
+        return self._go_on(operation, steps, opts.asyncOp, staged.last_step, keep, nbytes)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        operation = self._operation("all_to_all", outputs, opts.timeout)
+        return self._move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        operation = self._operation("all_to_all_single", [output], opts.timeout)
+        staged = dense_outputs([output])
+        source, target = dense(tensor), staged.stand_ins[0]
+        sent, received = split_parts(source, input_splits), split_parts(target, output_splits)
+        return self._move_parts(operation, sent, received, opts.asyncOp, staged.last_step, (source, target))
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        operation = self._operation("barrier", [], opts.timeout)
+        earlier = [work for work in self._engine.earlier() if not work.point_to_point]
+
+        def steps() -> Steps:
+            while any(not work.done for work in earlier):
+                yield []
+
+        return self._issue(operation, lambda: [self._communicator.Ibarrier()], opts.asyncOp, steps=steps())
+
+    # ---- point-to-point ------------------------------------------------------------------------------------
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        operation = self._operation("send", [], None, f"to rank {dst}, tag {tag}")
+        self._engine.check_usable(operation)
+        data = dense(tensor)
+        message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
+        return self._issue(
+            operation,
+            lambda: [self._communicator.Isend(message, dst, own_tag)],
+            True,
+            None,
+            (data,),
+            point_to_point=True,
+        )
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        peer = "any rank" if src is None else f"rank {src}"
+        operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
+        self._engine.check_usable(operation)
+        staged = dense_outputs([tensor])
+        data, status = staged.stand_ins[0], self._mpi.Status()
+        place, own_tag = part_of(data), self._tags.of(tag)
+        message, source = self._buffers(*place), self._mpi.ANY_SOURCE if src is None else src
+
+        def check() -> None:
+            got = int(status.Get_elements(self._mpi.BYTE))
+            if got != place.nbytes:
+                raise DistBackendError(
+                    f"{self._where()} {operation}: the message has {got} bytes, but the tensor that "
+                    f"receives it {place.nbytes}"
+                )
+            if staged.last_step is not None:
+                staged.last_step()
+
+        return self._issue(
+            operation,
+            lambda: [self._communicator.Irecv(message, source, own_tag)],
+            True,
+            check,
+            (data,),
+            status=status,
+            point_to_point=True,
+        )
+
+    # ---- issue ---------------------------------------------------------------------------------------------
+
+    def _where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return f"[rank {self._rank}] {self.describe()}:"
+
+    def _operation(
+        self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
+    ) -> Operation:
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+
+    def _issue(
+        self,
+        operation: Operation,
+        issue: Callable[[], list[Any]],
+        asynchronous: bool,
+        after: Callable[[], None] | None = None,
+        keep: Sequence[Any] = (),
+        nbytes: int = 0,
+        *,
+        steps: Steps | None = None,
+        status: Any = None,
+        point_to_point: bool = False,
+    ) -> Work:
+        """Issues an operation that is done when its first requests are."""
+        with self._engine.calling(operation):
+            requests = issue()
+        work = MPIWork(self._engine, operation, requests, steps, after, keep, status, nbytes, point_to_point)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def _go_on(
+        self,
+        operation: Operation,
+        steps: Steps,
+        asynchronous: bool,
+        after: Callable[[], None] | None,
+        keep: Sequence[Any],
+        nbytes: int,
+    ) -> Work:
+        """Issues an operation of several stages."""
+        with self._engine.calling(operation):
+            requests = next(steps, [])
+        work = MPIWork(self._engine, operation, requests, steps, after, keep, None, nbytes)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def _move(
+        self,
+        operation: Operation,
+        sent: Sequence[torch.Tensor | None] | None,
+        outputs: Sequence[torch.Tensor | None] | None,
+        asynchronous: bool,
+    ) -> Work:
+        """Sends a dense tensor to each rank and receives one from each; ``None`` stands for nothing."""
+        staged = dense_outputs(tensor for tensor in outputs or () if tensor is not None)
+        stand_ins = iter(staged.stand_ins)
+        nothing = [None] * self._size
+        received = [None if output is None else part_of(next(stand_ins)) for output in outputs or nothing]
+        given = [None if tensor is None else part_of(tensor) for tensor in sent or nothing]
+        keep = [*(sent or ()), *staged.stand_ins]
+        return self._move_parts(operation, given, received, asynchronous, staged.last_step, keep)
+
+    def _move_parts(
+        self,
+        operation: Operation,
+        sent: Sequence[Part | None],
+        received: Sequence[Part | None],
+        asynchronous: bool,
+        after: Callable[[], None] | None,
+        keep: Sequence[Any],
+    ) -> Work:
+        number = next(self._exchanges)
+        with self._engine.calling(operation):
+            requests = self._traffic.move(number, sent, received)
+        nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
+        work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
+        self._engine.abort()
+        self._free_messages()
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then frees the communicators."""
+        done = self._engine.shutdown()
+        self._free_messages()
+        if done:
+            with self._engine.lock:
+                for communicator in (self._communicator, self._own_communicator):
+                    communicator.Free()
+
+    def _free_messages(self) -> None:
+        if self._library.may_call() and not self._mpi.Is_finalized():
+            with self._engine.lock:
+                self._small.close()
+
+
+def capabilities() -> Capabilities:
+    """Returns what groups of this backend can do."""
+    return _CAPABILITIES
+
+
+def create(options: GroupOptions) -> ProcessGroupMPI:
+    """Makes a group; called by all its ranks, blocks until they have come.
+
+    Args:
+        options: ``pg_options`` must be ``None``.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time; names them.
+        DistBackendError: there is no MPI, the program was not started by ``mpirun``, or the ranks are not of
+            one MPI job.
+    """
+    return ProcessGroupMPI(options)

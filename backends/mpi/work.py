@@ -1,0 +1,223 @@
+"""Work of the mpi backend: an operation as requests to MPI, and what is to be done between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.futures import Future
+
+from collectives.backends.operation import Operation
+from collectives.errors import CollectiveTimeoutError
+from collectives.work import Work
+
+__all__ = ["Driver", "MPIWork", "Steps"]
+
+Steps = Iterator[list[Any]]
+"""Stages of an operation: yields requests to be completed first; an empty list asks to be called again."""
+
+
+class Driver(Protocol):
+    """The part of the engine that Works use."""
+
+    where: str
+    """Rank and group, to stand in front of a message."""
+
+    def drive(self, work: MPIWork, until: float | None) -> bool:
+        """Moves operations on until this one has ended; ``False`` where it has not at the time ``until``."""
+
+    def glance(self, work: MPIWork) -> None:
+        """Moves operations on once, unless another thread does."""
+
+    def watch(self, work: MPIWork) -> None:
+        """Sees to it that the operation ends even if nobody waits for it."""
+
+
+class MPIWork(Work):
+    """An operation in flight; :meth:`move`, :meth:`complete` and :meth:`fail` are for the engine alone.
+
+    Args:
+        driver: the engine.
+        operation: what messages say about it.
+        requests: the first requests.
+        steps: the stages after them.
+        after: a last local step, such as writing a dense temporary back.
+        keep: whatever must stay alive until the operation ends.
+        status: MPI's status of a receive, which is one request.
+        nbytes: what it moves, to judge how long that may take.
+        point_to_point: whether it is a message of the user's, and not a collective.
+    """
+
+    __slots__ = (
+        "_after",
+        "_done",
+        "_driver",
+        "_error",
+        "_future",
+        "_handed_over",
+        "_lock",
+        "_source",
+        "_status",
+        "_steps",
+        "deadline",
+        "keep",
+        "nbytes",
+        "operation",
+        "point_to_point",
+        "receives",
+        "requests",
+        "since",
+    )
+
+    def __init__(
+        self,
+        driver: Driver,
+        operation: Operation,
+        requests: list[Any],
+        steps: Steps | None = None,
+        after: Callable[[], None] | None = None,
+        keep: Sequence[Any] = (),
+        status: Any = None,
+        nbytes: int = 0,
+        point_to_point: bool = False,
+    ) -> None:
+        self._driver = driver
+        self.operation = operation
+        self.requests = requests
+        self._steps = steps
+        self._after = after
+        self.keep = keep
+        self._status = status
+        self.receives = status is not None
+        self.nbytes = nbytes
+        self.point_to_point = point_to_point
+        self.since = time.monotonic()
+        self.deadline = self.since + operation.timeout.total_seconds()
+        self._lock = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._source: int | None = None
+        self._future: Future[list[torch.Tensor]] | None = None
+        self._handed_over = False
+
+    # ---- for the engine ------------------------------------------------------------------------------------
+
+    def move(self, testall: Callable[..., bool]) -> bool:
+        """Tests the requests and carries out the stages that may be; returns whether all is done."""
+        while True:
+            if self.requests:
+                if self._status is None:
+                    if not testall(self.requests):
+                        return False
+                elif not self.requests[0].Test(self._status):  # it tells the class of an error
+                    return False
+            if self._steps is None:
+                break
+            try:
+                self.requests = next(self._steps)
+            except StopIteration:
+                self._steps = None
+                break
+            if not self.requests:
+                return False
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+        return True
+
+    def complete(self) -> None:
+        """Ends the operation well."""
+        if self._status is not None:
+            self._source = self._status.Get_source()
+        self._end(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the operation with an error; the requests that are still open keep their memory."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._steps = None
+        with self._lock:
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+
+    def settle_future(self) -> None:
+        """Hands the outcome to the future where somebody asked for one; called without locks."""
+        with self._lock:
+            future, mine = self._future, not self._handed_over
+            self._handed_over = self._handed_over or future is not None
+        if future is not None and mine:
+            self._hand_over(future)
+
+    def _hand_over(self, future: Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(list(self.operation.outputs))
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it as a result
+
+    @property
+    def done(self) -> bool:
+        """Whether it is done or failed, as far as is known."""
+        return self._done
+
+    # ---- the contract --------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the operation is done; moves it on meanwhile, with the GIL released between looks."""
+        if not self._done:
+            limit = timeout.total_seconds() if timeout is not None else 0.0
+            until = time.monotonic() + limit if limit > 0 else None
+            if not self._driver.drive(self, until):
+                raise CollectiveTimeoutError(
+                    f"{self._driver.where} {self.operation}: not done after wait({limit:g} s); it goes on"
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; moves it on."""
+        if not self._done:
+            self._driver.glance(self)
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        if self._error is not None:
+            raise self._error
+        return list(self.operation.outputs)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        if not self.receives:
+            return super().source_rank()
+        if not self.is_completed() or self._source is None:
+            raise RuntimeError("the operation is still pending; call wait() before source_rank()")
+        return self._source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future that the engine completes; callbacks of ``then`` run on the thread that does."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: Future[list[torch.Tensor]] = Future()
+            self._future = future
+            done = self._done
+            self._handed_over = done
+        if done:
+            self._hand_over(future)
+        else:
+            self._driver.watch(self)
+        return future

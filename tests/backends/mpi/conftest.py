@@ -1,0 +1,25 @@
+"""The MPI installations that the tests of the mpi backend run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from mpi_team import VARIABLE, Teams, find_installations
+
+NAMES = ("openmpi", "mpich")
+
+
+@pytest.fixture(params=NAMES, scope="session")
+def mpi(request: pytest.FixtureRequest) -> Iterator[Teams]:
+    """Jobs of one MPI."""
+    pytest.importorskip("mpi4py", reason="needs mpi4py: python -m pip install 'collectives[mpi]'")
+    found = {installation.name: installation for installation in find_installations()}
+    if request.param not in found:
+        pytest.skip(
+            f"there is no {request.param} here: python -m pip install --prefix FOLDER {request.param}, "
+            f"and name FOLDER in {VARIABLE}"
+        )
+    teams = Teams(found[request.param])
+    yield teams
+    teams.close()

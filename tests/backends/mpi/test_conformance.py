@@ -1,0 +1,217 @@
+"""What every backend must do, on the mpi backend under mpirun: the bodies of the shared tests."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance import (
+    test_errors,
+    test_groups,
+    test_messages,
+    test_movement,
+    test_reductions,
+    test_statements,
+    test_works,
+)
+from harness import current_store
+from mpi_team import Teams
+
+import collectives as dist
+
+EVERYWHERE: list[Callable[..., Any]] = [
+    test_reductions.reduce,
+    test_reductions.reduce_scatter,
+    test_reductions.reduce_scatter_single,
+    test_movement.broadcast,
+    test_movement.all_gather,
+    test_movement.all_gather_single,
+    test_movement.gather,
+    test_movement.scatter,
+    test_movement.all_to_all,
+    test_movement.all_to_all_single,
+    test_messages.exchange,
+]
+"""Each sees every data type."""
+
+ON_THREE: list[Callable[..., Any]] = [
+    test_reductions.special_values,
+    test_reductions.bits_of_one_sum,
+    test_movement.all_gather_uneven,
+    test_movement.other_tensors,
+    test_messages.tags_and_order,
+    test_messages.receives_first,
+    test_messages.large_both_ways,
+    test_messages.from_anyone,
+    test_messages.to_oneself,
+    test_messages.beside_collectives,
+    test_messages.futures_of_messages,
+    test_works.many_in_flight,
+    test_works.states,
+    test_works.polled,
+    test_works.forgotten,
+    test_works.futures,
+    test_works.from_threads,
+    test_works.coalesced,
+    test_groups.barriers,
+    test_groups.barrier_after,
+    test_groups.monitored,
+    test_errors.refused,
+]
+
+
+def ids(body: Callable[..., Any]) -> str:
+    return body.__name__
+
+
+@pytest.mark.parametrize("body", EVERYWHERE, ids=ids)
+def test_every_data_type(mpi: Teams, body: Callable[..., Any]) -> None:
+    mpi.run(body, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
+def test_all_reduce(mpi: Teams, size: int) -> None:
+    assert len(set(mpi.run(test_reductions.all_reduce, size))) == 1, "the ranks' results differ in their bits"
+
+
+@pytest.mark.parametrize("body", ON_THREE, ids=ids)
+def test_behaviour(mpi: Teams, body: Callable[..., Any]) -> None:
+    mpi.run(body, 3)
+
+
+def test_the_gil_is_free(mpi: Teams) -> None:
+    mpi.run(test_works.gil_is_free, 2)
+
+
+@pytest.mark.parametrize("body", [test_groups.several, test_groups.ends], ids=ids)
+def test_groups_of_all(mpi: Teams, body: Callable[..., Any]) -> None:
+    mpi.run(body, 3, "mpi", backend=None)
+
+
+def test_sub_groups(mpi: Teams) -> None:
+    results = mpi.run(test_groups.subgroups, 4, "mpi", backend=None)
+    for rank, seen in enumerate(results):
+        half = sum(member for member in range(4) if member % 2 == rank % 2)
+        assert seen == [half, rank, 6.0, *([6.0] if rank else [])]
+
+
+def test_groups_leave_no_descriptors_and_threads(mpi: Teams) -> None:
+    for descriptors, threads in mpi.run(test_groups.cycles, 2, "mpi", backend=None):
+        assert descriptors <= 3
+        assert threads <= 0
+
+
+def test_identity(mpi: Teams) -> None:
+    assert mpi.run(test_groups.identity, 2, "mpi", 2, group_desc="a test") == [0, 1]
+
+
+def test_statements_hold(mpi: Teams) -> None:
+    results = mpi.run(test_statements.hold, 2, "mpi")
+    assert results[0] == results[1]
+    assert min(results[0]) > 100
+
+
+def small_ones(rank: int, size: int) -> None:
+    """All-reduces of small tensors: beside others in flight, late ranks, and layouts that only some have."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    whole = size * (size + 1) / 2
+    for turn in range(12):
+        large, apart = torch.full((300_000,), rank + 1.0), torch.full((2,), rank + 1.0)
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (large, apart)]
+        if rank == turn % size:
+            time.sleep(0.02 * (turn % 4))
+        x = torch.full((2, 2), float(turn))[:, 0] if rank == turn % size else torch.full((2,), float(turn))
+        dist.all_reduce(x)
+        assert x.tolist() == [float(size * turn)] * 2
+        dist.all_reduce(x := torch.full((3,), rank + 1, dtype=torch.int16), dist.ReduceOp.MAX)
+        assert x.tolist() == [size] * 3
+        dist.all_reduce(x := torch.full((1,), rank + 1.0, dtype=torch.bfloat16), dist.ReduceOp.AVG)
+        assert x.item() == whole / size
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert large.unique().tolist() == apart.unique().tolist() == [whole]
+    for nbytes in range(1, 1100, 7):  # across the largest that goes the short way
+        dist.all_reduce(x := torch.full((nbytes,), rank + 1, dtype=torch.uint8))
+        assert x.unique().tolist() == [whole]
+    dist.destroy_process_group()
+
+
+def test_small_all_reduces(mpi: Teams) -> None:
+    mpi.run(small_ones, 3, backend=None)
+
+
+def interrupted(rank: int, size: int) -> None:
+    """A signal ends rank 0's wait for a late rank; the all-reduce goes on, and the next one is right."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    store = current_store()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    dist.all_reduce(x := torch.ones(2))
+
+    def all_reduce_for(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # enough to begin, on a busy machine, too
+        dist.all_reduce(x)
+
+    for turn, delay in enumerate((0.1, 0.4)):
+        if rank == 0:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    all_reduce_for(delay)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+            store.set(f"interrupted{turn}", "x")
+        else:
+            store.wait([f"interrupted{turn}"])
+            dist.all_reduce(y := torch.ones(2))
+            assert y.tolist() == [size + 1.0] * 2  # rank 0 gave the sum of the first
+        dist.all_reduce(y := torch.full((2,), rank + 1.0))
+        assert y.tolist() == [size * (size + 1) / 2] * 2
+    dist.destroy_process_group()
+
+
+def test_a_signal_during_a_small_all_reduce(mpi: Teams) -> None:
+    mpi.run(interrupted, 2, backend=None)
+
+
+LARGE = 2**31 + 5
+"""More bytes than C's int can count."""
+
+
+def large_counts(rank: int, size: int) -> None:
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    places = [0, 2**31, LARGE - 1]
+    x = torch.zeros(LARGE, dtype=torch.int8)
+    if rank == 0:
+        x[places] = torch.tensor([3, 5, 7], dtype=torch.int8)
+    dist.broadcast(x, 0)
+    assert x[places].tolist() == [3, 5, 7]
+    dist.all_reduce(x)
+    assert x[places].tolist() == [6, 10, 14]
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x.zero_(), 0)
+        assert x[places].tolist() == [6, 10, 14]
+    half = LARGE // 2 + 1
+    dist.all_gather_into_tensor(whole := x.new_zeros(2 * half), x[:half].fill_(rank + 1))
+    assert whole[[0, half - 1, half, 2 * half - 1]].tolist() == [1, 1, 2, 2]
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_counts_beyond_those_of_an_int(mpi: Teams) -> None:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    gigabytes = int(lines["MemAvailable"].split()[0]) / 2**20
+    if gigabytes < 12:
+        pytest.skip(f"needs 12 GiB of memory, but {gigabytes:.1f} are available")
+    mpi.run(large_counts, 2, backend=None, timeout=100.0)
