@@ -1,0 +1,48 @@
+"""Process groups over NVIDIA's NCCL, for CUDA tensors.
+
+From the bottom: ``library`` is NCCL as its providers give it, ``device`` streams and events,
+``communicators`` makes what NCCL communicates over, ``steps`` says what an operation does on its stream,
+``launching`` puts it there, ``watchdog`` and ``failures`` end it where it does not end itself, and ``group``
+is the process group.
+"""
+
+from __future__ import annotations
+
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.config import NcclConfig
+from collectives.backends.nccl.device import why_no_cuda
+from collectives.backends.nccl.group import ProcessGroupNCCL
+from collectives.backends.nccl.options import checked_options
+from collectives.backends.nccl.reductions import capabilities_on
+from collectives.capabilities import Capabilities
+from collectives.registry import GroupOptions
+
+__all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "unavailable"]
+
+
+def unavailable() -> str | None:
+    """Returns why NCCL cannot be used here, or ``None``."""
+    return why_no_cuda() or providers.unavailable()
+
+
+def capabilities() -> Capabilities:
+    """Returns what a group can do on any device; newer ones reduce the OCP 8-bit floats, too."""
+    return capabilities_on("cuda", float8=False)
+
+
+def create(options: GroupOptions) -> ProcessGroupNCCL:
+    """Makes a group; called by all its ranks.
+
+    With ``device_id``, blocks until they are connected; without, the first operation does that.
+
+    Args:
+        options: ``pg_options`` may be :class:`ProcessGroupNCCL.Options`.
+
+    Raises:
+        TypeError: ``pg_options`` are something else.
+        ValueError: they name a provider that does not exist.
+        DistBackendError: no provider can be used, or NCCL could not make the connections.
+        CollectiveTimeoutError: ranks did not come in time to make them.
+    """
+    chosen = checked_options(options.pg_options, options.rank)
+    return ProcessGroupNCCL(options, providers.load(chosen.provider))

@@ -1,0 +1,61 @@
+"""The settings of a communicator."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+__all__ = ["NcclConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclConfig:
+    """Settings of a communicator, equal on all its ranks; ``None`` leaves a choice to NCCL.
+
+    The names are those of ``ProcessGroupNCCL.Options.config`` in torch. What a provider or the loaded NCCL
+    cannot pass on is refused when a communicator is made: CuPy passes ``split_share`` only.
+
+    Attributes:
+        blocking: may only be True, which is how every communicator is made here.
+        cga_cluster_size: thread blocks of a cluster, 0 to 8 (NCCL 2.17).
+        min_ctas: lower bound of the thread blocks per kernel (NCCL 2.17).
+        max_ctas: upper bound of the thread blocks per kernel (NCCL 2.17).
+        net_name: network module to use, such as ``"Socket"`` or ``"IB"`` (NCCL 2.17).
+        split_share: whether communicators split from this one share its resources (NCCL 2.18).
+        traffic_class: traffic class of the network connections (NCCL 2.26).
+        comm_name: name of the communicator in NCCL's logs and traces (NCCL 2.27).
+        collnet_enable: whether collectives may run in the network (NCCL 2.27).
+        cta_policy: NCCL's policy of using thread blocks: 0 default, 1 efficiency, 2 zero (NCCL 2.27).
+        nvls_ctas: thread blocks of NVLink SHARP kernels (NCCL 2.27).
+        n_channels_per_net_peer: network channels per peer of point-to-point messages (NCCL 2.28).
+        nvlink_centric_sched: whether kernels are placed near NVLink (NCCL 2.28).
+
+    Raises:
+        ValueError: ``blocking`` is False.
+    """
+
+    blocking: bool | None = None
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    net_name: str | None = None
+    split_share: bool | None = None
+    traffic_class: int | None = None
+    comm_name: str | None = None
+    collnet_enable: bool | None = None
+    cta_policy: int | None = None
+    nvls_ctas: int | None = None
+    n_channels_per_net_peer: int | None = None
+    nvlink_centric_sched: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocking is False:
+            raise ValueError(
+                "blocking=False is not supported: communicators are made and used by calls that block; leave "
+                "blocking out, and use abort() to end a call that hangs"
+            )
+
+    def given(self) -> dict[str, bool | int | str]:
+        """Returns the settings that NCCL is to be told, by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None and name != "blocking"}

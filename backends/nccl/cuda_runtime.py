@@ -1,0 +1,72 @@
+"""Calls of the CUDA runtime that torch has loaded, without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["CudaRuntime", "loaded_runtime"]
+
+_NOT_READY = 600
+"""``cudaErrorNotReady``"""
+_THREAD_LOCAL_CAPTURE = 1
+"""``cudaStreamCaptureModeThreadLocal``"""
+
+
+class CudaRuntime:
+    """The runtime's library.
+
+    torch asks for an event with the GIL held. That call may have to wait for a lock of the driver, which
+    another thread holds while it allocates memory or loads kernels; all of Python would wait with it.
+
+    Args:
+        path: its file.
+
+    Raises:
+        OSError: it cannot be opened.
+        AttributeError: it lacks a function.
+    """
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path)
+        self._query = library.cudaEventQuery
+        self._query.argtypes = (ctypes.c_void_p,)
+        self._last_error = library.cudaGetLastError
+        self._name = library.cudaGetErrorName
+        self._name.argtypes, self._name.restype = (ctypes.c_int,), ctypes.c_char_p
+        self._text = library.cudaGetErrorString
+        self._text.argtypes, self._text.restype = (ctypes.c_int,), ctypes.c_char_p
+        self._exchange_mode = library.cudaThreadExchangeStreamCaptureMode
+
+    def event_done(self, event: int) -> bool:
+        """Returns whether a ``cudaEvent_t`` is done.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+        status = self._query(event)
+        if status == 0:
+            return True
+        if status == _NOT_READY:
+            self._last_error()  # else this thread's next call of torch would find the status there
+            return False
+        name, text = self._name(status).decode(), self._text(status).decode()
+        raise RuntimeError(f"CUDA error {status}: {text} ({name})")
+
+    def tolerate_captures(self) -> None:
+        """Sets this thread's capture mode: in the default one an event's query breaks every capture."""
+        self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_CAPTURE)))
+
+
+@functools.cache
+def loaded_runtime() -> CudaRuntime | None:
+    """Returns the runtime that is mapped into this process, ``None`` where there is none to be found."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line[line.find("/") :] if "/" in line else ""
+            if Path(path).name.startswith("libcudart.so"):
+                with suppress(OSError, AttributeError):
+                    return CudaRuntime(path)
+    return None

@@ -1,0 +1,225 @@
+"""What a rank knows and tells about the end of a group before its time.
+
+NCCL lets ranks wait for each other without limit, and an error of one is none of another's. So every rank
+leaves in the group's store what the others need to know: that it gave up and why, and, for as long as one of
+its operations is late, which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from collectives.backends.liveness import Liveness
+from collectives.backends.nccl.codes import NcclError, NcclStatus
+from collectives.backends.nccl.flight import Flight, Operation
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+)
+
+__all__ = ["Failures"]
+
+_ABORTED = "it aborted the group"
+_SHUT_DOWN = "it shut the group down"
+_PASSED_LIMIT = "passed the time limit"
+_FAILED = "failed"
+_SHUT_DOWN_SECONDS = 3.0
+"""How long an operation may need a rank that has shut the group down: its last messages arrive."""
+
+_BROKEN_LINKS = frozenset({NcclStatus.REMOTE_ERROR, NcclStatus.SYSTEM_ERROR, NcclStatus.TIMEOUT})
+"""What NCCL says when another rank is gone."""
+
+
+class Failures:
+    """The first cause of a group's end, and the errors that come of it.
+
+    Args:
+        store: the group's store.
+        rank: this rank.
+        size: number of ranks.
+        where: rank and group, to stand in front of a message.
+        end: stops all flights with errors, and NCCL; called once, with the cause.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, where: str, end: Callable[[Exception], None]
+    ) -> None:
+        prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
+        self._store = prefix("late", store)
+        self._liveness = Liveness(prefix("liveness", store), rank, size)
+        self._rank = rank
+        self._size = size
+        self._where = where
+        self._end = end
+        self._lock = threading.RLock()
+        self._cause: Exception | None = None
+        self._left: str | None = None
+        self._shut_down_seen: float | None = None
+
+    def refuse(self, what: object) -> None:
+        """Raises if the group has ended.
+
+        Args:
+            what: the operation that is about to begin.
+        """
+        cause = self._cause
+        if cause is not None:
+            text = f"{self._where} {what}: the group is broken; first cause: {cause}"
+            if isinstance(cause, PeerLostError) and self._left is None:
+                raise PeerLostError(text, cause.rank) from cause
+            raise GroupAbortedError(text) from cause
+        if self._left is not None:
+            raise GroupAbortedError(f"{self._where} {what}: {self._left}")
+
+    @property
+    def cause(self) -> Exception | None:
+        """What broke the group."""
+        return self._cause
+
+    def leave(self, aborts: bool) -> bool:
+        """Notes that this rank ends the group; returns whether it had not done so before."""
+        with self._lock:
+            if self._left is not None:
+                return False
+            self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
+        if aborts:
+            self._break(GroupAbortedError(f"{self._where} {self._left}"), _ABORTED)
+        return True
+
+    def say_farewell(self) -> None:
+        """Tells the others that this rank has shut the group down in order."""
+        self._liveness.farewell(_SHUT_DOWN)
+
+    def error_of(self, operation: Operation, cause: Exception) -> Exception:
+        """Returns the error of an operation that the end of the group stopped."""
+        text = f"{self._where} {operation}: did not finish, because {cause}"
+        if isinstance(cause, PeerLostError):
+            return PeerLostError(text, cause.rank)
+        return GroupAbortedError(text)
+
+    def of_call(self, flight: Flight, error: Exception) -> Exception:
+        """Returns what to raise for a call of NCCL that failed; it breaks the group."""
+        with self._lock:
+            if flight.error is None and self._cause is not None:
+                flight.error = self.error_of(flight.operation, self._cause)
+        if flight.error is None:
+            self._fail(flight, f"{self._where} {flight.operation}:", error)
+        return flight.error or error
+
+    def of_communicator(self, flight: Flight | None, error: NcclError) -> None:
+        """Breaks the group after a communicator has met an error."""
+        what = f"{self._where} " + ("the communicator:" if flight is None else f"{flight.operation}:")
+        self._fail(flight, what, error)
+
+    def expire(self, flight: Flight) -> None:
+        """Fails a flight that passed its time limit, and breaks the group."""
+        if flight.error is not None or self._cause is not None:
+            return
+        operation = flight.operation
+        expired = CollectiveTimeoutError(
+            f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
+            f"{self._ranks_elsewhere()}"
+        )
+        self._break(expired, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}", flight)
+
+    def tell_late(self, flight: Flight | None) -> None:
+        """Tells the others which operation of this rank is late, or that none is any more."""
+        with contextlib.suppress(Exception):
+            self._store.set(str(self._rank), "" if flight is None else str(flight.operation))
+
+    def look_at_others(self, flight: Flight | None, needed: Collection[int]) -> None:
+        """Breaks the group if another rank is gone or has given up.
+
+        Args:
+            flight: the operation that waits.
+            needed: the ranks that it needs.
+        """
+        try:
+            found = self._liveness.look()
+        except Exception:  # noqa: BLE001 - the store is gone or does not answer: the time limit remains
+            return
+        if found is None:
+            return
+        rank, how = found
+        if how == _SHUT_DOWN:
+            now = time.monotonic()
+            if rank not in needed:
+                return
+            if self._shut_down_seen is None:
+                self._shut_down_seen = now
+            if now - self._shut_down_seen < _SHUT_DOWN_SECONDS:
+                return
+        what = f"{self._where} " + ("making a communicator:" if flight is None else f"{flight.operation}:")
+        self._break(_blamed(what, rank, how), "", flight, found)
+
+    def _ranks_elsewhere(self) -> str:
+        """Returns what each of the other ranks waits in, as far as they told."""
+        lines = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            text = ""
+            with contextlib.suppress(Exception):
+                if self._store.check([str(rank)]):
+                    text = self._store.get(str(rank)).decode()
+            lines.append(
+                f"rank {rank} waits in {text}" if text else f"rank {rank} waits in no operation of this group"
+            )
+        return "; ".join(lines) or "The group has no other rank: the device did not get to it"
+
+    def _fail(self, flight: Flight | None, what: str, error: Exception) -> None:
+        found = None
+        if isinstance(error, NcclError) and error.status in _BROKEN_LINKS:
+            rank, how = self._liveness.find_lost()
+            found = (rank, how) if rank >= 0 else None
+        if found is not None:
+            self._break(_blamed(what, *found), "", flight, found)
+            return
+        name = "a call" if flight is None else f"its {flight.operation.name} #{flight.operation.number}"
+        self._break(DistBackendError(f"{what} {error}"), f"{name} {_FAILED}: {error}", flight)
+
+    def _break(
+        self,
+        cause: Exception,
+        farewell: str,
+        flight: Flight | None = None,
+        lost: tuple[int, str] | None = None,
+    ) -> None:
+        """Ends the group for a cause, unless it has one.
+
+        Args:
+            cause: the cause.
+            farewell: what to tell the other ranks of this one.
+            flight: the operation whose error the cause is.
+            lost: the rank to blame, and what it did.
+        """
+        with self._lock:
+            if self._cause is not None:
+                return
+            self._cause = cause
+            if flight is not None and flight.error is None:
+                flight.error = cause
+        self._end(cause)
+        if lost is not None:
+            self._liveness.verdict(*lost)
+        if farewell:
+            self._liveness.farewell(farewell)
+
+
+def _blamed(what: str, rank: int, how: str) -> Exception:
+    """Returns what to raise for another rank that is gone or has given up."""
+    if how == _ABORTED:
+        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
+    if how.endswith(_PASSED_LIMIT):
+        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
+    if f" {_FAILED}: " in how:
+        return DistBackendError(f"{what} did not finish, because rank {rank} gave up: {how}")
+    return PeerLostError(f"{what} rank {rank} is lost: {how}", rank)

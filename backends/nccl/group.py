@@ -1,0 +1,483 @@
+"""The process group over NCCL."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from collectives import ProcessGroup
+from collectives.backends.nccl import steps
+from collectives.backends.nccl.communicators import Communicators
+from collectives.backends.nccl.config import NcclConfig
+from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.failures import Failures
+from collectives.backends.nccl.flight import Flight, Operation, pause
+from collectives.backends.nccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.launching import Launcher, Request
+from collectives.backends.nccl.loopback import Loopback
+from collectives.backends.nccl.options import Options, checked_options
+from collectives.backends.nccl.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
+from collectives.backends.nccl.rendezvous import Rendezvous
+from collectives.backends.nccl.steps import Steps
+from collectives.backends.nccl.watchdog import Watchdog
+from collectives.capabilities import Capabilities
+from collectives.registry import GroupOptions
+from collectives.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.work import Work
+
+__all__ = ["ProcessGroupNCCL"]
+
+logger = logging.getLogger("collectives")
+
+
+class ProcessGroupNCCL(ProcessGroup):
+    """A group over NCCL: CUDA tensors, one device per rank.
+
+    **Streams.** An asynchronous collective runs on a stream of the group's own, behind what the current
+    stream holds when it is called; ``Work.wait()`` lets the current stream wait for it and the host go on. A
+    synchronous one (``asyncOp=False``) runs on the current stream itself. A barrier's ``wait`` blocks the
+    host. Tensors are kept until the streams have passed the operation, so they may be dropped at any time.
+
+    **Messages** between two ranks wait only for earlier ones of the same direction. The first between two
+    ranks blocks both hosts until both have called one, in either direction. Those around a ring of more ranks
+    belong in ``batch_isend_irecv``. There are no tags and no receives from any rank; a message to the own
+    rank must be sent before it is received.
+
+    **Connections** are made by the first collective, and at once where the group was given a ``device_id``.
+    Then groups made of some of its ranks are split off its communicator.
+
+    **CUDA graphs.** Operations may be captured, after one that made the connections. Graphs must be let go of
+    before the group: NCCL cannot end a communicator while one holds its operations. The end of the group then
+    goes on after ten seconds, with a warning.
+
+    **Errors.** NCCL compares nothing between ranks: different operations at one place of the order give wrong
+    values or wait for each other. A watchdog ends an operation that passes its time limit, or that needs a
+    rank which is gone or has given up, by aborting the group's communicators; its outputs then hold anything.
+    The error is raised by the Work, where that has not been waited for yet, and every later call.
+
+    **Numerics.** NCCL cannot promise the rules of this package. All ranks get the same bits, but the order of
+    a sum depends on the algorithm, the number of channels and the size; 16-bit floats are rounded at every
+    step; AVG and PREMUL_SUM multiply each input before it is added.
+
+    Args:
+        options: store, rank, size and what else the registry gives.
+        library: NCCL.
+        devices: kind of the devices; tests rehearse without CUDA.
+    """
+
+    backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.NCCL
+    Options = Options
+
+    def __init__(
+        self, options: GroupOptions, library: NcclLibrary, devices: type[Device] = CudaDevice
+    ) -> None:
+        self.options = checked_options(options.pg_options, options.rank)
+        super().__init__(
+            options.rank,
+            options.size,
+            timeout=options.timeout,
+            store=options.store,
+            group_name=options.group_name,
+            group_desc=options.group_desc,
+        )
+        self._library = library
+        self._make_device = devices
+        self._devices: dict[torch.device, Device] = {}
+        self._last_device: Device | None = None
+        self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
+        self._capabilities: Capabilities | None = None
+        self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}")
+        where = self.where()
+        store, rank, size = options.store, options.rank, options.size
+        self._failures = Failures(store, rank, size, where, self._end_flights)
+        # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
+        this = weakref.proxy(self)
+        # A proxy's method would be a strong reference, hence the lambdas.
+        meeting = Rendezvous(store, rank, where, lambda missing: this._look_for(missing))  # noqa: PLW0108
+        self._communicators = Communicators(
+            library,
+            meeting,
+            rank,
+            size,
+            self.options,
+            where,
+            lambda: this._refuse_to_connect(),  # noqa: PLW0108
+        )
+        self._launcher = Launcher(
+            library, self._communicators, self._failures, self._watchdog, self, self.options.waits_block
+        )
+        self._loopback = Loopback()
+        # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
+        self._finalizer = weakref.finalize(self, _let_go, self._communicators, self._watchdog)
+        device = options.device_id
+        self._bound = device if device is not None and device.type == devices.kind else None
+        self._global_ranks = options.global_ranks or tuple(range(options.size))
+        if self._bound is not None:
+            self._connect(self._bound, options.split_from)
+
+    # ---- identity ------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this group can do."""
+        if self._capabilities is None:
+            float8 = self._library.version() >= FLOAT8_VERSION and self._make_device.reduces_float8()
+            self._capabilities = capabilities_on(self._make_device.kind, float8)
+        return self._capabilities
+
+    def name(self) -> str:
+        """Returns ``"nccl"``."""
+        return "nccl"
+
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return f"[rank {self._rank}] {self.describe()}:"
+
+    # ---- collectives ---------------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        how = reduction_of(tensor.dtype, opts.reduceOp)
+        plan = partial(steps.all_reduce, tensor=tensor, how=how)
+        return self._collective("all_reduce", [tensor], opts, plan, opts.reduceOp.name)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        plan = partial(steps.broadcast, tensor=tensor, root=opts.rootRank)
+        return self._collective("broadcast", [tensor], opts, plan, f"root {opts.rootRank}")
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        how = reduction_of(tensor.dtype, opts.reduceOp)
+        plan = partial(steps.reduce, tensor=tensor, how=how, root=opts.rootRank)
+        detail = f"{opts.reduceOp.name}, root {opts.rootRank}"
+        return self._collective("reduce", [tensor], opts, plan, detail)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        plan = partial(steps.all_gather, outputs=outputs, tensor=tensor)
+        return self._collective("all_gather", outputs, opts, plan)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        plan = partial(steps.all_gather_single, output=output, tensor=tensor)
+        return self._collective("all_gather_into_tensor", [output], opts, plan)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        plan = partial(steps.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
+        return self._collective("gather", outputs or [], opts, plan, f"root {opts.rootRank}", [tensor])
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        plan = partial(steps.scatter, output=output, inputs=inputs, root=opts.rootRank)
+        return self._collective("scatter", [output], opts, plan, f"root {opts.rootRank}")
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        how = reduction_of(output.dtype, opts.reduceOp)
+        plan = partial(steps.reduce_scatter, output=output, inputs=inputs, how=how)
+        return self._collective("reduce_scatter", [output], opts, plan, opts.reduceOp.name, inputs)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        how = reduction_of(output.dtype, opts.reduceOp)
+        plan = partial(steps.reduce_scatter_single, output=output, tensor=tensor, how=how)
+        return self._collective("reduce_scatter_tensor", [output], opts, plan, opts.reduceOp.name)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        plan = partial(steps.all_to_all, outputs=outputs, inputs=inputs)
+        return self._collective("all_to_all", outputs, opts, plan)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        plan = partial(
+            steps.all_to_all_single,
+            output=output,
+            tensor=tensor,
+            output_splits=output_splits,
+            input_splits=input_splits,
+        )
+        return self._collective("all_to_all_single", [output], opts, plan)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        device = self._device_of_barrier(opts)
+        operation = Operation("barrier", next(self._numbers), None, (), 0, opts.timeout or self._timeout)
+        return self._launcher.submit(
+            Request(operation, device, steps.barrier, (), async_op=opts.asyncOp, blocks=True)
+        )
+
+    def _collective(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        opts: AllreduceOptions
+        | BroadcastOptions
+        | ReduceOptions
+        | AllgatherOptions
+        | GatherOptions
+        | ScatterOptions
+        | ReduceScatterOptions
+        | AllToAllOptions,
+        plan: Callable[[Steps], None],
+        detail: str = "",
+        shown: Sequence[torch.Tensor] = (),
+    ) -> Work:
+        """Launches a collective.
+
+        Args:
+            name: name of its user function.
+            outputs: its outputs.
+            opts: its record.
+            plan: gives it its steps.
+            detail: what else messages say about it.
+            shown: the tensors that messages show, where the outputs are not everywhere or not all of one
+            size.
+        """
+        tensors = shown or outputs
+        operation = self._operation(name, next(self._numbers), tensors, opts.timeout, detail)
+        request = Request(operation, self._device(tensors[0].device), plan, outputs, async_op=opts.asyncOp)
+        return self._launcher.submit(request)
+
+    # ---- several at once -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Launches the operations that this thread issues inside as one, at the end."""
+        with self._launcher.region():
+            yield
+
+    def _as_one(self, issue: Callable[[], object]) -> Work:
+        with self._launcher.region() as whole:
+            result = issue()
+        return whole[0] if whole else result  # type: ignore[return-value]  # within a region: its part
+
+    def allreduce_coalesced(
+        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
+    ) -> Work:
+        """Reduces several tensors, as :meth:`allreduce` each, in one group of NCCL's calls."""
+        return self._as_one(partial(super().allreduce_coalesced, tensors, opts))
+
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[torch.Tensor]],
+        input_list: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Gathers several tensors, as :meth:`allgather` each, in one group of NCCL's calls."""
+        return self._as_one(partial(super().allgather_coalesced, output_lists, input_list, opts))
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Gathers several tensors, as :meth:`all_gather_single` each, in one group of NCCL's calls."""
+        return self._as_one(partial(super().all_gather_single_coalesced, outputs, inputs, opts))
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single`, in one group of calls."""
+        return self._as_one(partial(super().reduce_scatter_single_coalesced, outputs, inputs, opts))
+
+    # ---- point-to-point ------------------------------------------------------------------------------------
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
+        operation = self._operation("send", next(self._message_numbers), [tensor], None, f"to rank {dst}")
+        device = self._device(tensor.device)
+        if dst == self._rank:
+            self._failures.refuse(operation)
+            return self._loopback.send(device, tensor)
+        plan = partial(steps.send, tensor=tensor, peer=1)
+        return self._launcher.submit(Request(operation, device, plan, (), peer=dst, sends=True))
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
+        operation = self._operation("recv", next(self._message_numbers), [tensor], None, f"from rank {src}")
+        device = self._device(tensor.device)
+        if src == self._rank:
+            self._failures.refuse(operation)
+            return self._loopback.receive(self, device, tensor)
+        plan = partial(steps.receive, tensor=tensor, peer=0)
+        return self._launcher.submit(Request(operation, device, plan, [tensor], peer=src))
+
+    # ---- devices -------------------------------------------------------------------------------------------
+
+    def _operation(
+        self,
+        name: str,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        timeout: timedelta | None,
+        detail: str,
+    ) -> Operation:
+        first = tensors[0]
+        shape = tuple(first.shape)
+        return Operation(name, number, first.dtype, shape, len(tensors), timeout or self._timeout, detail)
+
+    def _device(self, device: torch.device) -> Device:
+        found = self._devices.get(device)
+        if found is None:
+            found = self._devices.setdefault(device, self._make_device.shared(device))
+        self._last_device = found
+        return found
+
+    def _device_of_barrier(self, opts: BarrierOptions) -> Device:
+        """Returns the device that the user names, the group's, the last one used, or the current one."""
+        kind = self._make_device.kind
+        if opts.device is not None and opts.device.index is not None:
+            return self._device(opts.device)
+        if opts.device_ids:
+            return self._device(torch.device(kind, opts.device_ids[0]))
+        if self._bound is not None:
+            return self._device(self._bound)
+        return self._last_device or self._device(self._make_device.current())
+
+    def _connect(self, bound: torch.device, parent: ProcessGroup | None) -> None:
+        """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
+        device = self._device(bound)
+        try:
+            if isinstance(parent, ProcessGroupNCCL) and parent._bound == bound:
+                color = min(parent._global_ranks.index(rank) for rank in self._global_ranks)
+                part = parent._split(color, self._rank, self._timeout, self.options.config)
+                if part is not None:
+                    self._communicators.adopt(device, part)
+            else:
+                self._communicators.whole(device, self._timeout)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _split(
+        self, color: int, key: int, limit: timedelta, config: NcclConfig | None
+    ) -> Communicator | None:
+        """Splits the communicator of all ranks, with nothing under way; called by all ranks."""
+        if self._bound is None:
+            return None
+        self._failures.refuse("splitting the communicator")
+        self._drain()
+        return self._communicators.split(self._device(self._bound), color, key, limit, config)
+
+    def _decline_split(self) -> None:
+        self._split(-1, 0, self._timeout, None)
+
+    # ---- watching ------------------------------------------------------------------------------------------
+
+    def tolerate_captures(self) -> None:
+        """Prepares the watchdog's thread for asking for events."""
+        for device in list(self._devices.values()):
+            device.tolerate_captures()
+
+    def look_for_errors(self) -> None:
+        """Breaks the group if a communicator has met an error."""
+        for communicator in self._communicators.open():
+            error = communicator.async_error()
+            if error is not None:
+                self._failures.of_communicator(self._oldest(), error)
+
+    def expire(self, flight: Flight) -> None:
+        """Fails a flight that passed its time limit."""
+        self._failures.expire(flight)
+
+    def look_into(self, late: Flight | None) -> None:
+        """Tells the others of a late flight, and breaks the group if one of them is gone or has given up."""
+        self._failures.tell_late(late)
+        if late is not None:
+            needed = late.peers if late.peers is not None else range(self._size)
+            self._failures.look_at_others(late, needed)
+
+    def note_device_error(self, flight: Flight, error: RuntimeError) -> None:
+        """Breaks the group after the device has met an error."""
+        self._failures.of_call(flight, error)
+
+    def _oldest(self) -> Flight | None:
+        return next(iter(self._watchdog.flights()), None)
+
+    def _look_for(self, missing: Sequence[int]) -> None:
+        """Raises if the group has ended, or has to because ranks will not come."""
+        self._failures.look_at_others(None, missing)
+        if self._failures.cause is not None:
+            raise self._failures.cause
+
+    def _refuse_to_connect(self) -> None:
+        self._failures.refuse("making a communicator")
+
+    def _end_flights(self, cause: Exception) -> None:
+        for flight in self._watchdog.flights():
+            if flight.error is None and not _has_landed(flight):
+                flight.error = self._failures.error_of(flight.operation, cause)
+        self._loopback.clear()
+        self._communicators.abort()
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
+        if self._failures.leave(aborts=True):
+            self._communicators.abort()
+            self._watchdog.stop()
+            self._finalizer.detach()
+
+    def _drain(self) -> None:
+        """Blocks until all operations have ended; where none does, the watchdog sees to it."""
+        turn = 0
+        while self._failures.cause is None and not all(map(_has_ended, self._watchdog.flights())):
+            pause(turn)
+            turn += 1
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then frees the communicators.
+
+        NCCL may wait there for ranks that have not called this; after ten seconds the group goes on without.
+        """
+        self._drain()
+        if not self._failures.leave(aborts=False):
+            return
+        self._watchdog.stop()
+        if self._failures.cause is None:
+            self._failures.say_farewell()
+            self._communicators.destroy()
+        self._finalizer.detach()
+
+
+def _has_landed(flight: Flight) -> bool:
+    try:
+        return flight.landed()
+    except RuntimeError:  # the device's error: it never will
+        return False
+
+
+def _has_ended(flight: Flight) -> bool:
+    return flight.error is not None or _has_landed(flight)
+
+
+def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:
+    """Ends what a group leaves that was neither shut down nor aborted."""
+    watchdog.stop()
+    communicators.abort()

@@ -1,0 +1,171 @@
+"""What stands on an NCCL group: round-robin groups, DistributedDataParallel, functions; over the double."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from nccl_double.groups import load, make_group, run_over_double
+
+import collectives
+from collectives import P2POp, ProcessGroup, ReduceOp
+from collectives.backends.by_device import ProcessGroupByDevice
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.codes import NcclError
+from collectives.backends.round_robin import round_robin_process_groups
+from collectives.ddp import DistributedDataParallel
+from collectives.registry import BackendSpec, register_backend_spec
+
+ROWS, LANES = 24, 3
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(10, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+
+
+def trained(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(inputs), targets).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def trains_as_one_process(group: ProcessGroup) -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(ROWS, 10, generator=generator)
+    targets = torch.randn(ROWS, 3, generator=generator)
+    expected = trained(network(), inputs, targets)
+    share = slice(group.rank() * ROWS // group.size(), (group.rank() + 1) * ROWS // group.size())
+    module = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.001)
+    for ours, alone in zip(trained(module, inputs[share], targets[share]), expected, strict=True):
+        torch.testing.assert_close(ours, alone)
+        everyones = [torch.empty_like(ours) for _ in range(group.size())]
+        group.allgather(everyones, ours).wait()
+        assert all(torch.equal(theirs, ours) for theirs in everyones), "the ranks differ"
+
+
+def over_lanes(first: Any, path: Path) -> None:
+    rank, size, store = first.rank(), first.size(), first.get_group_store()
+    lanes = [first] + [
+        make_group(path, "cupy", rank, size, torch_dist.PrefixStore(f"lane{n}", store), group_name=f"lane{n}")
+        for n in range(1, LANES)
+    ]
+    group = round_robin_process_groups(lanes)
+    tensors = [torch.full((n + 1,), float(n)) for n in range(3 * LANES)]
+    for work in [group.allreduce(tensor) for tensor in tensors]:
+        work.wait()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[float(n * size)] for n in range(3 * LANES)]
+    group.barrier().wait()
+    trains_as_one_process(group)
+    group.shutdown()
+
+
+def on_a_world(group: Any, path: Path) -> None:
+    """The user functions, the registry and mixed groups reach it as they reach any backend."""
+    load(path)
+    rank, size = group.rank(), group.size()
+    nccl = make_group
+
+    def create(options: Any) -> Any:
+        return nccl(
+            path,
+            "pynccl",
+            options.rank,
+            options.size,
+            options.store,
+            timeout=options.timeout,
+            group_name=options.group_name,
+            device_id=options.device_id,
+            global_ranks=options.global_ranks,
+            split_from=options.split_from,
+        )
+
+    register_backend_spec(BackendSpec("nccl_over_double", ("cpu",), create))
+    store = torch_dist.PrefixStore("world", group.get_group_store())
+    collectives.init_process_group("nccl_over_double", store=store, rank=rank, world_size=size)
+    x = torch.full((3,), 1.0 + rank)
+    collectives.all_reduce(x, ReduceOp.MAX)
+    assert x.tolist() == [size] * 3
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = torch.empty(3)
+    batch = [P2POp(collectives.isend, x + rank, after), P2POp(collectives.irecv, got, before)]
+    for work in collectives.batch_isend_irecv(batch):
+        work.wait()
+    assert got.tolist() == [size + before] * 3
+    with collectives._coalescing_manager() as manager:
+        tensors = [torch.ones(n + 1) for n in range(3)]
+        for tensor in tensors:
+            collectives.all_reduce(tensor)
+    manager.wait()
+    assert [tensor.tolist() for tensor in tensors] == [[size] * (n + 1) for n in range(3)]
+    objects: list[Any] = [None] * size
+    collectives.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    part = collectives.new_group([0, size - 1])
+    if rank in {0, size - 1}:
+        collectives.all_reduce(x, group=part)
+        assert x.tolist() == [2 * size] * 3
+    collectives.barrier()
+    collectives.destroy_process_group()
+    split_off(group, path)
+
+
+def split_off(group: Any, path: Path) -> None:
+    """Bound to a device, the world connects at once, and groups of its ranks are split off it."""
+    double, (rank, size) = load(path), (group.rank(), group.size())
+    store = torch_dist.PrefixStore("bound world", group.get_group_store())
+    bound = {"store": store, "rank": rank, "world_size": size, "device_id": torch.device("cpu")}
+    before = double.communicators()
+    collectives.init_process_group("nccl_over_double", **bound)
+    assert double.communicators() == before + 1
+    double.fail_next("ncclCommInitRankConfig", 3, "not split, but made")
+    pending = collectives.all_reduce(torch.ones(3), async_op=True)
+    backwards = collectives.new_group([size - 1, 0], sort_ranks=False)
+    assert pending is not None
+    pending.wait()
+    if rank in {0, size - 1}:
+        assert (backwards.rank(), backwards.size()) == (0 if rank else 1, 2)
+        x = torch.full((2,), float(rank))
+        collectives.broadcast(x, group_src=0, group=backwards)
+        assert x.tolist() == [size - 1.0] * 2
+    else:
+        assert backwards is collectives.GroupMember.NON_GROUP_MEMBER
+    halves = collectives.split_group(split_ranks=[[0], list(range(1, size))])
+    x = torch.ones(1)
+    halves.allreduce(x).wait()
+    assert x.item() == (1 if rank == 0 else size - 1)
+    assert collectives.split_group(split_ranks=[[1]]) is None or rank == 1
+    collectives.barrier()
+    collectives.destroy_process_group()
+    library = providers.load("pynccl")
+    with pytest.raises(NcclError, match="not split, but made"):  # what was ordered, and has not been used
+        library.init(library.unique_id(), 1, 0)
+    assert double.communicators() == before
+
+
+def mixed(group: Any) -> None:
+    by_device = ProcessGroupByDevice({"cpu": group})
+    x, y = torch.ones(2), torch.empty(2)
+    with by_device._together():
+        by_device.send(x, (group.rank() + 1) % group.size())
+        work = by_device.recv(y, (group.rank() - 1) % group.size())
+    work.wait()
+    assert y.tolist() == [1.0] * 2
+
+
+def compositions(group: Any, path: Path) -> None:
+    trains_as_one_process(group)
+    mixed(group)
+    on_a_world(group, path)
+    over_lanes(group, path)
+
+
+def test_compositions(nccl_library: Path) -> None:
+    """All in one start of ranks: importing what training needs takes longer than the rest."""
+    run_over_double(compositions, 3, nccl_library, nccl_library)

@@ -1,0 +1,347 @@
+"""What goes wrong: ranks that do not come, give up, die or leave, and errors of NCCL; over the double."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance.test_works import eventually, gate
+from harness import Died
+from nccl_double.groups import load, make_group, run_over_double
+
+from collectives import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+    ProcessGroup,
+)
+from collectives.backends.nccl import communicators
+from collectives.backends.nccl.codes import NcclError
+from collectives.types import AllreduceOptions, make_premul_sum
+
+SHORT = {"timeout": timedelta(seconds=1)}
+
+
+def is_broken(group: ProcessGroup, why: str, kind: type[Exception] = GroupAbortedError) -> None:
+    calls = (lambda: group.allreduce(torch.ones(1)), group.barrier, lambda: group.send(torch.ones(1), 0))
+    for call in calls:
+        with pytest.raises(kind, match=why):
+            call()
+
+
+def a_rank_does_not_call(group: ProcessGroup) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        gate("expired", group)
+        # Here nothing has happened yet; what needs rank 0 learns of it.
+        with pytest.raises(CollectiveTimeoutError, match="because rank 0 gave up: its all_reduce #2 passed"):
+            group.recv(torch.ones(1), 0)
+        is_broken(group, "first cause")
+        return
+    with pytest.raises(CollectiveTimeoutError, match="passed its time limit of 1 s") as info:
+        group.allreduce([torch.ones(3)], AllreduceOptions(asyncOp=False)).wait()
+    assert "[rank 0]" in str(info.value)
+    assert "all_reduce #2 (SUM, torch.float32 [3])" in str(info.value)
+    assert "rank 1 waits in no operation" in str(info.value)
+    is_broken(group, "first cause.*passed its time limit")
+    gate("expired", group)
+
+
+def test_a_rank_does_not_call(nccl_library: Path) -> None:
+    run_over_double(a_rank_does_not_call, 2, nccl_library, options=SHORT)
+
+
+def elsewhere(group: ProcessGroup) -> None:
+    """The message tells where the others are."""
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 0:
+        group.send(torch.ones(2), 1).wait()
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"rank 1 waits in recv #2 \(from rank 0, torch.float32"
+        ):
+            group.barrier(timeout=timedelta(seconds=3)).wait()
+    else:
+        x = torch.empty(2)
+        group.recv(x, 0).wait()
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 gave up: its barrier #2"):
+            group.recv(x, 0).wait(timedelta(seconds=15))
+
+
+def test_the_message_tells_where_the_others_are(nccl_library: Path) -> None:
+    run_over_double(elsewhere, 2, nccl_library)
+
+
+def a_rank_never_comes(group: ProcessGroup) -> None:
+    if group.rank() != 1:
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"communicator of ranks 0, 1, 2 .*: rank 1 did not come"
+        ):
+            group.allreduce(torch.ones(1))
+        with pytest.raises(CollectiveTimeoutError, match=r"communicator of ranks .*: rank 1 did not come"):
+            group.send(torch.ones(1), 1)
+    gate("gave up", group)
+
+
+def test_a_rank_never_comes(nccl_library: Path) -> None:
+    run_over_double(a_rank_never_comes, 3, nccl_library, options=SHORT)
+
+
+def aborted_by_rank_0(group: ProcessGroup) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    blocked = lambda: group.allreduce([torch.ones(3)], AllreduceOptions(asyncOp=False)).wait()  # noqa: E731
+    if group.rank() == 2:
+        gate("over", group)
+        return
+    if group.rank() == 0:
+        timer = threading.Timer(0.3, group.abort)
+        timer.start()
+        with pytest.raises(GroupAbortedError, match="aborted by this rank"):
+            blocked()
+        timer.join()
+    else:
+        with pytest.raises(GroupAbortedError, match="because rank 0 aborted the group"):
+            blocked()
+    is_broken(group, "first cause.*aborted")
+    group.abort()
+    is_broken(group, "first cause.*aborted")
+    gate("over", group)
+
+
+def test_abort_from_another_thread(nccl_library: Path) -> None:
+    run_over_double(aborted_by_rank_0, 3, nccl_library)
+
+
+def killed(group: ProcessGroup) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost") as info:
+        group.allreduce(torch.ones(3)).wait(timedelta(seconds=15))
+    assert info.value.rank == 1
+    is_broken(group, "rank 1 is lost", PeerLostError)
+    group.abort()
+    is_broken(group, "rank 1 is lost", GroupAbortedError)
+
+
+def test_a_rank_is_killed(nccl_library: Path) -> None:
+    results = run_over_double(killed, 3, nccl_library, lost={1})
+    assert results[1] == Died(-signal.SIGKILL)
+
+
+def killed_before_connecting(group: ProcessGroup) -> None:
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        group.allreduce(torch.ones(3))
+
+
+def test_a_rank_is_killed_before_connections_are_made(nccl_library: Path) -> None:
+    run_over_double(killed_before_connecting, 2, nccl_library, lost={1})
+
+
+def left(group: ProcessGroup) -> None:
+    """A rank shuts the group down while another still needs it; one that does not goes on."""
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        return
+    if group.rank() == 0:
+        with pytest.raises(PeerLostError, match="rank 1 is lost: it shut the group down"):
+            group.barrier().wait()
+    else:
+        with pytest.raises(DistBackendError, match="rank 1"):
+            group.barrier().wait()
+
+
+def test_a_rank_leaves_too_early(nccl_library: Path) -> None:
+    run_over_double(left, 2, nccl_library)
+
+
+def errors_of_nccl(group: Any, path: Path) -> None:
+    double = load(path)
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        with pytest.raises(
+            DistBackendError, match=r"rank 0 gave up: its all_reduce #2 failed.*ordered by a test"
+        ):
+            group.allreduce(torch.ones(3)).wait(timedelta(seconds=15))
+        return
+    double.fail_next("ncclAllReduce", 3, "ordered by a test")
+    with pytest.raises(DistBackendError, match=r"all_reduce #2 .*ncclAllReduce failed.*ordered by a test"):
+        group.allreduce(torch.ones(3))
+    is_broken(group, "first cause.*ordered by a test")
+
+
+def asynchronous_error(group: Any, path: Path) -> None:
+    double = load(path)
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 0:
+        work = group.allreduce(torch.ones(3))
+        (communicator,) = group._communicators.open()
+        double.set_async_error(communicator.handle, 1, "ordered by a test")
+        with pytest.raises(DistBackendError, match=r"all_reduce #2 .*ordered by a test"):
+            work.wait(timedelta(seconds=15))
+        gate("failed", group)
+        return
+    gate("failed", group)
+    with pytest.raises(
+        DistBackendError, match=r"rank 0 gave up: its all_reduce #2 failed.*ordered by a test"
+    ):
+        group.recv(torch.ones(3), 0)
+
+
+def refused(group: Any, path: Path) -> None:
+    """The first rank cannot make an identifier: all know it at once."""
+    double = load(path)
+    if group.rank() == 0:
+        double.fail_next("ncclGetUniqueId", 2, "no interface, ordered by a test")
+    with pytest.raises(DistBackendError, match="no interface, ordered by a test"):
+        group.allreduce(torch.ones(3))
+    group.allreduce(torch.ones(3)).wait()  # a second try
+
+
+@pytest.mark.parametrize(
+    "body", [errors_of_nccl, asynchronous_error, refused], ids=lambda body: body.__name__
+)
+def test_errors_of_nccl(nccl_library: Path, body: Any) -> None:
+    run_over_double(body, 2, nccl_library, nccl_library)
+
+
+def not_connected(group: Any, path: Path) -> None:
+    """The first message connects both directions, in the call itself; what fails there ends the group."""
+    double = load(path)
+    if group.rank() == 0:
+        double.fail_next("ncclRecv", 3, "ordered by a test")
+        with pytest.raises(
+            DistBackendError, match=r"send #1 \(to rank 1.*ncclRecv failed.*ordered by a test"
+        ):
+            group.send(torch.ones(3), 1)
+        is_broken(group, "first cause.*ordered by a test")
+    else:
+        with pytest.raises(DistBackendError, match=r"rank 0 gave up: its send #1 failed.*ordered by a test"):
+            group.send(torch.ones(3), 0).wait(timedelta(seconds=15))
+
+
+def a_bad_factor(group: Any, _: Path) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        gate("failed", group)
+        return
+    (communicator,) = group._communicators.open()
+
+    def fails(factor: float, dtype: int) -> int:
+        raise NcclError(3, "ncclRedOpCreatePreMulSum", "ordered by a test")
+
+    communicator.premul_sum = fails
+    with pytest.raises(DistBackendError, match=r"all_reduce #2 \(PREMUL_SUM.*ordered by a test"):
+        group.allreduce([torch.ones(3)], AllreduceOptions(reduceOp=make_premul_sum(2.0)))
+    is_broken(group, "first cause.*ordered by a test")
+    gate("failed", group)
+
+
+@pytest.mark.parametrize("body", [not_connected, a_bad_factor], ids=lambda body: body.__name__)
+def test_errors_before_the_operation(nccl_library: Path, body: Any) -> None:
+    run_over_double(body, 2, nccl_library, nccl_library)
+
+
+def set_up_wrongly(group: ProcessGroup) -> None:
+    """A rank that finds out alone that it cannot connect does so before the others wait in NCCL."""
+    if group.rank() == 1:
+        os.environ["NCCL_COMM_BLOCKING"] = "0"
+        with pytest.raises(DistBackendError, match="NCCL_COMM_BLOCKING=0"):
+            group.allreduce(torch.ones(1))
+    else:
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+            group.allreduce(torch.ones(1))
+    gate("told", group)
+
+
+def test_a_rank_is_set_up_wrongly(nccl_library: Path) -> None:
+    run_over_double(set_up_wrongly, 2, nccl_library, options=SHORT)
+
+
+def connect(group: Any) -> list[Any]:
+    group.allreduce(torch.ones(1)).wait()
+    group.send(torch.ones(1), 1 - group.rank())
+    group.recv(torch.ones(1), 1 - group.rank()).wait()
+    group.barrier().wait()
+    opened: list[Any] = group._communicators.open()
+    assert len(opened) == 3
+    return opened
+
+
+def aborted_together(group: Any) -> None:
+    """The abort of one communicator may need that of another, as the device frees memory behind kernels."""
+    opened = connect(group)
+    gate("connected", group)
+    last_began = threading.Event()
+    seen: list[bool] = []
+    first, last = opened[0].abort, opened[-1].abort
+    opened[0].abort = lambda: (seen.append(last_began.wait(8)), first())
+    opened[-1].abort = lambda: (last_began.set(), last())
+    group.abort()
+    assert seen, "abort did not wait for all"
+    assert all(seen), "the first was not aborted beside the last"
+    assert [one.handle for one in opened] == [0] * 3
+
+
+def left_behind(group: Any, path: Path) -> None:
+    """NCCL does not abort a communicator while a CUDA graph with its operations lives; abort goes on."""
+    opened = connect(group)
+    gate("connected", group)
+    communicators._END_SECONDS = 0.5
+    graph_gone = threading.Event()
+    first = opened[0].abort
+    opened[0].abort = lambda: (graph_gone.wait(), first())
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("collectives").addHandler(handler)
+    group.abort()
+    assert not opened[0].ended
+    assert all(one.handle == 0 for one in opened[1:])
+    assert any("has not aborted 1 of 3" in line and "CUDA graphs" in line for line in told), told
+    graph_gone.set()
+    assert eventually(lambda: load(path).communicators() == 0)
+
+
+def test_all_communicators_are_aborted_together(nccl_library: Path) -> None:
+    run_over_double(aborted_together, 2, nccl_library)
+
+
+def test_what_does_not_end_is_left_behind(nccl_library: Path) -> None:
+    run_over_double(left_behind, 2, nccl_library, nccl_library)
+
+
+def dropped(group: Any, path: Path) -> None:
+    """A group that nobody keeps is ended, and a shut down one leaves nothing."""
+    double = load(path)
+    rank, size, store = group.rank(), group.size(), group.get_group_store()
+    import torch.distributed as torch_dist
+
+    other = make_group(path, "cupy", rank, size, torch_dist.PrefixStore("other", store), group_name="other")
+    other.allreduce(torch.ones(1)).wait()
+    other.send(torch.ones(2), (rank + 1) % size)
+    other.recv(torch.ones(2), (rank - 1) % size).wait()
+    other.barrier().wait()
+    assert double.communicators() == 3
+    del other
+    assert eventually(lambda: gc.collect() >= 0 and double.communicators() == 0)
+    group.allreduce(torch.ones(1)).wait()
+    group.shutdown()
+    group.shutdown()
+    group.abort()
+    assert double.communicators() == 0
+    is_broken(group, "was shut down")
+
+
+def test_nothing_is_left(nccl_library: Path) -> None:
+    run_over_double(dropped, 2, nccl_library, nccl_library)

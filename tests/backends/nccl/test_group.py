@@ -1,0 +1,188 @@
+"""ProcessGroupNCCL over the double of NCCL, under both providers: values, Works, messages, regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conformance import test_movement, test_reductions, test_works
+from conformance.oracle import values
+from nccl_double.groups import run_over_double
+from nccl_double.report import NcclReport
+
+from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.types import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
+
+BODIES: list[Callable[[ProcessGroup], object]] = [
+    test_movement.broadcast,
+    test_movement.all_gather,
+    test_movement.all_gather_uneven,
+    test_movement.all_gather_single,
+    test_movement.gather,
+    test_movement.scatter,
+    test_movement.all_to_all,
+    test_movement.all_to_all_single,
+    test_movement.other_tensors,
+    test_reductions.all_reduce,
+    test_reductions.special_values,
+    test_reductions.reduce,
+    test_reductions.reduce_scatter,
+    test_reductions.reduce_scatter_single,
+    test_works.many_in_flight,
+    test_works.states,
+    test_works.polled,
+    test_works.futures,
+    test_works.coalesced,
+]
+
+providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
+sizes = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda size: f"{size}ranks")
+
+
+def conformance(group: ProcessGroup) -> None:
+    test_reductions.Report = NcclReport
+    group.barrier().wait()  # makes the connections, which blocks; some bodies want to see pending Works
+    for body in BODIES:
+        body(group)
+
+
+@pytest.mark.parametrize(
+    ("provider", "size"), [("cupy", 2), ("pynccl", 2), ("cupy", 3), ("pynccl", 4)], ids=str
+)
+def test_conformance(nccl_library: Path, provider: str, size: int) -> None:
+    run_over_double(conformance, size, nccl_library, provider=provider, timeout=100)
+
+
+def messages(group: ProcessGroup) -> None:
+    me, size = group.rank(), group.size()
+    after, before = (me + 1) % size, (me - 1) % size
+
+    # In both directions at once, whichever each rank calls first.
+    others = [rank for rank in range(size) if rank != me]
+    for first in ("send", "recv"):
+        outputs = {rank: torch.empty(1009) for rank in others}
+        works = []
+        for rank in others:
+            sent = values(torch.float32, me, 1009, salt=rank)
+            calls = [
+                lambda s=sent, r=rank: group.send(s, r),
+                lambda r=rank, o=outputs: group.recv(o[r], r),
+            ]
+            works += [call() for call in (calls if first == "send" else reversed(calls))]
+        for work in works:
+            work.wait()
+        for rank in others:
+            assert torch.equal(outputs[rank], values(torch.float32, rank, 1009, salt=me))
+
+    # Many on their way keep their order; an empty one arrives, too.
+    with group._together():
+        sends = [group.send(torch.full((n % 3,), float(n)), after) for n in range(30)]
+        outputs_ = [torch.empty(n % 3) for n in range(30)]
+        receives = [group.recv(output, before) for output in outputs_]
+        with pytest.raises(RuntimeError, match="after its end"):
+            receives[0].wait()
+        early = receives[5].get_future()
+    for work in [*sends, *receives]:
+        work.wait()
+    assert [output.tolist() for output in outputs_] == [[float(n)] * (n % 3) for n in range(30)]
+    assert receives[3].source_rank() == before
+    assert receives[4].result()[0] is outputs_[4]
+    assert receives[4].get_future().wait()[0] is outputs_[4]
+    assert early.wait()[0] is outputs_[5]
+
+    # Of other layouts.
+    strided = torch.zeros(20)[::2]
+    with group._together():
+        group.send(torch.arange(20.0)[1::2], after)
+        receive = group.recv(strided, before)
+    receive.wait()
+    assert strided.tolist() == [float(n) for n in range(1, 20, 2)]
+
+    # To itself: sent first.
+    with pytest.raises(UnsupportedOperationError, match="sent before"):
+        group.recv(torch.empty(3), me)
+    group.send(torch.full((3,), 7.0), me).wait()
+    with pytest.raises(ValueError, match=r"float32\[3\]"):
+        group.recv(torch.empty(4), me)
+    got = torch.empty(3)
+    work = group.recv(got, me)
+    work.wait()
+    assert (got.tolist(), work.source_rank()) == ([7.0] * 3, me)
+
+    for wrong in (lambda: group.recv_anysource(got), lambda: group.send(got, after, 5)):
+        with pytest.raises(UnsupportedOperationError):
+            wrong()
+    group.barrier().wait()
+
+
+def interrupted(group: Any, x: torch.Tensor) -> None:
+    with group._together():
+        group.allreduce(x)
+        raise ZeroDivisionError
+
+
+def several_at_once(group: Any) -> None:
+    size = group.size()
+    tensors = [torch.ones(3), torch.full((4,), 2.0), torch.zeros(8)[::2], torch.ones(2, dtype=torch.int64)]
+    work = group.allreduce_coalesced(tensors)
+    work.wait()
+    assert [tensor.tolist() for tensor in tensors] == [
+        [size] * 3, [2.0 * size] * 4, [0.0] * 4, [size] * 2,
+    ]  # fmt: skip
+    assert [id(tensor) for tensor in work.result()] == [id(tensor) for tensor in tensors]
+    group.allreduce_coalesced(tensors[:2], AllreduceCoalescedOptions(asyncOp=False)).wait()
+    assert tensors[0].tolist() == [size * size] * 3
+    assert group.allreduce_coalesced([]).wait()
+
+    # An error within drops what was called before; nothing is sent, and the ranks stay in step.
+    x = torch.ones(2)
+    with pytest.raises(UnsupportedOperationError, match="BAND"):
+        group.allreduce_coalesced(
+            [x, torch.ones(2, dtype=torch.int8)], AllreduceCoalescedOptions(reduceOp=ReduceOp.BAND)
+        )
+    with pytest.raises(ZeroDivisionError):
+        interrupted(group, x)
+    assert x.tolist() == [1.0] * 2
+
+    outputs = [torch.empty(size * 2), torch.empty(size)]
+    group.all_gather_single_coalesced(outputs, [torch.ones(2), torch.full((1,), 3.0)]).wait()
+    assert outputs[0].tolist() == [1.0] * 2 * size
+    parts = [torch.empty(2), torch.empty(3)]
+    group.reduce_scatter_single_coalesced(parts, [torch.ones(2 * size), torch.ones(3 * size)]).wait()
+    assert parts[1].tolist() == [size] * 3
+    lists = [[torch.empty(1) for _ in range(size)], [torch.empty(2) for _ in range(size)]]
+    group.allgather_coalesced(lists, [torch.ones(1), torch.ones(2)]).wait()
+    assert lists[1][size - 1].tolist() == [1.0] * 2
+
+
+def limits_of_arguments(group: ProcessGroup) -> None:
+    """What NCCL cannot do is refused on every rank, before anything is sent."""
+    x = torch.ones(4, dtype=torch.int16)
+    with pytest.raises(UnsupportedOperationError, match="int16 cannot be reduced"):
+        group.allreduce(x)
+    with pytest.raises(UnsupportedOperationError, match="AVG is not defined"):
+        group.allreduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG)
+    with pytest.raises(UnsupportedOperationError, match="float8_e4m3fnuz"):
+        group.allreduce(torch.ones(2).to(torch.float8_e4m3fnuz))
+    with pytest.raises(UnsupportedOperationError, match="PRODUCT is not defined"):
+        group.allreduce(torch.ones(2, dtype=torch.complex64), ReduceOp.PRODUCT)
+    with pytest.raises(UnsupportedOperationError, match="meta"):
+        group.allreduce(torch.ones(2, device="meta"))
+    work = group.allreduce([torch.ones(2)], AllreduceOptions(asyncOp=False))
+    assert work.wait()
+    assert work.result()[0].tolist() == [group.size()] * 2
+    assert group.barrier(BarrierOptions(device=torch.device("cpu"))).wait()
+
+
+def several(group: ProcessGroup) -> None:
+    for body in (messages, several_at_once, limits_of_arguments):
+        body(group)
+
+
+@providers
+@sizes
+def test_messages_and_several_at_once(nccl_library: Path, provider: str, size: int) -> None:
+    run_over_double(several, size, nccl_library, provider=provider)

@@ -1,0 +1,637 @@
+"""NCCL's interface by way of both providers, between real processes, over the double of NCCL."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Died, run_ranks
+from nccl_double import LastCall, NcclDouble
+from nccl_double.ranks import PROVIDERS, connected, shared_id
+
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.codes import (
+    DATA_TYPES,
+    REDUCTIONS,
+    NcclDataType,
+    NcclRedOp,
+    NcclStatus,
+    version_text,
+)
+from collectives.backends.nccl.interface import Communicator, NcclConfig, NcclError
+
+pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
+SIZES = pytest.mark.parametrize("size", [2, 3, 4])
+
+FLOAT = NcclDataType.FLOAT32
+
+
+def on(
+    provider: str, path: Path, function: object, size: int, *args: object, **options: object
+) -> list[object]:
+    """Runs a function on ranks of their own, which end with it: the double stays with a process."""
+    return run_ranks(function, size, provider, path, *args, isolated=True, **options)
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns numbers whose sums and products over four ranks every type holds exactly."""
+    return ((torch.arange(count) + rank) % 2 + 1).to(dtype)
+
+
+def reduced(op: NcclRedOp, inputs: list[torch.Tensor]) -> torch.Tensor:
+    wide = torch.stack([tensor.to(torch.float64) for tensor in inputs])
+    kinds = {
+        NcclRedOp.SUM: wide.sum(0),
+        NcclRedOp.PROD: wide.prod(0),
+        NcclRedOp.MAX: wide.amax(0),
+        NcclRedOp.MIN: wide.amin(0),
+        NcclRedOp.AVG: wide.mean(0),
+    }
+    result = kinds[op]
+    if inputs[0].dtype == torch.float64:
+        return result
+    # By way of float32, in which sums are divided.
+    return (result if inputs[0].is_floating_point() else result.floor()).to(torch.float32).to(inputs[0].dtype)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.to(torch.float64).tolist() == expected.to(torch.float64).tolist()
+
+
+def reductions(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (_, _, communicator):
+        for dtype, code in DATA_TYPES.items():
+            if dtype == torch.bool:
+                continue
+            for op in REDUCTIONS.values():
+                inputs = [values(peer, 3 * size, dtype) for peer in range(size)]
+                whole = reduced(op, inputs)
+                mine = inputs[rank].clone()
+                out = torch.zeros_like(mine)
+                communicator.all_reduce(mine.data_ptr(), out.data_ptr(), mine.numel(), code, op, 0)
+                same(out, whole)
+                same(mine, inputs[rank])
+                communicator.reduce_scatter(mine.data_ptr(), out.data_ptr(), 3, code, op, 0)
+                same(out[:3], whole[3 * rank : 3 * rank + 3])
+                for root in range(size):
+                    out = torch.zeros_like(mine)
+                    target = out.data_ptr() if rank == root else 0
+                    communicator.reduce(mine.data_ptr(), target, mine.numel(), code, op, root, 0)
+                    same(out, whole if rank == root else torch.zeros_like(mine))
+                communicator.all_reduce(mine.data_ptr(), mine.data_ptr(), mine.numel(), code, op, 0)
+                same(mine, whole)
+
+
+@SIZES
+def test_reductions_of_every_type(provider: str, size: int, nccl_library: Path) -> None:
+    on(provider, nccl_library, reductions, size)
+
+
+def movements(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (_, library, communicator):
+        assert (communicator.rank, communicator.size) == (rank, size)
+        assert communicator.handle != 0
+        for count in (0, 1, 100_003):
+            for root in range(size):
+                data = torch.full((count,), float(rank))
+                communicator.broadcast(data.data_ptr(), data.data_ptr(), count, FLOAT, root, 0)
+                same(data, torch.full((count,), float(root)))
+            mine = torch.full((count,), rank + 0.5)
+            out = torch.zeros(size * count)
+            communicator.all_gather(mine.data_ptr(), out.data_ptr(), count, FLOAT, 0)
+            same(out, (torch.arange(size) + 0.5).repeat_interleave(count))
+            out = torch.zeros(size * count)
+            out[rank * count : (rank + 1) * count] = rank
+            communicator.all_gather(
+                out.data_ptr() + rank * count * 4, out.data_ptr(), count, FLOAT, 0
+            )  # in place
+            same(out, torch.arange(size).repeat_interleave(count))
+            parts = torch.arange(size, dtype=torch.float32).repeat_interleave(count)
+            own = parts.data_ptr() + rank * count * 4
+            communicator.reduce_scatter(parts.data_ptr(), own, count, FLOAT, NcclRedOp.SUM, 0)  # in place
+            same(parts[rank * count : (rank + 1) * count], torch.full((count,), float(rank * size)))
+            sent = torch.tensor([[rank * 10.0 + peer] * count for peer in range(size)])
+            received = torch.zeros(size, count)
+            with library.group():  # all to all, the rank itself included
+                for peer in range(size):
+                    communicator.send(sent[peer].data_ptr(), count, FLOAT, peer, 0)
+                    communicator.recv(received[peer].data_ptr(), count, FLOAT, peer, 0)
+            same(received, torch.tensor([[peer * 10.0 + rank] * count for peer in range(size)]))
+        first, second = torch.tensor([1.0 + rank]), torch.tensor([2.0 + rank])
+        if rank == 0:
+            for data in (first, second):
+                communicator.send(data.data_ptr(), 1, FLOAT, 1, 0)
+        elif rank == 1:
+            for data in (first, second):
+                communicator.recv(data.data_ptr(), 1, FLOAT, 0, 0)
+            assert (first.item(), second.item()) == (1.0, 2.0), "in the order of sending"
+
+
+@SIZES
+def test_movements(provider: str, size: int, nccl_library: Path) -> None:
+    on(provider, nccl_library, movements, size)
+
+
+def groups(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, library, communicator):
+        one, two = torch.tensor([1.0]), torch.tensor([float(rank)])
+
+        def reduce(data: torch.Tensor, communicator: Communicator = communicator, dtype: int = FLOAT) -> None:
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, dtype, NcclRedOp.SUM, 0)
+
+        with library.group():
+            with library.group():
+                reduce(one)
+            reduce(two)
+            assert one.item() == 1.0, "nothing starts before the outermost end"
+        assert (one.item(), two.item()) == (size, sum(range(size)))
+
+        with pytest.raises(NcclError, match="ncclGroupEnd") as caught:
+            library.group_end()
+        assert caught.value.status == NcclStatus.INVALID_USAGE
+
+        before = one.item()
+        library.group_start()
+        reduce(one)
+        with pytest.raises(NcclError, match="type 99"):
+            reduce(two, dtype=99)
+        with pytest.raises(NcclError, match="ncclInvalidArgument"):
+            library.group_end()
+        assert one.item() == before, "none of a group that failed is started"
+        with pytest.raises(NcclError, match="type 99"), library.group():
+            reduce(two, dtype=99)
+        with pytest.raises(KeyError, match="mine"), library.group():
+            raise KeyError("mine")
+
+        for function in (
+            lambda: communicator.split(0, 0),
+            lambda: library.init(bytes(128), size, rank),
+        ):
+            with pytest.raises(NcclError, match="close it first"), library.group():
+                function()
+
+        other = communicator.split(0, size - rank)
+        assert other is not None
+        assert other.rank == size - 1 - rank, "the key orders the ranks"
+        with library.group():  # communicators of one group do not wait for each other
+            pairs = [(communicator, one), (other, two)]
+            one.fill_(1), two.fill_(2)
+            for each, data in pairs if rank % 2 else reversed(pairs):
+                reduce(data, each)
+        assert (one.item(), two.item()) == (size, 2 * size)
+
+        streams = [double.stream(), double.stream()]
+        one.fill_(1), two.fill_(2)
+        double.sleep(streams[1], 50)
+        with library.group():  # one communicator on two streams: each waits for the other
+            for stream, data in zip(streams, (one, two), strict=True):
+                communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, NcclRedOp.SUM, stream)
+        double.synchronize(streams[0])
+        assert (one.item(), two.item()) == (size, 2 * size)
+        other.destroy()
+
+
+def test_groups(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, groups, 3)
+
+
+def splits(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        data = torch.tensor([1.0 + rank])
+        colors = [0, 1, 0, -1]
+        part = communicator.split(colors[rank], 0, NcclConfig(split_share=True))
+        if rank == 3:
+            assert part is None
+        else:
+            members = [peer for peer in range(size) if colors[peer] == colors[rank]]
+            assert part is not None
+            assert (part.rank, part.size) == (members.index(rank), len(members))
+            assert double.config(part.handle)["splitShare"] == 1
+            part.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, NcclRedOp.SUM, 0)
+            assert data.item() == sum(1.0 + member for member in members)
+        with pytest.raises(ValueError, match="but is -2"):
+            communicator.split(-2, 0)
+        again = communicator.split(0, 0)
+        assert again is not None
+        data.fill_(1)
+        again.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, NcclRedOp.SUM, 0)
+        assert data.item() == size
+        again.abort()
+        if part is not None:
+            part.destroy()
+
+
+def test_split(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, splits, 4)
+
+
+def factors(rank: int, size: int, provider: str, path: Path) -> None:
+    exact = {torch.float32: 0.25, torch.float64: 0.5, torch.float16: 1.5, torch.bfloat16: 1.5, torch.int32: 3}
+    with connected(rank, size, provider, path) as (_, _, communicator):
+        for dtype, factor in exact.items():
+            code = DATA_TYPES[dtype]
+            op = communicator.premul_sum(factor * (rank + 1), code)
+            assert op not in list(NcclRedOp)
+            data = torch.full((5,), 2).to(dtype)
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 5, code, op, 0)
+            same(data, torch.full((5,), 2 * factor * sum(range(1, size + 1))))
+            with pytest.raises(NcclError, match="reduction operation"):  # of another type
+                communicator.all_reduce(data.data_ptr(), data.data_ptr(), 5, NcclDataType.INT8, op, 0)
+            communicator.destroy_op(op)
+            with pytest.raises(NcclError, match="ncclInvalidArgument"):
+                communicator.destroy_op(op)
+        op = communicator.premul_sum(1 / 3, NcclDataType.BFLOAT16)
+        data = torch.ones(1, dtype=torch.bfloat16)
+        communicator.reduce(data.data_ptr(), data.data_ptr(), 1, NcclDataType.BFLOAT16, op, 0, 0)
+        third = torch.tensor(1 / 3).to(torch.bfloat16).float()
+        assert rank or data.item() == (third * size).to(torch.bfloat16).item(), "rounded to nearest"
+        for dtype in (NcclDataType.FLOAT8E4M3, 99):
+            with pytest.raises(TypeError, match="factor"):
+                communicator.premul_sum(1.0, dtype)
+        for factor, dtype in (
+            (0.5, NcclDataType.INT32),
+            (300, NcclDataType.UINT8),
+            (-1, NcclDataType.UINT64),
+        ):
+            with pytest.raises(ValueError, match="does not fit"):
+                communicator.premul_sum(factor, dtype)
+        for dtype in (NcclDataType.FLOAT16, NcclDataType.BFLOAT16):
+            with pytest.raises(ValueError, match="does not fit"):
+                communicator.premul_sum(1e300, dtype)
+        left = communicator.premul_sum(1.0, FLOAT)
+        communicator.abort()
+        communicator.destroy_op(left)
+
+
+def test_sums_with_a_factor(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, factors, 2)
+
+
+def arguments(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, library, communicator):
+        assert library.name == provider
+        assert library.path == str(path)
+        assert version_text(library.version()) == "2.28.9"
+        assert len(library.unique_id()) == 128
+        assert library.unique_id() != library.unique_id()
+
+        buffer = torch.zeros(8)
+        at = buffer.data_ptr()
+        wrong = {
+            "type 99": lambda: communicator.all_reduce(at, at, 1, 99, 0, 0),
+            "type -1": lambda: communicator.broadcast(at, at, 1, -1, 0, 0),
+            "operation 77": lambda: communicator.reduce_scatter(at, at, 1, FLOAT, 77, 0),
+            "root 9": lambda: communicator.reduce(at, at, 1, FLOAT, 0, 9, 0),
+            "root -1": lambda: communicator.broadcast(at, at, 1, FLOAT, -1, 0),
+            f"root {size}": lambda: communicator.send(at, 1, FLOAT, size, 0),
+            "root -3": lambda: communicator.recv(at, 1, FLOAT, -3, 0),
+        }
+        for text, function in wrong.items():
+            with pytest.raises(NcclError, match=rf"ncclInvalidArgument \(4\).*{text}") as caught:
+                function()
+            assert caught.value.status == NcclStatus.INVALID_ARGUMENT
+        with pytest.raises(NcclError, match=r"ncclUnhandledCudaError.*stream"):
+            communicator.all_gather(at, at, 1, FLOAT, 12345)
+        for count in (-1, 2**63):
+            with pytest.raises(ValueError, match=f"but is {count}"):
+                communicator.all_reduce(at, at, count, FLOAT, 0, 0)
+        with pytest.raises(ValueError, match="128 bytes, but has 127"):
+            library.init(bytes(127), size, rank)
+        with pytest.raises(ValueError, match=f"size - 1 = {size - 1}, but is {size}"):
+            library.init(bytes(128), size, size)
+        with pytest.raises(NcclError, match="unique id"):
+            library.init(bytes(128), size, rank)
+
+        double.dry_run(True)
+        stream = double.stream()
+        big = 2**32 + 5
+        calls = {
+            LastCall("ncclAllReduce", big, 9, 4, 0, stream): lambda: communicator.all_reduce(
+                at, at, big, 9, 4, stream
+            ),
+            LastCall("ncclReduce", big, 3, 2, 1, stream): lambda: communicator.reduce(
+                at, at, big, 3, 2, 1, stream
+            ),
+            LastCall("ncclBroadcast", big, 1, 0, 1, stream): lambda: communicator.broadcast(
+                at, at, big, 1, 1, stream
+            ),
+            LastCall("ncclAllGather", big, 11, 0, 0, stream): lambda: communicator.all_gather(
+                at, at, big, 11, stream
+            ),
+            LastCall("ncclReduceScatter", big, 10, 3, 0, stream): lambda: communicator.reduce_scatter(
+                at, at, big, 10, 3, stream
+            ),
+            LastCall("ncclSend", big, 5, 0, 1, stream): lambda: communicator.send(at, big, 5, 1, stream),
+            LastCall("ncclRecv", big, 6, 0, 1, stream): lambda: communicator.recv(at, big, 6, 1, stream),
+        }
+        for expected, function in calls.items():
+            function()
+            assert double.last_call() == expected
+        double.dry_run(False)
+        same(buffer, torch.zeros(8))
+
+
+def test_arguments(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, arguments, 2)
+
+
+def statuses(rank: int, size: int, provider: str, path: Path) -> None:
+    names = {
+        1: "ncclUnhandledCudaError", 2: "ncclSystemError", 3: "ncclInternalError", 4: "ncclInvalidArgument",
+        5: "ncclInvalidUsage", 6: "ncclRemoteError", 7: "ncclInProgress", 8: "ncclTimeout",
+        99: "an unknown status",
+    }  # fmt: skip
+    with connected(rank, size, provider, path) as (double, library, communicator):
+        data = torch.zeros(1)
+        at = data.data_ptr()
+        functions = {
+            "ncclAllReduce": lambda: communicator.all_reduce(at, at, 1, FLOAT, 0, 0),
+            "ncclSend": lambda: communicator.send(at, 1, FLOAT, 0, 0),
+            "ncclCommSplit": lambda: communicator.split(0, 0),
+            "ncclGetUniqueId": library.unique_id,
+            "ncclCommInitRankConfig": lambda: library.init(bytes(128), size, rank),
+        }
+        for function, call in functions.items():
+            for status, name in names.items():
+                double.fail_next(function, status, "as ordered")
+                with pytest.raises(NcclError, match=f"{function} failed with {name}.*as ordered") as caught:
+                    call()
+                assert (caught.value.status, caught.value.status_name) == (status, name)
+                copy = pickle.loads(pickle.dumps(caught.value))
+                assert (str(copy), copy.status) == (str(caught.value), status)
+        double.fail_next("ncclAllReduce", 7)
+        with pytest.raises(NcclError, match="NCCL_COMM_BLOCKING=1"):
+            functions["ncclAllReduce"]()
+
+
+def test_every_status(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, statuses, 1)
+
+
+def settings(rank: int, size: int, provider: str, path: Path) -> None:
+    everything = NcclConfig(
+        cga_cluster_size=2, min_ctas=1, max_ctas=4, net_name="Socket", split_share=True, traffic_class=3,
+        comm_name="of the test", collnet_enable=False, cta_policy=1, nvls_ctas=5, n_channels_per_net_peer=6,
+        nvlink_centric_sched=True, blocking=True,
+    )  # fmt: skip
+    if provider == "pynccl":
+        with connected(rank, size, provider, path, everything) as (double, library, communicator):
+            passed = {
+                "blocking": 1, "cgaClusterSize": 2, "minCTAs": 1, "maxCTAs": 4, "netName": b"Socket",
+                "splitShare": 1, "trafficClass": 3, "commName": b"of the test", "collnetEnable": 0,
+                "CTAPolicy": 1, "nvlsCTAs": 5, "nChannelsPerNetPeer": 6, "nvlinkCentricSched": 1,
+            }  # fmt: skip
+            assert double.config(communicator.handle) == passed
+            inherited = communicator.split(0, 0)
+            own = communicator.split(0, 0, NcclConfig(max_ctas=7))
+            assert inherited is not None
+            assert own is not None
+            assert double.config(inherited.handle) == passed
+            assert double.config(own.handle) == {"blocking": 1, "maxCTAs": 7}
+            with pytest.raises(NcclError, match="CTAs"):
+                communicator.split(0, 0, NcclConfig(max_ctas=-7))
+            inherited.destroy()
+            own.destroy()
+    else:
+        with connected(rank, size, provider, path, NcclConfig(split_share=True)) as (double, library, made):
+            assert double.config(made.handle)["splitShare"] == 1
+            for call in (
+                lambda: library.init(bytes(128), 1, 0, everything),
+                lambda: made.split(0, 0, everything),
+            ):
+                with pytest.raises(ValueError, match=r"only split_share.*cga_cluster_size.*PROVIDER=pynccl"):
+                    call()
+
+
+def test_settings(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, settings, 2)
+
+
+def test_nonblocking_communicators_are_refused(provider: str, nccl_library: Path) -> None:
+    with pytest.raises(ValueError, match="blocking=False"):
+        NcclConfig(blocking=False)
+    on(provider, nccl_library, nonblocking, 1, env={"NCCL_COMM_BLOCKING": "0"})
+
+
+def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
+    NcclDouble(path)
+    library = providers.load(provider)
+    with pytest.raises(ValueError, match="NCCL_COMM_BLOCKING=0"):
+        library.init(library.unique_id(), size, rank)
+
+
+def aborts(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (_, library, communicator):
+        data = torch.zeros(4)
+        at = data.data_ptr()
+        part = communicator.split(0, 0)
+        assert part is not None
+
+        def blocked(communicator: Communicator, kind: str) -> None:
+            if kind == "collective":
+                communicator.all_reduce(at, at, 4, FLOAT, 0, 0)
+            else:
+                with library.group():
+                    communicator.send(at, 4, FLOAT, 1 - rank, 0)
+
+        for each, kind in ((part, "collective"), (communicator, "group")):
+            if rank == 0:
+                ended_by_abort(each, lambda each=each, kind=kind: blocked(each, kind))
+            else:
+                time.sleep(0.4)  # never comes
+                each.abort()
+            each.abort()  # again
+            each.destroy()
+            assert each.ended
+            assert each.handle == 0
+            assert each.async_error() is None
+            with pytest.raises(NcclError, match="this rank has aborted the communicator") as caught:
+                each.all_reduce(at, at, 4, FLOAT, 0, 0)
+            assert caught.value.status == NcclStatus.INVALID_USAGE
+            with pytest.raises(NcclError, match="aborted"):
+                each.split(0, 0)
+
+
+def ended_by_abort(communicator: Communicator, blocked: object) -> None:
+    """Aborts from another thread what blocks in this one, and counts how that one runs meanwhile."""
+    ticks = 0
+    over = threading.Event()
+
+    def count_and_abort() -> None:
+        nonlocal ticks
+        while not over.is_set() and ticks < 100:
+            ticks += 1
+            time.sleep(0.002)
+        communicator.abort()
+
+    thread = threading.Thread(target=count_and_abort)
+    thread.start()
+    blocked()
+    over.set()
+    thread.join()
+    assert ticks == 100, "the blocked call held the GIL, or did not block"
+
+
+def test_abort_from_another_thread(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, aborts, 2)
+
+
+def ends(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, library, communicator):
+        data = torch.ones(1)
+        parts = [communicator.split(0, 0) for _ in range(3)]
+        assert all(parts)
+        stream = double.stream()
+        double.sleep(stream, 100)
+        parts[0].all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, stream)
+        parts[0].destroy()
+        assert data.item() == size, "destroy waits for what is under way"
+        with library.group():  # several at once
+            parts[1].abort()
+            parts[2].abort()
+        assert [part.handle for part in parts] == [0, 0, 0]
+        with library.group():
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, 0)
+            communicator.abort()
+
+
+def test_ends(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, ends, 2)
+
+
+def asynchronous_errors(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        assert communicator.async_error() is None
+        part = communicator.split(0, 0)
+        assert part is not None
+        double.set_async_error(part.handle, 6, "the cable was pulled")
+        error = part.async_error()
+        assert error is not None
+        assert (error.status, error.status_name) == (6, "ncclRemoteError")
+        assert "the cable was pulled" in str(error)
+        with pytest.raises(NcclError, match=r"ncclRemoteError \(6\).*cable"):
+            part.broadcast(0, 0, 1, FLOAT, 0, 0)
+        double.set_async_error(part.handle, 7)
+        assert part.async_error() is None, "in progress is no error"
+        double.set_async_error(part.handle, 8)
+        error = part.async_error()
+        assert error is not None
+        assert error.status == NcclStatus.TIMEOUT
+        part.abort()
+        assert communicator.async_error() is None
+
+        # Ranks that call different operations.
+        stream = double.stream()
+        data = torch.zeros(4)
+        if rank == 0:
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, stream)
+        else:
+            communicator.broadcast(data.data_ptr(), data.data_ptr(), 2, FLOAT, 1, stream)
+        error = seen(communicator)
+        assert error.status == (NcclStatus.REMOTE_ERROR if rank else NcclStatus.INTERNAL_ERROR)
+        assert ("rank 0 has closed" if rank else "rank 0 expects 16") in str(error)
+        communicator.abort()
+        double.synchronize(stream)
+
+
+def seen(communicator: Communicator) -> NcclError:
+    """Waits for an asynchronous error."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        error = communicator.async_error()
+        if error is not None:
+            return error
+        time.sleep(0.005)
+    raise AssertionError("no asynchronous error came")
+
+
+def test_asynchronous_errors(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, asynchronous_errors, 2)
+
+
+def killed(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        stream = double.stream()
+        data = torch.ones(4)
+        communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, stream)
+        error = seen(communicator)
+        assert error.status == NcclStatus.REMOTE_ERROR
+        event = double.event()
+        double.record(event, stream)
+        assert not double.query(event), "the operation hangs until the abort"
+        communicator.abort()
+        double.synchronize(stream)
+
+
+def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
+    results = on(provider, nccl_library, killed, 3, lost=(1,))
+    assert isinstance(results[1], Died)
+
+
+def missing(rank: int, size: int, provider: str, path: Path) -> bool:
+    NcclDouble(path)
+    library = providers.load(provider)
+    identifier = shared_id(library, rank)
+    if rank == 1:
+        return True  # never comes
+    thread = threading.Thread(target=lambda: library.init(identifier, size, rank), daemon=True)
+    thread.start()
+    thread.join(0.3)  # runs while the other blocks, as the GIL is released
+    return thread.is_alive()
+
+
+def test_a_rank_that_never_comes(provider: str, nccl_library: Path) -> None:
+    assert on(provider, nccl_library, missing, 2) == [True, True]
+
+
+def orders(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        producer, consumer = double.stream(), double.stream()
+        source = torch.full((1000,), 5.0)
+        data = torch.zeros(1000)
+        ready, done = double.event(), double.event()
+        double.sleep(producer, 100)
+        double.copy(producer, data.data_ptr(), source.data_ptr(), 4000)
+        double.record(ready, producer)
+        double.wait(ready, consumer)
+        communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1000, FLOAT, 0, consumer)
+        double.record(done, consumer)
+        assert not double.query(done), "the call returns before the stream has come to it"
+        assert not data.any()
+        double.synchronize_event(done)
+        same(data, torch.full((1000,), 5.0 * size))
+        called = []
+        double.call(consumer, lambda: called.append(data[0].item()))
+        double.wait(done, 0)
+        double.synchronize(consumer)
+        assert called == [5.0 * size]
+
+
+def test_order_on_streams(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, orders, 2)
+
+
+def forgotten(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        part = communicator.split(0, 0)
+        assert part is not None
+        handle = part.handle
+        del part
+        gc.collect()
+        assert double.communicators() == 2, "only abort and destroy end a communicator"
+        double.set_async_error(handle, 0)  # it is still there
+        ctypes.CDLL(str(path)).ncclCommAbort(ctypes.c_void_p(handle))
+
+
+def test_a_forgotten_communicator_is_not_destroyed(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, forgotten, 2)

@@ -1,0 +1,258 @@
+"""Order on streams: producers that are late, consumers on other streams, tensors that nobody keeps."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.test_works import eventually, gate
+from nccl_double.device import DoubleDevice
+from nccl_double.groups import run_over_double
+
+from collectives import CollectiveTimeoutError, ProcessGroup
+from collectives.types import AllreduceOptions
+
+DELAY = 0.2
+CPU = torch.device("cpu")
+
+
+def late(device: DoubleDevice, stream: int, tensor: torch.Tensor, value: float) -> None:
+    """Lets a stream fill a tensor, after a while."""
+    device.sleep(stream, DELAY)
+    device.run(stream, lambda: tensor.fill_(value))
+
+
+def asynchronous(group: ProcessGroup) -> None:
+    """The operation waits for the current stream, and the current stream, by wait(), for the operation."""
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    own, other = device.new_stream(False), device.new_stream(False)
+    total = sum(range(1, size + 1))
+    for layout in ("dense", "strided"):
+        x = torch.zeros(16) if layout == "dense" else torch.zeros(48)[::3]
+        seen: list[list[float]] = []
+        with device.using(own):
+            late(device, own, x, 1.0 + me)
+            work = group.allreduce(x)
+            assert not work.is_completed()
+            began = time.monotonic()
+            work.wait()
+            device.run(own, lambda x=x, seen=seen: seen.append(x.tolist()))
+            assert time.monotonic() - began < DELAY / 2, "the host waited"
+            assert work.is_completed()
+        with device.using(other):  # another stream waits, too
+            work.wait()
+            device.run(other, lambda x=x, seen=seen: seen.append(x.tolist()))
+        device.synchronize(own)
+        device.synchronize(other)
+        assert seen == [[total] * 16] * 2
+
+
+def on_the_current_stream(group: ProcessGroup) -> None:
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    own = device.new_stream(False)
+    x = torch.zeros(48)[::3]
+    with device.using(own):
+        late(device, own, x, 1.0 + me)
+        work = group.allreduce([x], AllreduceOptions(asyncOp=False))
+        assert not work._flight.landed()
+        work.wait()
+    device.synchronize(own)
+    assert x.tolist() == [sum(range(1, size + 1))] * 16
+
+
+def kept_alive(group: ProcessGroup) -> None:
+    """Tensors live until the streams have passed the operation, and not for ever."""
+    device = DoubleDevice.shared(CPU)
+    own = device.new_stream(False)
+    with device.using(own):
+        device.sleep(own, DELAY)
+        x = torch.ones(1000)
+        alive = weakref.ref(x)
+        work = group.allreduce(x)
+        del x, work
+        gc.collect()
+        assert alive() is not None, "freed while NCCL uses it"
+    group.barrier().wait()
+    group.allreduce(torch.ones(1)).wait()
+    assert eventually(lambda: alive() is None), "never let go"
+
+    x = torch.ones(10)
+    alive = weakref.ref(x)
+    work = group.allreduce(x)
+    work.wait()
+    assert work.result()[0] is x
+    del x, work
+    gc.collect()
+    assert eventually(lambda: alive() is None), "kept beyond wait()"
+
+
+def waited_for_elsewhere(group: ProcessGroup) -> None:
+    """Another stream's wait does not give tensors back to the stream that they belong to."""
+    device = DoubleDevice.shared(CPU)
+    own, other = device.new_stream(False), device.new_stream(False)
+    with device.using(own):
+        x = torch.ones(1000)
+        alive = weakref.ref(x)
+        work = group.allreduce(x)
+    with device.using(other):
+        work.wait()
+        device.synchronize(other)
+    del x, work
+    gc.collect()
+    assert alive() is not None, "let go, though the stream that it belongs to has not waited"
+    group.allreduce(torch.ones(1)).wait()
+    assert eventually(lambda: alive() is None), "never let go"
+
+
+def an_unanswered_receive(group: ProcessGroup) -> None:
+    """Neither futures of later operations nor the end of their tensors wait for it."""
+    device, me = DoubleDevice.shared(CPU), group.rank()
+    got = torch.empty(4)
+    receive = group.recv(got, 1 - me)
+    answered = receive.get_future()
+    x = torch.ones(1000)
+    alive = weakref.ref(x)
+    future = group.allreduce(x).get_future()
+    assert eventually(future.done), "held back by a receive"
+    assert future.wait()[0] is x
+    del x, future
+    gc.collect()
+    group.barrier().wait()
+    group.allreduce(torch.ones(1)).wait()
+    assert eventually(lambda: alive() is None), "kept because of a receive"
+    assert not receive.is_completed()
+    assert not answered.done()
+    gate("seen unanswered", group)
+    group.send(torch.full((4,), float(me)), 1 - me).wait()
+    receive.wait()
+    device.synchronize(device.current_stream())
+    assert answered.wait()[0].tolist() == [1.0 - me] * 4
+
+
+def issued_by_two_threads(group: ProcessGroup) -> None:
+    """Operations of two threads, in any order: messages here, in the other direction there."""
+    peer, turns = 1 - group.rank(), 200
+    tensors = [torch.zeros(8) for _ in range(turns)]
+    errors: list[Exception] = []
+
+    def issue(call: Callable[[torch.Tensor], object], values: Iterable[torch.Tensor]) -> None:
+        try:
+            for value in values:
+                call(value)
+        except Exception as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    given = [torch.full((8,), float(turn)) for turn in range(turns)]
+    threads = [
+        threading.Thread(target=issue, args=(lambda x: group.send(x, peer), given)),
+        threading.Thread(target=issue, args=(lambda x: group.recv(x, peer), tensors)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    group.barrier().wait()
+    assert eventually(lambda: [tensor[0].item() for tensor in tensors] == list(range(turns)))
+
+
+def futures(group: ProcessGroup) -> None:
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    own = device.new_stream(False)
+    x = torch.zeros(3)
+    with device.using(own):
+        late(device, own, x, 1.0 + me)
+        future = group.allreduce(x).get_future()
+        doubled = future.then(lambda done: done.value()[0] * 2)
+    total = float(sum(range(1, size + 1)))
+    assert doubled.wait().tolist() == [2 * total] * 3
+    assert future.wait()[0] is x
+
+
+def host_blocks(group: ProcessGroup) -> None:
+    """A barrier's wait blocks the host, as one with a limit does, after which the operation goes on."""
+    device = DoubleDevice.shared(CPU)
+    own = device.new_stream(False)
+    with device.using(own):
+        device.sleep(own, DELAY)
+        began = time.monotonic()
+        group.barrier().wait()
+        assert time.monotonic() - began > DELAY / 2
+        device.sleep(own, DELAY)
+        x = torch.ones(2)
+        work = group.allreduce(x)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"all_reduce #\d+ \(SUM, torch.float32 \[2\]\).*goes on"
+        ):
+            work.wait(timedelta(milliseconds=20))
+        assert not work.is_completed()
+        assert work.wait(timedelta(seconds=20))
+        assert x.tolist() == [group.size()] * 2
+
+
+def messages(group: ProcessGroup) -> None:
+    device, me = DoubleDevice.shared(CPU), group.rank()
+    own = device.new_stream(False)
+    x, y = torch.zeros(4), torch.zeros(4)
+    with device.using(own):
+        late(device, own, x, 5.0 + me)
+        sent = group.send(x, 1 - me)
+        received = group.recv(y, 1 - me)
+        received.wait()
+        sent.wait()
+    device.synchronize(own)
+    assert y.tolist() == [5.0 + 1 - me] * 4
+    with device.using(own):
+        late(device, own, x, 9.0)
+        group.send(x, me)
+        group.recv(y, me).wait()
+    device.synchronize(own)
+    assert y.tolist() == [9.0] * 4
+
+
+LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads)
+
+
+def streams(group: ProcessGroup) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    for body in (asynchronous, on_the_current_stream, kept_alive, futures, host_blocks, messages, *LATER):
+        body(group)
+
+
+def test_order_on_streams(nccl_library: Path) -> None:
+    run_over_double(streams, 2, nccl_library)
+
+
+def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
+    device = DoubleDevice.shared(CPU)
+    own = device.new_stream(False)
+    group.allreduce(torch.ones(1)).wait()
+    with device.using(own):
+        x = torch.zeros(2)
+        late(device, own, x, 1.0)
+        work = group.allreduce(x)
+        work.wait()
+        assert work._flight.landed() is blocks
+        doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    device.synchronize(own)
+    assert doubled.wait().tolist() == [2.0 * group.size()] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "chosen", "blocks"),
+    [("1", None, True), ("true", None, True), ("0", None, False), (None, None, False), ("1", False, False),
+     (None, True, True)],
+)  # fmt: skip
+def test_blocking_wait(nccl_library: Path, variable: str | None, chosen: bool | None, blocks: bool) -> None:
+    from collectives.backends.nccl.options import Options
+
+    options = {"pg_options": Options(blocking_wait=chosen)}
+    env = {"TORCH_NCCL_BLOCKING_WAIT": variable}
+    run_over_double(every_wait_blocks, 2, nccl_library, blocks, options=options, env=env)

@@ -1,0 +1,51 @@
+"""``collectives bench`` on CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu.cuda_ranks import needs_device
+
+from collectives.bench.records import read_report
+from collectives.cli import main
+
+pytestmark = needs_device
+
+
+@pytest.mark.parametrize(
+    ("program", "more", "operations"),
+    [("allreduce", [], ["all_reduce"]), ("collectives", ["--ops", "all_gather,barrier"], ["all_gather"])],
+)
+def test_both_peers_at_two_sizes(
+    program: str, more: list[str], operations: list[str], tmp_path: Any, capsys: Any
+) -> None:
+    path = tmp_path / "out.json"
+    status = main(
+        [
+            *("bench", program, *more, "--device", "cuda", "--backends", "nccl,torch:nccl"),
+            *("--sizes", "1K,1M", "--iters", "5", "--warmup", "2", "--json", str(path)),
+        ]
+    )
+    assert status == 0, capsys.readouterr().out
+    report = read_report(path)
+    assert report.skipped == []
+    found = [(r.operation, r.peer, r.size_bytes) for r in report.records if r.operation in operations]
+    assert found == [
+        (name, peer, size)
+        for name in operations
+        for size in (1024, 1 << 20)
+        for peer in ("nccl", "torch:nccl")
+    ]
+    for record in report.records:
+        assert record.device == "cuda"
+        assert record.wrong_elements == 0
+        assert record.cold.calls == record.hot.calls == 5
+        assert record.cold.min_us > 0
+    described = report.environment
+    assert described["gpus"][0] == torch.cuda.get_device_name(0)
+    assert described["gpu_driver"]
+    assert ("gpus_shared_by_ranks" in described) == (torch.cuda.device_count() < 2)
+    assert "by way of" in described["peers"]["nccl"]
+    assert "by way of torch" in described["peers"]["torch:nccl"]

@@ -1,0 +1,93 @@
+#include "communicator.hpp"
+
+namespace nccl_double {
+
+thread_local Group group;
+thread_local std::string last_error;
+
+// Never destroyed: threads of streams may outlive the end of main.
+State& state() {
+  static auto* const all = new State;
+  return *all;
+}
+
+int fail(int status, const std::string& text) {
+  last_error = text;
+  if (group.depth) group.error = status;
+  return status;
+}
+
+int ordered_failure(const char* function) {
+  const std::lock_guard lock(state().mutex);
+  const auto found = state().failing.find(function);
+  if (found == state().failing.end()) return kSuccess;
+  const Failing failing = found->second;
+  state().failing.erase(found);
+  return fail(failing.status, failing.text);
+}
+
+CommunicatorPtr find(const char* function, const void* handle, int& status) {
+  if (handle == nullptr) {
+    status = fail(kInvalidArgument, std::string(function) + " : comm argument is NULL");
+    return nullptr;
+  }
+  const std::lock_guard lock(state().mutex);
+  const auto found = state().communicators.find(handle);
+  if (found == state().communicators.end()) {
+    ++state().misuses;
+    status = fail(kInvalidArgument, std::string(function) + " : the communicator has ended");
+    return nullptr;
+  }
+  return found->second;
+}
+
+const void* keep(CommunicatorPtr communicator) {
+  const std::lock_guard lock(state().mutex);
+  const void* const handle = communicator.get();
+  state().communicators[handle] = std::move(communicator);
+  return handle;
+}
+
+void forget(const CommunicatorPtr& communicator) {
+  const std::lock_guard lock(state().mutex);
+  state().communicators.erase(communicator.get());
+}
+
+bool Communicator::in_turn(std::uint64_t mine, const std::function<bool()>& work) {
+  std::unique_lock lock(mutex);
+  changed.wait(lock, [&] { return turn == mine; });
+  running = true;
+  bool done = false;
+  if (!aborted) {
+    lock.unlock();
+    try {
+      done = work();
+    } catch (const Failure& failure) {
+      const std::lock_guard again(mutex);
+      reason = failure.text;
+      async_error = failure.status;
+    }
+    lock.lock();
+    if (!done) changed.wait(lock, [&] { return aborted.load(); });
+  }
+  running = false;
+  ++turn;
+  changed.notify_all();
+  return done;
+}
+
+void Communicator::settle(bool all) {
+  std::unique_lock lock(mutex);
+  changed.notify_all();
+  changed.wait(lock, [&] { return !running && (!all || turn == issued); });
+}
+
+void abort(const CommunicatorPtr& communicator) {
+  {
+    const std::lock_guard lock(communicator->mutex);
+    communicator->aborted = true;
+  }
+  communicator->settle(false);
+}
+
+}  // namespace nccl_double

@@ -1,0 +1,163 @@
+// Communicators of the double, and what its functions share: state, groups of calls, failures.
+#pragma once
+
+#include <atomic>
+#include <climits>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "elements.hpp"
+#include "mesh.hpp"
+
+namespace nccl_double {
+
+enum Status : int {
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+};
+
+constexpr unsigned kConfigMagic = 0xcafebeef;
+constexpr int kUndefined = INT_MIN;
+
+// ncclConfig_t of NCCL 2.28; older callers pass a shorter one.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = kConfigMagic;
+  unsigned version = 22809;
+  int blocking = kUndefined;
+  int cgaClusterSize = kUndefined;
+  int minCTAs = kUndefined;
+  int maxCTAs = kUndefined;
+  const char* netName = nullptr;
+  int splitShare = kUndefined;
+  int trafficClass = kUndefined;
+  const char* commName = nullptr;
+  int collnetEnable = kUndefined;
+  int CTAPolicy = kUndefined;
+  int shrinkShare = kUndefined;
+  int nvlsCTAs = kUndefined;
+  int nChannelsPerNetPeer = kUndefined;
+  int nvlinkCentricSched = kUndefined;
+};
+
+struct UniqueId {
+  char bytes[128];
+};
+
+struct Operation {
+  enum Kind : int { none, all_reduce, reduce, broadcast, all_gather, reduce_scatter, send, recv, split };
+  Kind kind = none;
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  std::size_t count = 0;
+  int type = kInt8;
+  int op = kSum;
+  int root = 0;  // or the peer
+  std::intptr_t stream = 0;
+  std::vector<std::byte> factor;  // of a reduction that multiplies first
+};
+
+struct Communicator {
+  Communicator(std::string name, int rank, int size, Config config)
+      : name(std::move(name)), rank(rank), size(size), config(config), mesh(this->name, rank, size) {}
+
+  // Runs `work` when those before have run; returns whether it did, and was not stopped by an abort.
+  bool in_turn(std::uint64_t turn, const std::function<bool()>& work);
+  // Waits until nothing runs, or also until nothing is to run.
+  void settle(bool all);
+  // Returns the reason of the asynchronous error.
+  std::string failure() {
+    const std::lock_guard lock(mutex);
+    return reason;
+  }
+
+  const std::string name;
+  const int rank;
+  const int size;
+  const Config config;
+  std::atomic<bool> aborted{false};
+  std::atomic<int> async_error{kSuccess};
+
+  std::mutex mutex;
+  std::string reason;  // of the asynchronous error
+  std::condition_variable changed;
+  std::uint64_t issued = 0;
+  std::uint64_t turn = 0;
+  bool running = false;
+  std::uint64_t splits = 0;
+  std::map<int, std::pair<int, std::vector<std::byte>>> ops;  // type and factor by code
+  int next_op = kBuiltInOps;
+
+  Mesh mesh;
+};
+
+using CommunicatorPtr = std::shared_ptr<Communicator>;
+
+struct LastCall {
+  char function[32];
+  std::uint64_t count;
+  int type;
+  int op;
+  int root;
+  std::intptr_t stream;
+};
+
+struct Failing {
+  int status;
+  std::string text;
+};
+
+struct State {
+  std::mutex mutex;
+  std::map<const void*, CommunicatorPtr> communicators;
+  std::map<std::string, Failing> failing;
+  LastCall last{};
+  int version = 22809;
+  std::atomic<bool> dry{false};
+  std::atomic<int> misuses{0};
+};
+
+struct Group {
+  int depth = 0;
+  int error = kSuccess;
+  std::vector<std::pair<CommunicatorPtr, Operation>> operations;
+  std::vector<CommunicatorPtr> aborts;
+};
+
+State& state();
+
+// Of the calling thread.
+extern thread_local Group group;
+extern thread_local std::string last_error;
+
+// Notes an error of the calling thread; returns its status.
+int fail(int status, const std::string& text);
+
+// Returns the status that a test ordered for the next call of this function.
+int ordered_failure(const char* function);
+
+// Looks a communicator up; `status` is set where there is none.
+CommunicatorPtr find(const char* function, const void* handle, int& status);
+
+const void* keep(CommunicatorPtr communicator);
+
+void forget(const CommunicatorPtr& communicator);
+
+void abort(const CommunicatorPtr& communicator);
+
+// Puts operations on their streams. A communicator's operations of one group start together: on the stream of
+// the first, which waits for the other streams, and they for it.
+void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations);
+
+}  // namespace nccl_double

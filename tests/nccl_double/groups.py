@@ -1,0 +1,72 @@
+"""NCCL groups on tensors of the CPU, over the double."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from harness import current_store, run_ranks
+
+from collectives.registry import GroupOptions
+from nccl_double import NcclDouble
+from nccl_double.device import DoubleDevice, use
+
+_doubles: dict[Path, NcclDouble] = {}
+
+
+def load(path: Path) -> NcclDouble:
+    """Loads the double, before either provider is."""
+    if path not in _doubles:
+        _doubles[path] = NcclDouble(path)
+        os.environ["NUMBA_NCCLLIB"] = str(path.parent)
+        use(path)
+    return _doubles[path]
+
+
+def make_group(path: Path, provider: str, rank: int, size: int, store: Any = None, **options: Any) -> Any:
+    """Returns a group over the double; ``options`` are further fields of :class:`GroupOptions`."""
+    load(path)
+    from collectives.backends.nccl import ProcessGroupNCCL, providers
+
+    fields = {"timeout": timedelta(seconds=20), "group_name": "over the double", **options}
+    given = GroupOptions(current_store() if store is None else store, rank, size, **fields)
+    return ProcessGroupNCCL(given, providers.load(provider), DoubleDevice)
+
+
+def run_over_double(
+    body: Callable[..., Any],
+    size: int,
+    path: Path,
+    *args: Any,
+    provider: str = "cupy",
+    options: dict[str, Any] | None = None,
+    **more: Any,
+) -> list[Any]:
+    """Runs ``body(group, *args)`` on every rank, in new processes; returns the results by rank.
+
+    ``more`` are arguments of :func:`harness.run_ranks`.
+    """
+    return run_ranks(_in_group, size, path, provider, options or {}, body, args, isolated=True, **more)
+
+
+def _in_group(
+    rank: int,
+    size: int,
+    path: Path,
+    provider: str,
+    options: dict[str, Any],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    group = make_group(path, provider, rank, size, **options)
+    try:
+        value = body(group, *args)
+    except BaseException:
+        group.abort()
+        raise
+    group.shutdown()
+    assert load(path).misuses() == 0, "calls used a communicator after its end"
+    return value

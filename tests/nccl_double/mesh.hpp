@@ -1,0 +1,90 @@
+// Messages between the ranks of a communicator, over unix sockets.
+//
+// A message is taken by a receive of the same lane, kind and length, in the order in which its sender sent
+// those of the lane. It is delivered when the receiver has taken it, not before: an operation waits for its
+// peers, as NCCL's large ones do.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+namespace nccl_double {
+
+// Collectives and point-to-point messages do not meet.
+enum class Lane : std::uint32_t { collective, point_to_point, lanes };
+
+struct Outgoing {
+  int peer;
+  const std::byte* data;
+  std::size_t bytes;
+};
+
+struct Incoming {
+  int peer;
+  std::byte* data;
+  std::size_t bytes;
+};
+
+// What went wrong between ranks; NCCL would report it as an asynchronous error.
+struct Failure {
+  int status;
+  std::string text;
+};
+
+class Mesh {
+ public:
+  // Blocks until all ranks that give the same name have come.
+  Mesh(const std::string& name, int rank, int size);
+  ~Mesh();
+  Mesh(const Mesh&) = delete;
+  Mesh& operator=(const Mesh&) = delete;
+
+  // Sends and receives all at once; `kind` is the operation and must be the same at both ends. Returns false
+  // when `stop` was set before all was done, and throws Failure. One thread at a time.
+  bool exchange(Lane lane, int kind, const std::vector<Outgoing>& sends,
+                const std::vector<Incoming>& receives, const std::atomic<bool>& stop);
+
+ private:
+  struct Header {
+    std::uint32_t lane;
+    std::int32_t kind;  // 0 for the note that a message was taken
+    std::uint64_t bytes;
+  };
+  struct Message {
+    Header header;
+    std::vector<std::byte> data;
+  };
+  // What is still to be written; `owned` has the bytes where nobody else keeps them.
+  struct Piece {
+    std::vector<std::byte> owned;
+    const std::byte* data;
+    std::size_t bytes;
+  };
+  struct Counts {
+    std::uint64_t sent = 0;
+    std::uint64_t taken = 0;
+    std::deque<Message> inbox;
+  };
+  struct Peer {
+    int socket = -1;
+    bool gone = false;
+    std::deque<Piece> outbox;
+    std::vector<std::byte> arrived;  // the beginning of a message or of its header
+    Counts lanes[static_cast<int>(Lane::lanes)];
+  };
+
+  void post(int peer, const Header& header, const std::byte* data);
+  bool take(Lane lane, int kind, const Incoming& receive);
+  void pump();
+  void write_to(Peer& peer);
+  void read_from(Peer& peer);
+
+  int rank_;
+  std::vector<Peer> peers_;
+};
+
+}  // namespace nccl_double

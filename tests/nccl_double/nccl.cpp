@@ -1,0 +1,443 @@
+// A double of NCCL for tests: its C interface on host memory, between processes of one machine.
+//
+// It is test equipment. What it shares with NCCL: names, argument order, codes, checks and statuses of the C
+// interface, groups, blocking until all ranks have come, order of operations, abort from another thread. What
+// it has instead of CUDA: streams.cpp. It is stricter where NCCL corrupts memory or hangs in silence:
+// operations that do not match between ranks become asynchronous errors, and calls with an ended communicator
+// are counted.
+//
+// Operations of a communicator run one after the other, in the order of their calls. One that fails stays
+// unfinished, as a kernel does, until the communicator is aborted.
+#include <algorithm>
+#include <array>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "communicator.hpp"
+#include "elements.hpp"
+#include "streams.hpp"
+
+namespace nccl_double {
+namespace {
+
+int issue(const char* function, const void* handle, Operation op) {
+  if (const int status = ordered_failure(function)) return status;
+  int status = kSuccess;
+  const CommunicatorPtr comm = find(function, handle, status);
+  if (!comm) return status;
+  if (const int error = comm->async_error) return fail(error, comm->failure());
+  const auto refuse = [&](const char* what, int value) {
+    return fail(kInvalidArgument, std::string(function) + " : invalid " + what + " " + std::to_string(value));
+  };
+  if (op.type < 0 || op.type >= kTypes) return refuse("type", op.type);
+  if (op.root < 0 || op.root >= comm->size) return refuse("root", op.root);
+  int built_in = op.op;
+  if (op.op >= kBuiltInOps) {
+    const std::lock_guard lock(comm->mutex);
+    const auto made = comm->ops.find(op.op);
+    if (made == comm->ops.end() || made->second.first != op.type) return refuse("reduction operation", op.op);
+    op.factor = made->second.second;
+    built_in = kSum;
+  }
+  if (op.op < 0) return refuse("reduction operation", op.op);
+  if (!stream_exists(op.stream)) return fail(kUnhandledCudaError, "the stream does not exist");
+  {
+    const std::lock_guard lock(state().mutex);
+    LastCall& last = state().last;
+    std::snprintf(last.function, sizeof(last.function), "%s", function);
+    last.count = op.count;
+    last.type = op.type;
+    last.op = op.op;
+    last.root = op.root;
+    last.stream = op.stream;
+  }
+  if (state().dry) return kSuccess;
+  op.op = built_in;
+  if (group.depth) {
+    group.operations.emplace_back(comm, std::move(op));
+  } else {
+    launch({{comm, std::move(op)}});
+  }
+  return kSuccess;
+}
+
+// Takes what the caller gave of a configuration, on top of the defaults or of the parent's.
+int read_config(const Config* given, Config& config) {
+  if (given == nullptr) return kSuccess;
+  if (given->magic != kConfigMagic || given->size < offsetof(Config, cgaClusterSize)) {
+    return fail(kInvalidArgument, "the configuration was not initialised");
+  }
+  Config merged;
+  std::memcpy(static_cast<void*>(&merged), given, std::min(given->size, sizeof(Config)));
+  const auto positive = [](int value) { return value == kUndefined || value > 0; };
+  if (!positive(merged.minCTAs) || !positive(merged.maxCTAs) ||
+      (merged.minCTAs != kUndefined && merged.maxCTAs != kUndefined && merged.minCTAs > merged.maxCTAs) ||
+      (merged.cgaClusterSize != kUndefined && (merged.cgaClusterSize < 0 || merged.cgaClusterSize > 8))) {
+    return fail(kInvalidArgument, "the configuration has an invalid number of CTAs or cluster size");
+  }
+  // The texts belong to the caller; a communicator keeps copies for good, as there are few.
+  for (const char** text : {&merged.netName, &merged.commName}) {
+    if (*text) *text = strdup(*text);
+  }
+  config = merged;
+  return kSuccess;
+}
+
+int init(const void** handle, int size, const UniqueId& id, int rank, const Config* given) {
+  if (handle == nullptr) return fail(kInvalidArgument, "CommInitRank : comm argument is NULL");
+  if (size < 1 || rank < 0 || rank >= size || std::memcmp(id.bytes, "double\0", 8) != 0) {
+    return fail(kInvalidArgument, "CommInitRank : invalid rank " + std::to_string(rank) + " of " +
+                                      std::to_string(size) + " or unique id");
+  }
+  Config config;
+  if (const int status = read_config(given, config)) return status;
+  std::string name;
+  for (int i = 8; i < 24; ++i) {
+    char digits[3];
+    std::snprintf(digits, sizeof(digits), "%02x", static_cast<unsigned char>(id.bytes[i]));
+    name += digits;
+  }
+  try {
+    *handle = keep(std::make_shared<Communicator>(name, rank, size, config));
+  } catch (const Failure& failure) {
+    return fail(failure.status, failure.text);
+  }
+  return kSuccess;
+}
+
+int split(const CommunicatorPtr& comm, int color, int key, const void** handle, const Config* given) {
+  Config config = comm->config;
+  if (const int status = read_config(given, config)) return status;
+  std::uint64_t turn, number;
+  {
+    const std::lock_guard lock(comm->mutex);
+    turn = comm->issued++;
+    number = comm->splits++;
+  }
+  struct Choice {
+    int color, key, rank;
+  };
+  std::vector<Choice> choices(static_cast<std::size_t>(comm->size));
+  Choice& own = choices[static_cast<std::size_t>(comm->rank)];
+  own = {color, key, comm->rank};
+  const bool done = comm->in_turn(turn, [&] {
+    std::vector<Outgoing> sends;
+    std::vector<Incoming> receives;
+    for (int peer = 0; peer < comm->size; ++peer) {
+      if (peer == comm->rank) continue;
+      sends.push_back({peer, reinterpret_cast<const std::byte*>(&own), sizeof(own)});
+      receives.push_back(
+          {peer, reinterpret_cast<std::byte*>(&choices[static_cast<std::size_t>(peer)]), sizeof(own)});
+    }
+    return comm->mesh.exchange(Lane::collective, Operation::split, sends, receives, comm->aborted);
+  });
+  if (!done) return fail(kInternalError, "CommSplit : stopped");
+  *handle = nullptr;
+  if (color < 0) return kSuccess;
+  std::erase_if(choices, [&](const Choice& choice) { return choice.color != color; });
+  std::stable_sort(choices.begin(), choices.end(),
+                   [](const Choice& left, const Choice& right) { return left.key < right.key; });
+  int rank = 0;
+  while (choices[static_cast<std::size_t>(rank)].rank != comm->rank) ++rank;
+  // All members derive the same name, which no other communicator has.
+  const std::string path = comm->name + "/" + std::to_string(number) + "/" + std::to_string(color);
+  try {
+    *handle = keep(std::make_shared<Communicator>(path, rank, static_cast<int>(choices.size()), config));
+  } catch (const Failure& failure) {
+    return fail(failure.status, failure.text);
+  }
+  return kSuccess;
+}
+
+Operation operation(Operation::Kind kind, const void* from, void* to, std::size_t count, int type, int op,
+                    int root, std::intptr_t stream) {
+  return {
+      kind, static_cast<const std::byte*>(from), static_cast<std::byte*>(to), count, type, op, root, stream,
+      {}};
+}
+
+}  // namespace
+}  // namespace nccl_double
+
+using namespace nccl_double;
+
+// NCCL's functions. Streams are numbers here, and communicators are opaque.
+extern "C" {
+
+int ncclGetVersion(int* version) {
+  if (version == nullptr) return fail(kInvalidArgument, "GetVersion : version argument is NULL");
+  *version = state().version;
+  return kSuccess;
+}
+
+const char* ncclGetErrorString(int status) {
+  switch (status) {
+    case 0:
+      return "no error";
+    case 1:
+      return "unhandled cuda error";
+    case 2:
+      return "unhandled system error";
+    case 3:
+      return "internal error";
+    case 4:
+      return "invalid argument";
+    case 5:
+      return "invalid usage";
+    case 6:
+      return "remote process exited or there was a network error";
+    case 7:
+      return "NCCL operation in progress";
+    case 8:
+      return "NCCL operation timed out";
+    default:
+      return "unknown result code";
+  }
+}
+
+const char* ncclGetLastError(const void*) { return last_error.c_str(); }
+
+int ncclGetUniqueId(UniqueId* id) {
+  if (const int status = ordered_failure("ncclGetUniqueId")) return status;
+  if (id == nullptr) return fail(kInvalidArgument, "GetUniqueId : id argument is NULL");
+  // The bytes after the random ones are not zero, those between are: all 128 have to be passed on.
+  std::memset(id->bytes, 0x5a, sizeof(id->bytes));
+  std::memcpy(id->bytes, "double\0", 8);
+  std::random_device random;
+  for (int i = 8; i < 24; ++i) id->bytes[i] = static_cast<char>(random());
+  id->bytes[127] = 0;
+  return kSuccess;
+}
+
+int ncclCommInitRankConfig(const void** comm, int size, UniqueId id, int rank, const Config* config) {
+  if (const int status = ordered_failure("ncclCommInitRankConfig")) return status;
+  return init(comm, size, id, rank, config);
+}
+
+int ncclCommInitRank(const void** comm, int size, UniqueId id, int rank) {
+  if (const int status = ordered_failure("ncclCommInitRank")) return status;
+  return init(comm, size, id, rank, nullptr);
+}
+
+int ncclCommInitAll(const void** comms, int count, const int*) {
+  UniqueId id;
+  if (const int status = ncclGetUniqueId(&id)) return status;
+  std::vector<int> statuses(static_cast<std::size_t>(std::max(count, 0)));
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < count; ++rank) {
+    ranks.emplace_back([&, rank] {
+      statuses[static_cast<std::size_t>(rank)] = init(comms + rank, count, id, rank, nullptr);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (const int status : statuses) {
+    if (status) return fail(status, "CommInitAll : a rank failed");
+  }
+  return kSuccess;
+}
+
+int ncclCommSplit(const void* handle, int color, int key, const void** made, const Config* config) {
+  if (const int status = ordered_failure("ncclCommSplit")) return status;
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommSplit", handle, status);
+  if (!comm) return status;
+  if (color < -1) return fail(kInvalidArgument, "CommSplit : invalid color " + std::to_string(color));
+  return split(comm, color, key, made, config);
+}
+
+int ncclCommFinalize(const void* handle) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommFinalize", handle, status);
+  if (comm) comm->settle(true);
+  return status;
+}
+
+int ncclCommDestroy(const void* handle) {
+  if (handle == nullptr) return kSuccess;
+  if (const int status = ordered_failure("ncclCommDestroy")) return status;
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommDestroy", handle, status);
+  if (!comm) return status;
+  comm->settle(true);
+  forget(comm);
+  return kSuccess;
+}
+
+int ncclCommAbort(const void* handle) {
+  if (handle == nullptr) return kSuccess;
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommAbort", handle, status);
+  if (!comm) return status;
+  forget(comm);
+  if (group.depth) {
+    group.aborts.push_back(comm);
+  } else {
+    abort(comm);
+  }
+  return kSuccess;
+}
+
+int ncclCommGetAsyncError(const void* handle, int* error) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommGetAsyncError", handle, status);
+  if (!comm) return status;
+  *error = comm->async_error;
+  if (*error) last_error = comm->failure();
+  return status;
+}
+
+int ncclCommCount(const void* handle, int* count) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommCount", handle, status);
+  if (comm) *count = comm->size;
+  return status;
+}
+
+int ncclCommCuDevice(const void* handle, int* device) {
+  int status = kSuccess;
+  if (find("CommCuDevice", handle, status)) *device = 0;
+  return status;
+}
+
+int ncclCommUserRank(const void* handle, int* rank) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("CommUserRank", handle, status);
+  if (comm) *rank = comm->rank;
+  return status;
+}
+
+int ncclRedOpCreatePreMulSum(int* op, const void* scalar, int type, int residence, const void* handle) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("RedOpCreatePreMulSum", handle, status);
+  if (!comm) return status;
+  if (op == nullptr || scalar == nullptr || type < 0 || type >= kTypes || residence < 0 || residence > 1) {
+    return fail(kInvalidArgument, "RedOpCreatePreMulSum : invalid argument");
+  }
+  const auto* const bytes = static_cast<const std::byte*>(scalar);
+  const std::lock_guard lock(comm->mutex);
+  *op = comm->next_op++;
+  comm->ops[*op] = {type, {bytes, bytes + element_bytes(type)}};
+  return kSuccess;
+}
+
+int ncclRedOpDestroy(int op, const void* handle) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("RedOpDestroy", handle, status);
+  if (!comm) return status;
+  const std::lock_guard lock(comm->mutex);
+  if (!comm->ops.erase(op)) return fail(kInvalidArgument, "RedOpDestroy : invalid op " + std::to_string(op));
+  return kSuccess;
+}
+
+int ncclAllReduce(const void* from, void* to, std::size_t count, int type, int op, const void* comm,
+                  std::intptr_t stream) {
+  return issue("ncclAllReduce", comm, operation(Operation::all_reduce, from, to, count, type, op, 0, stream));
+}
+
+int ncclReduce(const void* from, void* to, std::size_t count, int type, int op, int root, const void* comm,
+               std::intptr_t stream) {
+  return issue("ncclReduce", comm, operation(Operation::reduce, from, to, count, type, op, root, stream));
+}
+
+int ncclBroadcast(const void* from, void* to, std::size_t count, int type, int root, const void* comm,
+                  std::intptr_t stream) {
+  return issue("ncclBroadcast", comm,
+               operation(Operation::broadcast, from, to, count, type, kSum, root, stream));
+}
+
+int ncclBcast(void* data, std::size_t count, int type, int root, const void* comm, std::intptr_t stream) {
+  return issue("ncclBcast", comm,
+               operation(Operation::broadcast, data, data, count, type, kSum, root, stream));
+}
+
+int ncclAllGather(const void* from, void* to, std::size_t count, int type, const void* comm,
+                  std::intptr_t stream) {
+  return issue("ncclAllGather", comm,
+               operation(Operation::all_gather, from, to, count, type, kSum, 0, stream));
+}
+
+int ncclReduceScatter(const void* from, void* to, std::size_t count, int type, int op, const void* comm,
+                      std::intptr_t stream) {
+  return issue("ncclReduceScatter", comm,
+               operation(Operation::reduce_scatter, from, to, count, type, op, 0, stream));
+}
+
+int ncclSend(const void* from, std::size_t count, int type, int peer, const void* comm,
+             std::intptr_t stream) {
+  return issue("ncclSend", comm, operation(Operation::send, from, nullptr, count, type, kSum, peer, stream));
+}
+
+int ncclRecv(void* to, std::size_t count, int type, int peer, const void* comm, std::intptr_t stream) {
+  return issue("ncclRecv", comm, operation(Operation::recv, nullptr, to, count, type, kSum, peer, stream));
+}
+
+int ncclGroupStart() {
+  ++group.depth;
+  return kSuccess;
+}
+
+int ncclGroupEnd() {
+  if (group.depth == 0) return fail(kInvalidUsage, "ncclGroupEnd: not in a group call.");
+  if (--group.depth) return kSuccess;
+  const Group ended = std::exchange(group, {});
+  for (const CommunicatorPtr& comm : ended.aborts) abort(comm);
+  if (ended.error) return ended.error;
+  if (!ended.operations.empty()) launch(ended.operations);
+  return kSuccess;
+}
+
+// The functions that tests call beside NCCL's.
+
+// Lets the next call of a function fail.
+void double_fail_next(const char* function, int status, const char* text) {
+  const std::lock_guard lock(state().mutex);
+  state().failing[function] = {status, text};
+}
+
+// Gives a communicator an asynchronous error; its operations go on. Returns 0, or 4 where there is none.
+int double_set_async_error(const void* handle, int error, const char* reason) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("double_set_async_error", handle, status);
+  if (!comm) return status;
+  const std::lock_guard lock(comm->mutex);
+  comm->reason = reason;
+  comm->async_error = error;
+  return status;
+}
+
+// With dry runs, operations are checked and noted, but not carried out, whatever counts and pointers they
+// have.
+void double_dry_run(int on) { state().dry = on != 0; }
+
+void double_last_call(LastCall* last) {
+  const std::lock_guard lock(state().mutex);
+  *last = state().last;
+}
+
+void double_set_version(int version) { state().version = version; }
+
+// Returns how many calls used a communicator after its end.
+int double_misuses() { return state().misuses; }
+
+// Returns how many communicators have not been ended.
+int double_communicators() {
+  const std::lock_guard lock(state().mutex);
+  return static_cast<int>(state().communicators.size());
+}
+
+// Copies the configuration that a communicator was made with. Returns 0, or 4 where there is none.
+int double_config(const void* handle, Config* config) {
+  int status = kSuccess;
+  const CommunicatorPtr comm = find("double_config", handle, status);
+  if (comm) *config = comm->config;
+  return status;
+}
+
+}  // extern "C"

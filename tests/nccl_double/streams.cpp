@@ -1,0 +1,219 @@
+#include "streams.hpp"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace nccl_double {
+
+class Event {
+ public:
+  std::uint64_t note() {
+    const std::lock_guard lock(mutex_);
+    return ++noted_;
+  }
+  std::uint64_t noted() {
+    const std::lock_guard lock(mutex_);
+    return noted_;
+  }
+  void pass(std::uint64_t place) {
+    const std::lock_guard lock(mutex_);
+    passed_ = passed_ > place ? passed_ : place;
+    changed_.notify_all();
+  }
+  bool has_passed(std::uint64_t place) {
+    const std::lock_guard lock(mutex_);
+    return passed_ >= place;
+  }
+  void wait(std::uint64_t place) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return passed_ >= place; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint64_t noted_ = 0;
+  std::uint64_t passed_ = 0;
+};
+
+namespace {
+
+class Stream {
+ public:
+  void add(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+  // The thread ends after the tasks that there are.
+  void close() {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+  }
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool closed_ = false;
+};
+
+// Never destroyed: threads of streams may outlive the end of main.
+struct Registry {
+  std::mutex mutex;
+  std::map<std::intptr_t, std::shared_ptr<Stream>> streams;
+  std::map<std::intptr_t, std::shared_ptr<Event>> events;
+  std::intptr_t next = 0x1000;
+};
+
+Registry& registry() {
+  static auto* const all = new Registry;
+  return *all;
+}
+
+std::shared_ptr<Stream> stream_of(std::intptr_t id) {
+  const std::lock_guard lock(registry().mutex);
+  const auto found = registry().streams.find(id);
+  return found == registry().streams.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Event> event_of(std::intptr_t id) {
+  const std::lock_guard lock(registry().mutex);
+  const auto found = registry().events.find(id);
+  return found == registry().events.end() ? nullptr : found->second;
+}
+
+}  // namespace
+
+bool stream_exists(std::intptr_t stream) { return stream == 0 || stream_of(stream) != nullptr; }
+
+void enqueue(std::intptr_t stream, std::function<void()> task) {
+  if (stream == 0) {
+    task();
+  } else if (const auto found = stream_of(stream)) {
+    found->add(std::move(task));
+  }
+}
+
+std::shared_ptr<Event> make_event() { return std::make_shared<Event>(); }
+
+void record(const std::shared_ptr<Event>& event, std::intptr_t stream) {
+  enqueue(stream, [event, place = event->note()] { event->pass(place); });
+}
+
+void await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
+  enqueue(stream, [event, place = event->noted()] { event->wait(place); });
+}
+
+}  // namespace nccl_double
+
+using namespace nccl_double;
+
+// The functions that tests call. They return 0, or -1 for a stream or event that does not exist.
+extern "C" {
+
+std::intptr_t double_stream_create() {
+  const auto stream = std::make_shared<Stream>();
+  std::thread([stream] { stream->run(); }).detach();
+  const std::lock_guard lock(registry().mutex);
+  registry().streams[++registry().next] = stream;
+  return registry().next;
+}
+
+// Does not wait: what the stream has is still carried out.
+int double_stream_destroy(std::intptr_t id) {
+  const auto stream = stream_of(id);
+  if (!stream) return -1;
+  stream->close();
+  const std::lock_guard lock(registry().mutex);
+  registry().streams.erase(id);
+  return 0;
+}
+
+int double_stream_synchronize(std::intptr_t id) {
+  if (!stream_exists(id)) return -1;
+  const auto event = make_event();
+  record(event, id);
+  event->wait(event->noted());
+  return 0;
+}
+
+// Adds a task that sleeps.
+int double_stream_sleep(std::intptr_t id, int milliseconds) {
+  if (!stream_exists(id)) return -1;
+  enqueue(id, [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
+  return 0;
+}
+
+// Adds a task that copies memory.
+int double_stream_copy(std::intptr_t id, void* to, const void* from, std::size_t bytes) {
+  if (!stream_exists(id)) return -1;
+  enqueue(id, [=] { std::memmove(to, from, bytes); });
+  return 0;
+}
+
+// Adds a task that calls a function of the host.
+int double_stream_call(std::intptr_t id, void (*function)(void*), void* argument) {
+  if (!stream_exists(id)) return -1;
+  enqueue(id, [=] { function(argument); });
+  return 0;
+}
+
+std::intptr_t double_event_create() {
+  const std::lock_guard lock(registry().mutex);
+  registry().events[++registry().next] = make_event();
+  return registry().next;
+}
+
+int double_event_destroy(std::intptr_t id) {
+  const std::lock_guard lock(registry().mutex);
+  return registry().events.erase(id) ? 0 : -1;
+}
+
+int double_event_record(std::intptr_t id, std::intptr_t stream) {
+  const auto event = event_of(id);
+  if (!event || !stream_exists(stream)) return -1;
+  record(event, stream);
+  return 0;
+}
+
+// Lets the stream wait for the event; stream 0 waits in the caller.
+int double_event_wait(std::intptr_t id, std::intptr_t stream) {
+  const auto event = event_of(id);
+  if (!event || !stream_exists(stream)) return -1;
+  await(event, stream);
+  return 0;
+}
+
+// Returns 1 when the noted place has been passed, or none was noted, and 0 before.
+int double_event_query(std::intptr_t id) {
+  const auto event = event_of(id);
+  return event ? event->has_passed(event->noted()) : -1;
+}
+
+int double_event_synchronize(std::intptr_t id) {
+  const auto event = event_of(id);
+  if (!event) return -1;
+  event->wait(event->noted());
+  return 0;
+}
+
+}  // extern "C"
