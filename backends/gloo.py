@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,9 +13,19 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
+from collectives.backends.gloo_failures import (
+    ABORTED,
+    DISCONNECTED,
+    OWN_END,
+    PASSED_LIMIT,
+    TIMED_OUT,
+    broken_by,
+)
+from collectives.backends.gloo_messages import Messages, armed
 from collectives.backends.gloo_reductions import REDUCTIONS, Plan, plan
 from collectives.backends.gloo_torch import (
-    TIMED_OUT,
+    TorchGroup,
+    agree_on_devices,
     all_gather_single,
     all_to_all_single,
     as_bytes,
@@ -25,16 +33,16 @@ from collectives.backends.gloo_torch import (
     byte_count,
     gloo_options,
 )
-from collectives.backends.gloo_work import CollectiveGlooWork, MessageGlooWork, Operation
+from collectives.backends.gloo_work import CollectiveGlooWork, MessageGlooWork
 from collectives.backends.liveness import Liveness
-from collectives.backends.loopback import Loopback
+from collectives.backends.operation import Operation
 from collectives.capabilities import Capabilities
+from collectives.dtypes import elements_per_byte
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     GroupAbortedError,
     PeerLostError,
-    UnsupportedOperationError,
 )
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs
@@ -50,18 +58,9 @@ from collectives.types import (
 )
 from collectives.work import CoalescedWork, CompletedWork, FinishingWork, Work
 
-__all__ = ["ProcessGroupGloo", "create", "unavailable"]
+__all__ = ["ProcessGroupGloo", "capabilities", "create", "unavailable"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
-
-_DISCONNECTED = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket|(read|write) error", re.IGNORECASE
-)
-_OWN_END = "Application timeout caused pair closure"
-_ABORTED = "it aborted the group"
-_PASSED_LIMIT = "passed the time limit"
-_UNWATCHED_MESSAGES = 64
-"""Messages of which nobody has asked whether they are done, before the group does."""
 
 
 def unavailable() -> str | None:
@@ -71,12 +70,21 @@ def unavailable() -> str | None:
     return None
 
 
+def capabilities() -> Capabilities:
+    """Returns what groups can do."""
+    return _CAPABILITIES
+
+
 def create(options: GroupOptions) -> ProcessGroupGloo:
     """Makes a group; called by all its ranks, blocks until they are connected.
 
     Connections go over the network interfaces named in ``COLLECTIVES_SOCKET_IFNAME`` or else
-    ``GLOO_SOCKET_IFNAME`` (several are separated by commas and used in turn), or without those over the one
-    that the host name resolves to.
+    ``GLOO_SOCKET_IFNAME`` (as many on every rank; several are separated by commas and used in turn), or
+    without those over the one that the host name resolves to.
+
+    With ``TORCH_GLOO_LAZY_INIT=1`` on every rank, two ranks are connected when they first need it. Gloo then
+    waits for the other one for as long as the group's time limit, whatever that of the operation is, and does
+    not notice when a rank goes that it is not connected to.
 
     Args:
         options: ``pg_options`` may be a ``torch.distributed.ProcessGroupGloo._Options`` with the number of
@@ -84,7 +92,7 @@ def create(options: GroupOptions) -> ProcessGroupGloo:
 
     Raises:
         TypeError: ``pg_options`` are something else.
-        DistBackendError: the ranks could not be connected.
+        DistBackendError: the ranks could not be connected, or differ in the number of interfaces.
     """
     return ProcessGroupGloo(options)
 
@@ -128,21 +136,22 @@ class ProcessGroupGloo(ProcessGroup):
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
         try:
-            self._inner: Any = torch_distributed.ProcessGroupGloo(
-                c10d.PrefixStore("gloo", options.store), self._rank, self._size, chosen
+            agree_on_devices(options, self._contexts)
+            self._torch = TorchGroup(
+                torch_distributed.ProcessGroupGloo(
+                    c10d.PrefixStore("gloo", options.store), self._rank, self._size, chosen
+                )
             )
+        except DistBackendError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             raise DistBackendError(
                 f"{self.where()} the ranks could not be connected by Gloo: {error}; look whether all "
                 f"{self._size} ranks run, whether the store is not one of an earlier run, and whether "
                 "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
             ) from error
-        self._loopback = Loopback(self._rank)
         self._numbers = itertools.count(1)
-        self._messages: set[MessageGlooWork] = set()
-        self._unwatched: deque[MessageGlooWork] = deque()
-        self._awaiting_any: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._messages = Messages(self, self._rank, self._size)
         self._breaking = threading.RLock()
         self._cause: Exception | None = None
         self._ended = False
@@ -166,11 +175,11 @@ class ProcessGroupGloo(ProcessGroup):
         if not isinstance(made, Plan):
             staged = dense_outputs([tensor])
             work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
-            return _armed(staged.finish(work), opts.asyncOp)
+            return armed(staged.finish(work), opts.asyncOp)
         wire = made.to_wire(dense(tensor))
         work = self._run_allreduce(wire, made.op, opts, operation)
         finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
-        return _armed(finishing, opts.asyncOp)
+        return armed(finishing, opts.asyncOp)
 
     def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
         record = c10d.AllreduceOptions()
@@ -201,7 +210,7 @@ class ProcessGroupGloo(ProcessGroup):
                 _write(tensor, made.from_wire(wire) if isinstance(made, Plan) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else _armed(FinishingWork(work, finish, [tensor]), opts.asyncOp)
+        return work if in_place else armed(FinishingWork(work, finish, [tensor]), opts.asyncOp)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -215,7 +224,7 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs([tensor])
         flat = as_bytes(staged.stand_ins[0])
         work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
-        return _armed(staged.finish(work), async_op)
+        return armed(staged.finish(work), async_op)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
@@ -236,7 +245,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
         )
-        return _armed(staged.finish(work), opts.asyncOp)
+        return armed(staged.finish(work), opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -249,7 +258,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
         )
-        return _armed(staged.finish(work), opts.asyncOp)
+        return armed(staged.finish(work), opts.asyncOp)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
@@ -261,7 +270,7 @@ class ProcessGroupGloo(ProcessGroup):
         parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
         sent = as_bytes(dense(tensor))
         work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
-        return _armed(staged.finish(work), opts.asyncOp)
+        return armed(staged.finish(work), opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
@@ -275,7 +284,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
         )
-        return _armed(staged.finish(work), opts.asyncOp)
+        return armed(staged.finish(work), opts.asyncOp)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
@@ -292,7 +301,7 @@ class ProcessGroupGloo(ProcessGroup):
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
                 as_bytes(stand_in).copy_(part)
 
-        return _armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
+        return armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -305,16 +314,16 @@ class ProcessGroupGloo(ProcessGroup):
         operation = self._operation("all_to_all_single", [output], opts.timeout)
         staged = dense_outputs([output])
         received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
-        width = tensor.element_size()
+        width, shared = tensor.element_size(), elements_per_byte(tensor.dtype)
         work = self._run_alltoall(
             received,
             sent,
-            [split * width for split in output_splits],
-            [split * width for split in input_splits],
+            [split * width // shared for split in output_splits],
+            [split * width // shared for split in input_splits],
             opts,
             operation,
         )
-        return _armed(staged.finish(work, [output]), opts.asyncOp)
+        return armed(staged.finish(work, [output]), opts.asyncOp)
 
     def _run_alltoall(
         self,
@@ -342,75 +351,16 @@ class ProcessGroupGloo(ProcessGroup):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         operation = self._operation("send", [tensor], None, f"to rank {dst}, tag {tag}")
-        message = as_bytes(dense(tensor))
-        if dst == self._rank:
-            self._check_usable(operation)
-            with self._lock:
-                if self._awaiting_any.get(tag):
-                    raise UnsupportedOperationError(
-                        f"{self.where()} {operation}: Gloo cannot give a message of this rank to itself to "
-                        "the recv_anysource with this tag that waits already; send first, or receive from "
-                        "this rank by number"
-                    )
-            return self._loopback.send(message, tag)
-        return self._start_message(operation, None, lambda inner: inner.send([message], dst, tag))
+        return self._messages.send(operation, tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
         operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
-        staged = dense_outputs([tensor])
-        into = as_bytes(staged.stand_ins[0])
-        if src == self._rank or (src is None and (self._size == 1 or self._loopback.holds(tag))):
-            self._check_usable(operation)
-
-            def expired() -> Exception:
-                return self.failed(operation, CollectiveTimeoutError("timed out"))
-
-            local = self._loopback.receive(into, tag, staged.stand_ins[0], self._timeout, expired)
-            return _armed(staged.finish(local), True)
-        if src is not None:
-            work = self._start_message(operation, src, lambda inner: inner.recv([into], src, tag))
-            return _armed(staged.finish(work), True)
-        with self._lock:
-            self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
-        try:
-            work = self._start_message(operation, -1, lambda inner: inner.recv_anysource([into], tag), tag)
-        except BaseException:
-            self._arrived_from_any(tag)
-            raise
-        return _armed(staged.finish(work), True)
-
-    def _arrived_from_any(self, tag: int) -> None:
-        with self._lock:
-            self._awaiting_any[tag] -= 1
-
-    def _start_message(
-        self,
-        operation: Operation,
-        source: int | None,
-        issue: Callable[[Any], Any],
-        any_source_tag: int | None = None,
-    ) -> Work:
-        inner = self._check_usable(operation)
-        try:
-            started = issue(inner)
-        except RuntimeError as error:
-            raise self.failed(operation, error) from error
-        work = MessageGlooWork(self, started, operation, source, any_source_tag)
-        with self._lock:
-            self._messages.add(work)
-            self._unwatched.append(work)
-            oldest = self._unwatched.popleft() if len(self._unwatched) > _UNWATCHED_MESSAGES else None
-        if oldest is not None:
-            oldest.is_completed()  # where it is not done yet, a thread sees to it that it is let go then
-        return work
+        return self._messages.receive(operation, tensor, src, tag, self._timeout)
 
     def settled(self, work: MessageGlooWork) -> None:
         """Forgets a message that is done or failed."""
-        with self._lock:
-            self._messages.discard(work)
-        if work.any_source_tag is not None:
-            self._arrived_from_any(work.any_source_tag)
+        self._messages.settled(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
 
@@ -423,9 +373,9 @@ class ProcessGroupGloo(ProcessGroup):
     ) -> Operation:
         return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
 
-    def _check_usable(self, operation: Operation) -> Any:
-        """Returns torch's group."""
-        inner = self._inner
+    def check_usable(self, operation: Operation) -> Any:
+        """Returns torch's group; raises where this group is broken or ended."""
+        inner = self._torch.inner
         cause = self._cause
         if cause is not None:
             text = f"{self.where()} {operation}: the group is broken; first cause: {cause}"
@@ -439,7 +389,7 @@ class ProcessGroupGloo(ProcessGroup):
     def _start(
         self, operation: Operation, async_op: bool, record: Any, issue: Callable[[Any], Any]
     ) -> CollectiveGlooWork:
-        inner = self._check_usable(operation)
+        inner = self.check_usable(operation)
         record.timeout = max(operation.timeout, timedelta(milliseconds=1))
         try:
             started = issue(inner)
@@ -452,6 +402,13 @@ class ProcessGroupGloo(ProcessGroup):
 
     def failed(self, operation: Operation, error: Exception) -> Exception:
         """Returns what to raise for an error of Gloo; the first one breaks the group."""
+        broken = self._cause is not None
+        found = self._judge(operation, error)
+        if not broken and self._cause is not None:
+            self._messages.abort(self._cause)  # runs callbacks of users, hence without the lock
+        return found
+
+    def _judge(self, operation: Operation, error: Exception) -> Exception:
         text = str(error)
         what = f"{self.where()} {operation}:"
         with self._breaking:
@@ -462,37 +419,37 @@ class ProcessGroupGloo(ProcessGroup):
                     "tell which rank is missing; monitored_barrier() in front of it names the rank"
                 )
                 if cause is None:
-                    self._break(expired, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}")
+                    self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
                 return expired
             if isinstance(cause, PeerLostError):
                 return PeerLostError(f"{what} did not finish, because {cause}", cause.rank)
             if cause is not None:
                 return GroupAbortedError(f"{what} did not finish, because {cause}")
-            if _OWN_END in text:
+            if OWN_END in text:
                 return GroupAbortedError(
                     f"{what} did not finish, because another operation of the group passed its limit"
                 )
-            if not _DISCONNECTED.search(text):
+            if not DISCONNECTED.search(text):
                 return DistBackendError(f"{what} Gloo failed: {text}")
             self._break_connections()
             rank, how = self._liveness.find_lost()
             if rank >= 0:
                 self._liveness.verdict(rank, how)
-            broken = _broken_by(what, rank, how, _first_line(text))
+            broken = broken_by(what, rank, how, text)
             self._break(broken)
             return broken
 
     def _break(self, cause: Exception, farewell: str = "") -> None:
-        """Ends all operations, here and on the peers, and refuses later ones."""
+        """Ends all operations between ranks, here and on the peers, and refuses later ones."""
         self._cause = cause
         self._break_connections()
-        self._loopback.abort(cause)
         if farewell:
             self._liveness.farewell(farewell)
 
     def _break_connections(self) -> None:
-        if self._inner is not None:
-            break_connections(self._inner, self._rank, self._size, self._contexts)
+        inner = self._torch.inner
+        if inner is not None:
+            break_connections(inner, self._rank, self._size, self._contexts)
 
     # ---- life ----------------------------------------------------------------------------------------------
 
@@ -502,54 +459,28 @@ class ProcessGroupGloo(ProcessGroup):
             if self._ended:
                 return
             self._ended = True
-            if self._cause is None:
-                aborted = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break(aborted, _ABORTED)
+            cause = self._cause
+            if cause is None:
+                cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
+                self._break(cause, ABORTED)
+        self._messages.abort(cause)
         self._release()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then closes the connections."""
-        with self._lock:
-            messages = list(self._messages)
-        for message in messages:
-            message.settle()
+        self._messages.settle()
         with self._breaking:
             if self._ended:
                 return
             self._ended = True
             self._liveness.farewell("it shut the group down")
-            self._loopback.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
+        self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
         self._release()
 
     def _release(self) -> None:
-        """Drops the last reference to torch's group, which ends its threads when they ran what is queued.
-
-        Without the lock, because callbacks of those threads may wait for it.
-        """
-        self._unwatched.clear()
-        self._inner = None
-
-
-def _armed(work: Work, async_op: bool) -> Work:
-    """Returns ``work``; a last step of an asynchronous one is done also if nobody waits."""
-    if async_op and isinstance(work, FinishingWork):
-        work.get_future()
-    return work
-
-
-def _broken_by(what: str, rank: int, how: str, text: str) -> Exception:
-    """Returns what to raise in ``what`` for a connection that another rank closed."""
-    if how == _ABORTED:
-        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
-    if how.endswith(_PASSED_LIMIT):
-        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost; Gloo does not tell which"
-    return PeerLostError(f"{what} {who} ({text})", rank)
-
-
-def _first_line(text: str) -> str:
-    """Returns Gloo's message without the source location in front and the advice after it."""
-    return re.sub(r"^\[[^\]]*\]\s*", "", text).split(". ")[0].strip()
+        """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
+        self._messages.release()
+        self._torch.release()
 
 
 def _write(output: torch.Tensor, values: torch.Tensor) -> None:

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
+from collectives.backends.operation import Operation
 from collectives.errors import CollectiveTimeoutError
 from collectives.work import Work
 
-__all__ = ["CollectiveGlooWork", "MessageGlooWork", "Operation", "Owner"]
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What a message says about an operation.
-
-    Attributes:
-        name: name of its user function.
-        number: its place among the operations that the group issued.
-        outputs: the tensors it writes or sends.
-        timeout: its time limit.
-        detail: what else tells it apart, such as the reduction or the peer.
-    """
-
-    name: str
-    number: int
-    outputs: Sequence[torch.Tensor]
-    timeout: timedelta
-    detail: str = ""
-
-    def __str__(self) -> str:
-        shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in self.outputs[:1])
-        more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
-        about = ", ".join(part for part in (self.detail, shapes + more) if part)
-        return f"{self.name} #{self.number}" + (f" ({about})" if about else "")
+__all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner"]
 
 
 class Owner(Protocol):
@@ -122,9 +96,10 @@ class CollectiveGlooWork(Work):
             self._inner.wait()
 
     def _failure(self, error: Exception) -> Exception:
+        # Without the lock: the group may run callbacks of users, who may ask this Work.
+        found = self._error or self._owner.failed(self._operation, error)
         with self._lock:
-            if self._error is None:
-                self._error = self._owner.failed(self._operation, error)
+            self._error = self._error or found
             return self._error
 
     def is_completed(self) -> bool:
@@ -204,19 +179,31 @@ class MessageGlooWork(Work):
         self._observed = False
 
     def settle(self) -> None:
-        """Blocks until the message is done or failed; raises nothing."""
+        """Blocks until the message is done or failed; raises nothing but what a signal's handler does."""
         if not self._claim.acquire(blocking=False):
             self._done.wait()
             return
         error: Exception | None = None
+        interruption: BaseException | None = None
+        returned: list[bool] = []
         try:
             left = timedelta(seconds=self._deadline - time.monotonic())
-            self._inner.wait(_at_least_1_ms(left))
+            # Gloo's wait cannot be called again after it returned, so that must not be missed: the handler
+            # of a signal that comes meanwhile raises behind this statement, not within it.
+            returned.extend(map(self._inner.wait, (_at_least_1_ms(left),)))
             if self._source == -1:
                 self._source = int(self._inner._source_rank())  # the public name is deprecated
         except RuntimeError as gloo_error:
             error = self._owner.failed(self._operation, gloo_error)
             error.__cause__ = gloo_error
+        except BaseException as signal:
+            if not returned:
+                self._claim.release()
+                self._drive()
+                raise
+            interruption = signal
+            if self._source == -1:
+                self._source = int(self._inner._source_rank())
         self._inner = None  # it holds the connections
         with self._lock:
             self._error = error
@@ -225,6 +212,8 @@ class MessageGlooWork(Work):
         self._owner.settled(self)
         if future is not None:
             self._complete(future)
+        if interruption is not None:
+            raise interruption
 
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
         if self._error is None:
@@ -241,6 +230,9 @@ class MessageGlooWork(Work):
             if self._observed or self._done.is_set():
                 return
             self._observed = True
+        self._drive()
+
+    def _drive(self) -> None:
         threading.Thread(target=self.settle, name=f"gloo {self._operation.name}", daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:

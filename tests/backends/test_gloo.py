@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,13 +103,102 @@ def interface(group: ProcessGroup) -> int:
     x = torch.ones(1)
     for _ in range(4):
         group.allreduce(x).wait()
-    return len(group._inner.options._devices)
+    return len(group._torch.inner.options._devices)
 
 
 def test_interfaces_are_chosen_by_environment() -> None:
     ours, gloos = "COLLECTIVES_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
     assert run_ranks(interface, 2, backend="gloo", env={ours: "lo", gloos: "none0"}) == [1, 1]
     assert run_ranks(interface, 2, backend="gloo", env={ours: None, gloos: "lo, lo"}) == [2, 2]
+
+
+def one_more_interface(rank: int, size: int) -> str:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo" if rank == 1 else "lo"
+    os.environ.pop("COLLECTIVES_SOCKET_IFNAME", None)
+    with pytest.raises(DistBackendError) as info:
+        create_group("gloo", GroupOptions(current_store(), rank, size, group_name="uneven"))
+    return str(info.value)
+
+
+def test_ranks_with_different_numbers_of_interfaces() -> None:
+    for rank, text in enumerate(run_ranks(one_more_interface, 3, isolated=True)):
+        assert text.startswith(f"[rank {rank}] gloo group 'uneven': all ranks must use the same number")
+        assert "rank 0 has 1 interface, connected at once, and rank 1 2 interfaces, connected at once" in text
+
+
+def connections() -> list[int]:
+    """Returns how many bytes came in through each TCP connection of this process."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                one.getpeername()
+                told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        except OSError:  # closed meanwhile, or no connection
+            continue
+        found.append(struct.unpack_from("=Q", told, 128)[0])  # tcpi_bytes_received
+    return found
+
+
+def in_turn(group: ProcessGroup) -> list[int]:
+    before = max(connections(), default=0)
+    for _ in range(4):
+        group.allreduce(torch.ones(1 << 18)).wait()
+    group.barrier().wait()
+    return [received >> 20 for received in connections() if received >= before + (1 << 19)]
+
+
+@pytest.mark.parametrize(("names", "each"), [("lo", [4]), ("lo,lo", [2, 2])])
+def test_operations_go_over_the_interfaces_in_turn(names: str, each: list[int]) -> None:
+    env = {"COLLECTIVES_SOCKET_IFNAME": None, "GLOO_SOCKET_IFNAME": names}
+    assert run_ranks(in_turn, 2, backend="gloo", env=env, isolated=True) == [each] * 2
+
+
+def on_demand(group: ProcessGroup) -> list[int]:
+    counts = [len(connections())]
+    if group.rank() < 2:
+        x = torch.full((3,), float(group.rank()))
+        group.send(x, 1).wait() if group.rank() == 0 else group.recv(x, 0).wait()
+        assert x.tolist() == [0.0] * 3
+    counts.append(len(connections()))
+    current_store().set(f"counted{group.rank()}", "")
+    current_store().wait([f"counted{rank}" for rank in range(group.size())])
+    for _ in range(group.size()):
+        group.barrier().wait()
+    everything = [torch.empty(2) for _ in range(group.size())]
+    group.alltoall(everything, [torch.full((2,), float(group.rank()))] * group.size()).wait()
+    assert [part[0].item() for part in everything] == list(range(group.size()))
+    return [*counts, len(connections())]
+
+
+def test_connections_on_demand() -> None:
+    """TORCH_GLOO_LAZY_INIT: two ranks connect when they first need it, else all at once."""
+    env = {"COLLECTIVES_SOCKET_IFNAME": None, "GLOO_SOCKET_IFNAME": "lo"}
+    made = run_ranks(on_demand, 4, backend="gloo", env={**env, "TORCH_GLOO_LAZY_INIT": "1"}, isolated=True)
+    assert [[n - counts[0] for n in counts] for counts in made] == [[0, 1, 3]] * 2 + [[0, 0, 3]] * 2
+    made = run_ranks(on_demand, 4, backend="gloo", env={**env, "TORCH_GLOO_LAZY_INIT": "0"}, isolated=True)
+    assert [[n - counts[0] for n in counts] for counts in made] == [[0, 0, 0]] * 4
+
+
+def abort_before_connecting(group: ProcessGroup) -> None:
+    store = current_store()
+    if group.rank() == 0:
+        store.wait(["waiting1", "waiting2"])
+        group.abort()
+        store.set("aborted", "")
+        return
+    work = group.allreduce(torch.ones(3))
+    store.set(f"waiting{group.rank()}", "")
+    with pytest.raises(GroupAbortedError, match="rank 0 aborted the group"):
+        work.wait()
+    store.wait(["aborted"])
+
+
+def test_an_abort_reaches_those_who_wait_for_a_connection() -> None:
+    env = {"TORCH_GLOO_LAZY_INIT": "1"}
+    run_ranks(abort_before_connecting, 3, backend="gloo", env=env, isolated=True)
 
 
 def wrong_interface(rank: int, size: int) -> str:
@@ -128,7 +224,7 @@ def own_options(rank: int, size: int) -> tuple[int, timedelta]:
     store = current_store()
     made = GroupOptions(store, rank, size, timedelta(seconds=17), pg_options=options)
     group = create_group("gloo", made)
-    used = group._inner.options
+    used = group._torch.inner.options
     group.barrier().wait()
     result = used._threads, used._timeout
     del used
@@ -258,6 +354,72 @@ def test_abort_reaches_every_device() -> None:
     run_ranks(abort_of_two_contexts, 2, backend="gloo", env=env, isolated=True)
 
 
+def abort_in_a_callback(group: ProcessGroup) -> bool:
+    ended, done = threading.Event(), threading.Event()
+
+    def callback(future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if future.value()[0].item() == group.size():
+            group.abort()
+            ended.set()
+        done.set()
+
+    group.barrier().wait()
+    work = group.allreduce(torch.ones(1))
+    work.get_future().add_done_callback(callback)
+    done.wait(30)
+    with pytest.raises(GroupAbortedError):
+        group.barrier()
+    return ended.is_set()
+
+
+def test_an_abort_in_a_callback() -> None:
+    """Gloo's own thread runs it, which cannot be the one that ends Gloo's threads."""
+    assert run_ranks(abort_in_a_callback, 2, backend="gloo", isolated=True) == [True] * 2
+
+
+def dropped_in_flight(rank: int, size: int) -> bool:
+    made = GroupOptions(current_store(), rank, size, timedelta(seconds=20), pg_options=GLOO_OPTIONS())
+    group = create_group("gloo", made)
+    x, seen, called = torch.ones(1), weakref.ref(group), threading.Event()
+    work = group.allreduce(x)
+    work.get_future().add_done_callback(lambda _: called.set())
+    del group, work, made
+    if rank == 1:
+        time.sleep(0.3)
+    assert called.wait(30)
+    deadline = time.monotonic() + 30
+    while seen() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return seen() is None
+
+
+def test_a_group_dropped_with_an_operation_on_its_way() -> None:
+    assert run_ranks(dropped_in_flight, 2, isolated=True) == [True] * 2
+
+
+def interrupted(group: ProcessGroup) -> tuple[bool, list[float]]:
+    if group.rank() == 1:
+        current_store().wait(["interrupted"])
+        group.send(torch.ones(2), 0).wait()
+        return True, []
+    got = torch.zeros(2)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.6, current_store().set, ("interrupted", "")).start()
+    work = group.recv(got, 1)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    ending = threading.Thread(target=group.shutdown, daemon=True)
+    ending.start()
+    ending.join(30)
+    return not ending.is_alive(), got.tolist()
+
+
+def test_a_signal_during_a_receive_leaves_it_done() -> None:
+    results = run_ranks(interrupted, 2, backend="gloo", isolated=True)
+    assert results == [(True, [1.0] * 2), (True, [])]
+
+
 def ended_process() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -282,4 +444,5 @@ def test_liveness() -> None:
     assert ranks[0].find_lost() == (4, f"its process {pid} has ended")
     # The number of a process that is used again is another process.
     store.set("x/card/4", f"{machine} {os.getpid()} 77")
-    assert ranks[0].find_lost() == (4, f"its process {os.getpid()} has ended")
+    newcomer = Liveness(PrefixStore("x", store), 0, 5)  # cards are read once
+    assert newcomer.find_lost() == (4, f"its process {os.getpid()} has ended")
