@@ -7,27 +7,29 @@ sections 3.3 and 5.4).
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
-from functools import reduce
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_distributed
 from torch.futures import Future
 
-from collectives import ProcessGroup, Work
-from collectives.capabilities import Capabilities
+from collectives import ProcessGroup, Work, _native
+from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, options_of
+from collectives.backends.round_robin_work import LaneWork, tell_lane
+from collectives.capabilities import Capabilities, by_device, in_common
 from collectives.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DistError,
     GroupAbortedError,
     PeerLostError,
 )
-from collectives.registry import GroupOptions, backend_spec, create_group
+from collectives.registry import GroupOptions, capabilities_of, create_group
 from collectives.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -41,49 +43,46 @@ from collectives.types import (
 )
 from collectives.work import CoalescedWork
 
-__all__ = ["ProcessGroupRoundRobin", "RoundRobinOptions", "create", "round_robin_process_groups"]
+__all__ = [
+    "ProcessGroupRoundRobin",
+    "RoundRobinOptions",
+    "capabilities",
+    "create",
+    "round_robin_process_groups",
+]
 
+_T = TypeVar("_T")
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
+_BARRIER = _native.COLLECTIVES["barrier"]
+_BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
+"""Errors after which a group is broken."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRobinOptions:
-    """Options of the round_robin backend, given as ``pg_options``.
-
-    Attributes:
-        lanes: number of groups, at least 1.
-        backend: backend of every one; any but ``"round_robin"``.
-        lane_options: its own options.
-    """
-
-    lanes: int = 3
-    backend: str = "host"
-    lane_options: Any = None
+def capabilities() -> Capabilities | None:
+    """Returns what groups with the default options can do; those with other lanes can do what these can."""
+    parts = [capabilities_of(name) for name, _ in lanes_of(RoundRobinOptions(), "")]
+    stated = [part for part in parts if part is not None]
+    return _of_lanes(stated) if len(stated) == len(parts) else None
 
 
 def create(options: GroupOptions) -> ProcessGroupRoundRobin:
     """Makes the groups and their composition; called by all its ranks, blocks until they are connected.
 
     Args:
-        options: ``pg_options`` may be :class:`RoundRobinOptions`; without them the environment variables
-            ``COLLECTIVES_ROUND_ROBIN_LANES`` and ``COLLECTIVES_ROUND_ROBIN_BACKEND``, the same on every rank,
-            stand for its first two fields, and without those it is three host groups.
+        options: ``pg_options`` may be :class:`RoundRobinOptions` or a dict of their fields; without them the
+            environment variables ``COLLECTIVES_ROUND_ROBIN_LANES`` and ``COLLECTIVES_ROUND_ROBIN_BACKEND``
+            (several by commas), the same on every rank, stand for the first two fields, and without those it
+            is three host groups.
 
     Raises:
         TypeError: ``pg_options`` are something else.
-        ValueError: a field of them is out of its range.
+        ValueError: a field of them is out of its range, or the lanes differ in devices.
+        DistBackendError: a lane could not be made; the message and ``.lane`` name it.
     """
     where = f"[rank {options.rank}] pg_options of the round_robin backend:"
-    given = _from_environment() if options.pg_options is None else options.pg_options
-    if not isinstance(given, RoundRobinOptions):
-        raise TypeError(f"{where} they must be RoundRobinOptions, but are of type {type(given).__name__}")
-    if isinstance(given.lanes, bool) or not isinstance(given.lanes, int) or given.lanes < 1:
-        raise ValueError(f"{where} lanes must be an int of at least 1, but is {given.lanes!r}")
-    if backend_spec(given.backend).name == "round_robin":
-        raise ValueError(f"{where} lanes of a round-robin group cannot be round-robin groups themselves")
     groups: list[ProcessGroup] = []
     try:
-        for lane in range(given.lanes):
+        for lane, (backend, own) in enumerate(lanes_of(options_of(options.pg_options, where), where)):
             made = GroupOptions(
                 store=torch_distributed.PrefixStore(f"lane{lane}", options.store),  # type: ignore[attr-defined]
                 rank=options.rank,
@@ -93,25 +92,18 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
                 group_desc=options.group_desc,
                 global_ranks=options.global_ranks,
                 device_id=options.device_id,
-                pg_options=given.lane_options,
+                pg_options=own,
             )
-            groups.append(create_group(given.backend, made))
-    except BaseException:
+            groups.append(create_group(backend, made))
+        return ProcessGroupRoundRobin(
+            groups, store=options.store, group_name=options.group_name, group_desc=options.group_desc
+        )
+    except BaseException as error:
         for group in groups:
             group.abort()
+        if isinstance(error, DistError):
+            tell_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
         raise
-    return ProcessGroupRoundRobin(
-        groups, store=options.store, group_name=options.group_name, group_desc=options.group_desc
-    )
-
-
-def _from_environment() -> RoundRobinOptions:
-    """Returns the options that the environment asks for."""
-    default = RoundRobinOptions()
-    lanes = os.environ.get("COLLECTIVES_ROUND_ROBIN_LANES", str(default.lanes))
-    if not lanes.isdecimal() or int(lanes) < 1:
-        raise ValueError(f"COLLECTIVES_ROUND_ROBIN_LANES must be a number of at least 1, but is {lanes!r}")
-    return RoundRobinOptions(int(lanes), os.environ.get("COLLECTIVES_ROUND_ROBIN_BACKEND") or default.backend)
 
 
 def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRoundRobin:
@@ -134,14 +126,22 @@ class ProcessGroupRoundRobin(ProcessGroup):
     The n-th collective goes to lane n modulo the number of lanes, on every rank, because members issue the
     same collectives in the same order. Collectives on different lanes run at the same time, and a later one
     may be done first. Point-to-point operations stay on the first lane, where messages keep their order. A
-    barrier covers all lanes: it is done when all collectives issued before it are.
+    barrier covers all lanes: it is done when all collectives issued before it are. Wrong arguments take no
+    turn, nor do point-to-point operations and barriers.
+
+    **Waiting.** ``Work.wait()`` waits for its own collective, not for those that were issued before it on
+    other lanes. For CUDA tensors it makes the current stream wait, as the lane's own Work does. Results that
+    depend on each other need a wait in between, also where one group would have kept their order.
 
     **Numerics.** Where all lanes are of one kind, the result of a collective does not depend on its lane.
 
-    **Errors.** An error that breaks one lane breaks the others too: the next call raises
-    :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
+    **Errors** of a lane name it, also as ``.lane``. One that breaks a lane breaks the others too: the next
+    call raises :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
     :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, except
     that of a barrier with something else.
+
+    **Lanes** may be of several kinds where they take the same device types; the composition offers what all
+    of them can do. Sub-groups are compositions of their own, of groups of fewer ranks.
 
     Args:
         groups: the lanes, in the same order on every rank; their time limit becomes that of the first.
@@ -171,8 +171,11 @@ class ProcessGroupRoundRobin(ProcessGroup):
             group_desc=group_desc,
         )
         self._lanes = tuple(groups)
-        self._turns = itertools.cycle(self._lanes)
-        self._capabilities = _in_common(self._lanes)
+        self._turn = 0
+        parts = [lane.capabilities for lane in self._lanes]
+        self._capabilities = _of_lanes(parts)
+        # A lane that takes more than the composition would do so on the short way.
+        self._short = all(part == self._capabilities for part in parts)
         self._cause: BaseException | None = None
         for group in groups:
             group.set_timeout(first.timeout)
@@ -208,18 +211,103 @@ class ProcessGroupRoundRobin(ProcessGroup):
         for lane in self._lanes:
             lane.set_timeout(timeout)
 
-    def _run(self, lane: ProcessGroup, issue: Callable[[ProcessGroup], Work]) -> Work:
+    # ---- turns ---------------------------------------------------------------------------------------------
+
+    def _collective(self, issue: Callable[[ProcessGroup], Work]) -> Work:
+        """Issues a collective on the lane whose turn it is."""
+        self._check_whole()
+        turn = self._turn
+        self._turn = turn + 1
+        try:
+            return self._on(turn % len(self._lanes), issue)
+        except DistError:
+            raise
+        except (TypeError, ValueError):
+            self._turn = turn  # wrong arguments, which only the lane could see
+            raise
+
+    def _on(self, lane: int, issue: Callable[[ProcessGroup], Work]) -> Work:
+        """Issues an operation on a lane."""
+        self._check_whole()
+        failed = partial(self._failed, lane)
+        try:
+            return LaneWork(issue(self._lanes[lane]), failed)
+        except DistError as error:
+            failed(error)
+            raise
+
+    def plain(
+        self,
+        kind: int,
+        output: object = None,
+        input: object = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> bool:
+        """Runs a collective where the lane whose turn it is takes the arguments as they are."""
+        return bool(
+            self._attempt(kind, lambda n: self._lanes[n].plain(kind, output, input, op_code, root, listed))
+        )
+
+    def plain_launch(
+        self,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> Work | None:
+        """Issues a collective where the lane whose turn it is takes the arguments as they are."""
+
+        def issue(lane: int) -> Work | None:
+            work = self._lanes[lane].plain_launch(kind, output, input, op_code, root, listed)
+            return None if work is None else LaneWork(work, partial(self._failed, lane))
+
+        return self._attempt(kind, issue) or None
+
+    def _attempt(self, kind: int, issue: Callable[[int], _T]) -> _T | None:
+        """Returns what ``issue`` makes of the lane whose turn it is; takes the turn only if that is true."""
+        if not self._short or kind == _BARRIER or self._cause is not None:
+            return None
+        turn = self._turn
+        lane = turn % len(self._lanes)
+        # Before the call: it may block, and another thread issue the next collective meanwhile.
+        self._turn = turn + 1
+        try:
+            done = issue(lane)
+        except DistError as error:
+            self._failed(lane, error)
+            raise
+        if not done:
+            self._turn = turn
+            return None
+        return done
+
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
+        """Sends or receives a tensor where the first lane takes the arguments as they are."""
+        if not self._short or self._cause is not None:
+            return False
+        try:
+            return self._lanes[0].plain_message(sends, tensor, peer, tag)
+        except DistError as error:
+            self._failed(0, error)
+            raise
+
+    def _check_whole(self) -> None:
         cause = self._cause
         if cause is not None:
             text = f"[rank {self._rank}] {self.describe()} is broken; first cause: {cause}"
             if isinstance(cause, PeerLostError):
                 raise PeerLostError(text, cause.rank) from cause
             raise GroupAbortedError(text) from cause
-        try:
-            return _LaneWork(self, issue(lane))
-        except (CollectiveTimeoutError, PeerLostError, GroupAbortedError) as error:
+
+    def _failed(self, lane: int, error: DistError) -> None:
+        """Takes note of an error of a lane."""
+        tell_lane(error, lane, self.describe())
+        if isinstance(error, _BREAKING):
             self._break(error)
-            raise
 
     def _break(self, cause: BaseException) -> None:
         """Refuses later operations and aborts all lanes after one broke, or after an abort.
@@ -230,44 +318,54 @@ class ProcessGroupRoundRobin(ProcessGroup):
         if self._cause is None:
             self._cause = cause
         if not isinstance(cause, PeerLostError):
-            for lane in self._lanes:
-                lane.abort()
+            self._each(lambda lane: lane.abort())
+
+    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
+        """Ends every lane; an error of one is raised after the others have ended."""
+        first: Exception | None = None
+        for lane in self._lanes:
+            try:
+                end(lane)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below
+                first = first or error
+        if first is not None:
+            raise first
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._broadcast(tensor, opts))
+        return self._collective(lambda lane: lane._broadcast(tensor, opts))
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._allreduce(tensor, opts))
+        return self._collective(lambda lane: lane._allreduce(tensor, opts))
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._reduce(tensor, opts))
+        return self._collective(lambda lane: lane._reduce(tensor, opts))
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._allgather(outputs, tensor, opts))
+        return self._collective(lambda lane: lane._allgather(outputs, tensor, opts))
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._allgather_single(output, tensor, opts))
+        return self._collective(lambda lane: lane._allgather_single(output, tensor, opts))
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._gather(outputs, tensor, opts))
+        return self._collective(lambda lane: lane._gather(outputs, tensor, opts))
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._scatter(output, inputs, opts))
+        return self._collective(lambda lane: lane._scatter(output, inputs, opts))
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._reduce_scatter(output, inputs, opts))
+        return self._collective(lambda lane: lane._reduce_scatter(output, inputs, opts))
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._reduce_scatter_single(output, tensor, opts))
+        return self._collective(lambda lane: lane._reduce_scatter_single(output, tensor, opts))
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
-        return self._run(next(self._turns), lambda lane: lane._alltoall(outputs, inputs, opts))
+        return self._collective(lambda lane: lane._alltoall(outputs, inputs, opts))
 
     def _alltoall_single(
         self,
@@ -277,23 +375,25 @@ class ProcessGroupRoundRobin(ProcessGroup):
         input_splits: Sequence[int],
         opts: AllToAllOptions,
     ) -> Work:
-        return self._run(
-            next(self._turns),
+        return self._collective(
             lambda lane: lane._alltoall_single(output, tensor, output_splits, input_splits, opts),
         )
 
+    def _together(self) -> AbstractContextManager[None]:
+        return self._lanes[0]._together()
+
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._run(self._lanes[0], lambda lane: lane._send(tensor, dst, tag))
+        return self._on(0, lambda lane: lane._send(tensor, dst, tag))
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        return self._run(self._lanes[0], lambda lane: lane._recv(tensor, src, tag))
+        return self._on(0, lambda lane: lane._recv(tensor, src, tag))
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         # All at once, also for one that blocks: a rank that issues something else has it on one lane only,
         # and must be found there while this rank waits on the others.
         started = BarrierOptions(opts.timeout, True, opts.device_ids, opts.device)
         try:
-            works = [self._run(lane, lambda lane: lane._barrier(started)) for lane in self._lanes]
+            works = [self._on(n, lambda lane: lane._barrier(started)) for n in range(len(self._lanes))]
         except CollectiveMismatchError as error:
             self._break(error)
             raise
@@ -317,9 +417,10 @@ class ProcessGroupRoundRobin(ProcessGroup):
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees all lanes."""
-        for lane in self._lanes:
-            lane.shutdown()
-        self._end("was shut down")
+        try:
+            self._each(lambda lane: lane.shutdown())
+        finally:
+            self._end("was shut down")
 
     def _end(self, how: str) -> GroupAbortedError:
         """Returns why the group ended here; takes the place of a lost rank, which is its cause then."""
@@ -330,50 +431,6 @@ class ProcessGroupRoundRobin(ProcessGroup):
             ended.__cause__ = lost
             self._cause = ended
         return ended
-
-
-class _LaneWork(Work):
-    """The Work of a lane; an error that breaks the lane breaks the composition."""
-
-    __slots__ = ("_group", "_inner")
-
-    def __init__(self, group: ProcessGroupRoundRobin, inner: Work) -> None:
-        self._group = group
-        self._inner = inner
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the operation."""
-        try:
-            return self._inner.wait(timeout)
-        except (CollectiveTimeoutError, PeerLostError, GroupAbortedError) as error:
-            # A limit given to wait() may have passed, and the operation goes on.
-            if self._inner.is_completed():
-                self._group._break(error)
-            raise
-
-    def is_completed(self) -> bool:
-        """Returns whether the operation is done or failed."""
-        return self._inner.is_completed()
-
-    def exception(self) -> BaseException | None:
-        """Returns the error of the operation."""
-        return self._inner.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        """Returns the outputs."""
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        """Returns the sender of a receive."""
-        return self._inner.source_rank()
-
-    def block_current_stream(self) -> None:
-        """Makes the current CUDA stream wait for the operation."""
-        self._inner.block_current_stream()
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future of the outputs."""
-        return self._inner.get_future()
 
 
 def _check(groups: Sequence[ProcessGroup]) -> None:
@@ -405,21 +462,11 @@ def _check(groups: Sequence[ProcessGroup]) -> None:
                 )
 
 
-def _in_common(lanes: Sequence[ProcessGroup]) -> Capabilities:
-    """Returns what all lanes can do; messages and tags are the first lane's."""
-    first = lanes[0].capabilities
-    everywhere = reduce(lambda a, b: a & b, (lane.capabilities.operations for lane in lanes))
-    tables = [lane.capabilities.reductions for lane in lanes]
-    limited = [lane.capabilities.moves for lane in lanes if lane.capabilities.moves is not None]
-    return Capabilities(
-        devices=first.devices,
-        reductions={
-            dtype: reduce(lambda a, b: a & b, (table[dtype] for table in tables))
-            for dtype in first.reductions
-            if all(dtype in table for table in tables)
-        },
-        operations=(everywhere - _MESSAGES) | (first.operations & _MESSAGES),
-        moves=reduce(lambda a, b: a & b, limited) if limited else None,
-        uneven=all(lane.capabilities.uneven for lane in lanes),
-        tags=first.tags,
-    )
+def _of_lanes(parts: Sequence[Capabilities]) -> Capabilities:
+    """Returns what a composition of groups with these capabilities can do."""
+    devices = sorted(parts[0].devices)
+    if len(devices) > 1:
+        return by_device({device: _of_lanes([part.on(device) for part in parts]) for device in devices})
+    everywhere, first = in_common(parts), parts[0]
+    operations = (everywhere.operations - _MESSAGES) | (first.operations & _MESSAGES)
+    return replace(everywhere, operations=operations, tags=first.tags)

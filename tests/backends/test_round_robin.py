@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 
 import pytest
 import torch
-from harness import current_store, run_ranks
+from harness import current_store, run_ranks, run_world
+from recorder import Recorder, lanes
 
+import collectives as dist
 from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
 from collectives.backends.loopback import Loopback
 from collectives.backends.round_robin import (
@@ -17,64 +17,9 @@ from collectives.backends.round_robin import (
     RoundRobinOptions,
     round_robin_process_groups,
 )
-from collectives.capabilities import Capabilities
+from collectives.ddp import DistributedDataParallel
 from collectives.registry import GroupOptions, create_group
 from collectives.types import AllreduceOptions
-from collectives.work import CompletedWork, Work
-
-
-class Recorder(ProcessGroup):
-    """A group that notes what it is asked to do."""
-
-    def __init__(self, name: str, rank: int = 0, size: int = 2, **capabilities: object) -> None:
-        super().__init__(rank, size, group_name=name)
-        self.calls: list[str] = []
-        self._can = Capabilities(
-            **{
-                "devices": frozenset({"cpu"}),
-                "reductions": {torch.float32: frozenset({"SUM", "MAX"})},
-                **capabilities,
-            }
-        )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._can
-
-    def name(self) -> str:
-        return "recorder"
-
-    def _note(self, call: str) -> Work:
-        self.calls.append(call)
-        return CompletedWork()
-
-    def _broadcast(self, tensor, opts):
-        return self._note("broadcast")
-
-    def _allreduce(self, tensor, opts):
-        return self._note("allreduce")
-
-    def _allgather(self, outputs, tensor, opts):
-        return self._note("allgather")
-
-    def _send(self, tensor, dst, tag):
-        return self._note("send")
-
-    def _recv(self, tensor, src, tag):
-        return self._note("recv")
-
-    def _barrier(self, opts):
-        return self._note("barrier")
-
-    def abort(self) -> None:
-        self._note("abort")
-
-    def shutdown(self) -> None:
-        self._note("shutdown")
-
-
-def lanes(**capabilities: object) -> list[Recorder]:
-    return [Recorder(name, **capabilities) for name in "abc"]
 
 
 def test_collectives_take_turns_messages_stay_and_barriers_cover_all() -> None:
@@ -157,7 +102,17 @@ def test_names_and_limits() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"lanes": 3}, TypeError, "must be RoundRobinOptions, but are of type dict"),
+        (3, TypeError, "must be RoundRobinOptions, but are of type int"),
+        ({"lane": 3}, TypeError, "unknown are lane; known are lanes, backend, lane_options"),
+        ({"lanes": 0}, ValueError, "lanes must be an int of at least 1, but is 0"),
+        (RoundRobinOptions(backend=()), ValueError, "names no backend"),
+        (RoundRobinOptions(backend=("host", "round_robin")), ValueError, "cannot be round-robin groups"),
+        (RoundRobinOptions(2, ("host", "gloo"), 3), TypeError, "must be a dict .* are of type int"),
+        (
+            RoundRobinOptions(2, ("host", "gloo"), {"mpi": 3}),
+            ValueError,
+            r"for \['mpi'\], but .*\['host', 'gloo'\]",
+        ),
         (RoundRobinOptions(lanes=0), ValueError, "lanes must be an int of at least 1, but is 0"),
         (RoundRobinOptions(lanes=True), ValueError, "but is True"),
         (RoundRobinOptions(backend="round_robin"), ValueError, "cannot be round-robin groups"),
@@ -187,6 +142,184 @@ def test_bits_are_those_of_one_lane(lane: str, count: int) -> None:
     assert one[0] == one[1] == one[2]
 
 
+KINDS = ("host", "gloo")
+
+
+def several_kinds(group: ProcessGroup, kinds: list[str]) -> list[float]:
+    assert [lane.name() for lane in group.lanes] == kinds
+    results = []
+    for value in range(5):
+        x = torch.tensor([float(value)])
+        group.allreduce(x).wait()
+        results.append(x.item())
+    group.barrier().wait()
+    return results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pg_options": RoundRobinOptions(3, KINDS)},
+        {"pg_options": RoundRobinOptions(3, KINDS, {"gloo": None})},
+        {"pg_options": {"lanes": 3, "backend": KINDS}},
+        {"env": {"COLLECTIVES_ROUND_ROBIN_LANES": "3", "COLLECTIVES_ROUND_ROBIN_BACKEND": "host, gloo"}},
+    ],
+    ids=["options", "options of one kind", "fields", "environment"],
+)
+def test_lanes_of_several_kinds_take_turns(options: dict[str, object]) -> None:
+    kinds = ["host", "gloo", "host"]
+    assert (
+        run_ranks(several_kinds, 2, kinds, backend="round_robin", **options)
+        == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+    )
+
+
+def short_and_long_ways(rank: int, size: int) -> None:
+    """Each rank goes another way to each collective; all take the same turns."""
+    group = dist.group.WORLD
+    for turn in range(24):
+        x = torch.full((6,), float(rank + turn))
+        way = (turn + rank) % 4
+        if way == 0:
+            dist.all_reduce(x)
+        elif way == 1:
+            dist.all_reduce(x, async_op=True).wait()
+        elif way == 2:
+            group.allreduce([x], AllreduceOptions(timeout=timedelta(seconds=9))).wait()
+        else:
+            strided = torch.stack([x, x], dim=1)[:, 0]
+            dist.all_reduce(strided)
+            x = strided
+        assert x.tolist() == [2.0 * turn + 1] * 6
+        if turn % 5 == 0:
+            dist.barrier()
+        if turn % 7 == rank:
+            with pytest.raises(dist.UnsupportedOperationError):
+                dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+        got = torch.empty(1)
+        if rank == turn % 2:
+            dist.send(torch.ones(1) * turn, 1 - rank)
+        else:
+            dist.recv(got, 1 - rank)
+            assert got.item() == turn
+    assert group._turn == 24
+
+
+def test_all_ways_to_a_collective_take_one_turn() -> None:
+    run_world(short_and_long_ways, 2, backend="round_robin")
+
+
+def sub_groups(rank: int, size: int) -> None:
+    pairs = [dist.new_group([0, 1], backend="round_robin", pg_options={"lanes": 2}), dist.new_group([1, 2])]
+    for pair, members in zip(pairs, ([0, 1], [1, 2]), strict=True):
+        if rank not in members:
+            continue
+        works = []
+        for turn in range(5):
+            x = torch.tensor([rank + turn])
+            works.append((x, dist.all_reduce(x, group=pair, async_op=True)))
+        for turn, (x, work) in enumerate(works):
+            work.wait()
+            assert x.item() == sum(members) + 2 * turn
+        dist.barrier(pair)
+        dist.destroy_process_group(pair)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == size
+
+
+def test_sub_groups() -> None:
+    run_world(sub_groups, 3, backend="round_robin")
+
+
+def errors_of_lanes(group: ProcessGroup) -> None:
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        current_store().wait(["seen"])
+        return
+    with pytest.raises(CollectiveTimeoutError, match=r"^\[rank 0\] lane 1 of round_robin group") as info:
+        group.allreduce(torch.ones(3), AllreduceOptions(timeout=timedelta(milliseconds=200))).wait()
+    assert info.value.lane == 1
+    assert str(info.value).count("lane 1 of") == 1
+    with pytest.raises(
+        GroupAbortedError, match=r"\[rank 0\] round_robin group .* is broken; first cause.*lane 1 of"
+    ):
+        group.barrier()
+    current_store().set("seen", "x")
+
+
+@pytest.mark.parametrize("lane", ["host", "gloo"])
+def test_errors_name_lane_and_rank(lane: str) -> None:
+    run_ranks(errors_of_lanes, 2, backend="round_robin", pg_options=RoundRobinOptions(3, lane), isolated=True)
+
+
+def errors_in_futures(group: ProcessGroup) -> None:
+    if group.rank() == 0:
+        works = [
+            group.allreduce(torch.ones(3), AllreduceOptions(timeout=timedelta(seconds=limit)))
+            for limit in (0.2, 30)
+        ]
+        with pytest.raises(CollectiveTimeoutError, match="lane 0 of round_robin"):
+            works[0].get_future().wait()
+        # Nobody waited for the Work: the future has told the composition.
+        with pytest.raises(GroupAbortedError):
+            works[1].wait()
+        assert isinstance(works[1].exception(), GroupAbortedError)
+        current_store().set("seen", "x")
+    else:
+        current_store().wait(["seen"])
+
+
+def test_an_error_in_a_future_breaks_the_composition() -> None:
+    run_ranks(errors_in_futures, 2, backend="round_robin", isolated=True)
+
+
+def absent_lane(rank: int, size: int) -> str:
+    with pytest.raises(CollectiveTimeoutError, match="lane 0 of round_robin group 'alone', which") as info:
+        create_group(
+            "round_robin",
+            GroupOptions(current_store(), 0, 2, timedelta(seconds=0.3), group_name="alone"),
+        )
+    assert info.value.lane == 0
+    return str(info.value)
+
+
+def test_a_lane_that_cannot_be_made_is_named() -> None:
+    (text,) = run_ranks(absent_lane, 1)
+    assert "[rank 0]" in text
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(23, 23) for _ in range(6)), torch.nn.BatchNorm1d(23)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def trained(group: ProcessGroup) -> list[bytes]:
+    """Returns the bits of a model after some steps, with more buckets than lanes."""
+    torch.manual_seed(7 + group.rank())
+    model = Model()
+    parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        parallel(torch.randn(8, 23)).square().mean().backward()
+        optimizer.step()
+    return [value.numpy().tobytes() for value in model.state_dict().values()]
+
+
+def test_training_over_lanes_gives_the_bits_of_one_group() -> None:
+    one = run_ranks(trained, 3, backend="host")
+    assert one[0][:-3] == one[1][:-3] == one[2][:-3]
+    for count in (1, 3, 5):
+        assert run_ranks(trained, 3, backend="round_robin", pg_options=RoundRobinOptions(count)) == one, count
+
+
 def compose(rank: int, size: int) -> list[float]:
     store = current_store()
     groups = []
@@ -206,61 +339,3 @@ def compose(rank: int, size: int) -> list[float]:
 
 def test_groups_of_different_kinds_compose() -> None:
     assert run_ranks(compose, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
-
-
-def abort_all(group: ProcessGroup) -> list[str]:
-    seen = []
-    if group.rank() == 1:
-        time.sleep(1.0)
-    else:
-        works = [group.allreduce(torch.ones(3)) for _ in range(4)]
-        threading.Timer(0.2, group.abort).start()
-        for work in works:
-            with pytest.raises(GroupAbortedError) as info:
-                work.wait()
-            seen.append(type(info.value).__name__)
-        with pytest.raises(GroupAbortedError):
-            group.allreduce(torch.ones(3))
-    return seen
-
-
-@pytest.mark.parametrize("lane", ["host", "gloo"])
-def test_abort_ends_all_lanes(lane: str) -> None:
-    options = RoundRobinOptions(3, lane)
-    results = run_ranks(abort_all, 2, backend="round_robin", pg_options=options, isolated=True)
-    assert results[0] == ["GroupAbortedError"] * 4
-
-
-def expire(group: ProcessGroup) -> None:
-    if group.rank() == 1:
-        time.sleep(1.5)
-        return
-    work = group.allreduce(torch.ones(3), AllreduceOptions(timeout=timedelta(milliseconds=300)))
-    with pytest.raises(CollectiveTimeoutError):
-        work.wait()
-    # The turn is another lane's, but the group is broken as a whole.
-    with pytest.raises(GroupAbortedError, match="first cause"):
-        group.allreduce(torch.ones(3))
-
-
-@pytest.mark.parametrize("lane", ["host", "gloo"])
-def test_a_limit_that_passes_breaks_all_lanes(lane: str) -> None:
-    run_ranks(expire, 2, backend="round_robin", pg_options=RoundRobinOptions(3, lane), isolated=True)
-
-
-def peek(group: ProcessGroup) -> None:
-    if group.rank() == 1:
-        time.sleep(0.5)
-    x = torch.ones(3)
-    work = group.allreduce(x)
-    if group.rank() == 0:
-        with pytest.raises(CollectiveTimeoutError):
-            work.wait(timedelta(milliseconds=50))
-    work.wait()
-    assert x.tolist() == [2.0] * 3
-    group.allreduce(x).wait()
-
-
-@pytest.mark.parametrize("lane", ["host", "gloo"])
-def test_a_limit_of_wait_breaks_nothing(lane: str) -> None:
-    run_ranks(peek, 2, backend="round_robin", pg_options=RoundRobinOptions(3, lane))
