@@ -1,11 +1,12 @@
 """The bridge to ``torch.distributed``: our backends under ``torch.distributed.init_process_group``.
 
-``import collectives`` registers them. A program that uses ``torch.distributed`` then runs on ``collectives``
-(CPU tensors: the host backend) or ``collectives_round_robin`` by that one word.
+Where the package is installed torch knows them (:mod:`collectives_registration`), at the latest after
+``import collectives``. A program that uses ``torch.distributed`` then runs on ``collectives`` (CPU tensors:
+the host backend) or ``collectives_round_robin`` by that one word.
 """
 
 from __future__ import annotations
 
-from collectives.bridge.registration import register, register_backend
+from collectives_registration import register, register_backend
 
 __all__ = ["register", "register_backend"]

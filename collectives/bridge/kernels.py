@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives import types as ours
@@ -28,7 +29,7 @@ __all__ = ["acquire", "release"]
 
 _BEFORE = torch._C.DispatchKey.BackendSelect
 _META = torch._C.DispatchKey.Meta
-_libraries: list[torch.library.Library] = []
+_libraries: list[operators.Library] = []
 _users = 0
 _lock = threading.RLock()  # a group may be collected, and so released, while another is made
 
@@ -53,8 +54,8 @@ def _allreduce(
 ) -> TorchWork:
     if sparse_indices is not None:
         raise UnsupportedOperationError(
-            f"[rank {group.rank()}] all_reduce on {group!r}: sparse tensors are not taken; densify the "
-            "tensor, or exchange indices and values"
+            f"[rank {group.rank()}] all_reduce on {group!r}: sparse_indices are not taken; give the sparse "
+            "tensor itself"
         )
     return group.allreduce(tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op)))
 
@@ -147,7 +148,7 @@ def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> 
             group = _group(arguments.pop(place))
             if isinstance(group, TorchGroup):
                 return run(group, arguments)
-        # with the GIL released, unlike a call of the kernel that torch.library.get_kernel returns: threads of
+        # with the GIL released, unlike a call of the kernel that get_kernel() of torch returns: threads of
         # other backends take the GIL to let go of tensors, while they hold locks that the kernel wants
         return operator._op_dk(key, *given)
 
@@ -207,13 +208,13 @@ def release() -> None:
 
 
 def _install() -> None:
-    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = operators.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, run in _KERNELS.items():
         operator = getattr(torch.ops.c10d, name).default
         place = [argument.name for argument in operator._schema.arguments].index("process_group")
         kernel = _kernel(operator, place, _runner(operator, run))
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    functional: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+    functional: Any = operators.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
         kernel = _kernel(torch.ops._c10d_functional.batch_p2p_ops.default, 4, _batch_p2p)
         functional.impl("batch_p2p_ops", kernel, "BackendSelect", with_keyset=True)

@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives import types as ours
 
-__all__ = ["limit", "record", "reduction"]
+__all__ = ["PLAIN_CODES", "limit", "plain_code", "record", "reduction"]
 
 _NONE = timedelta(0)
 _REDUCTIONS: dict[Any, ours.ReduceOp] = {
@@ -38,6 +38,19 @@ def reduction(op: Any) -> ours.ReduceOp:
         if plain is not None:
             return plain
     return ours.ReduceOp.of(op)
+
+
+PLAIN_CODES = {hash(c10d.ReduceOp(kind)): op.code for kind, op in _REDUCTIONS.items()}
+"""Codes of the reductions without a factor, by the hash of a ``torch.distributed.ReduceOp``."""
+
+
+def plain_code(op: Any) -> int | None:
+    """Returns the code of a reduction in a record; ``None`` for ``PREMUL_SUM``, which has a factor.
+
+    Args:
+        op: a ``torch.distributed.ReduceOp``, whose hash tells its kind in one call.
+    """
+    return PLAIN_CODES.get(hash(op))
 
 
 def _barrier(opts: Any) -> ours.BarrierOptions:

@@ -24,9 +24,10 @@ _METHODS = {
         "_set_default_timeout", "_set_sequence_number_for_group", "_wait_for_pending_works", "abort",
         "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather",
         "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "barrier", "broadcast",
-        "end_coalescing", "gather", "getBackendName", "name", "recv", "recv_anysource", "reduce",
+        "allocate_tensor", "end_coalescing", "gather", "gather_single", "getBackendName",
+        "get_reconfigure_handle", "name", "new_window", "reconfigure", "recv", "recv_anysource", "reduce",
         "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "scatter", "send",
-        "set_timeout", "shutdown", "start_coalescing", "supports_tensor_alloc",
+        "set_timeout", "shrink", "shutdown", "start_coalescing", "supports_tensor_alloc",
     )
 } | {"monitored_barrier": "monitoredBarrier", "allreduce_sparse": "allreduce"}  # fmt: skip
 """Methods that C++ looks for in a backend, and those of the group that carry them out."""
@@ -64,7 +65,6 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
         """Hands every call on to the group that it belongs to, which keeps it alive."""
 
         supports_splitting = False
-        supports_coalescing = False
         supports_shrinking = False
         supports_reconfigure = False
         supports_window = False
@@ -73,6 +73,10 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
         def __init__(self, group: TorchGroup) -> None:
             super().__init__(group.rank(), group.size())
             self._group = weakref.ref(group)
+
+        @property
+        def supports_coalescing(self) -> bool:
+            return _alive(self._group).supports_coalescing
 
         @property
         def options(self) -> Any:

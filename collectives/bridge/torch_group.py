@@ -17,29 +17,43 @@ raises, instead of answering without having communicated.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from collectives.bridge import profiling
-from collectives.bridge.records import record
-from collectives.bridge.torch_work import BatchedWork, TorchWork, _Group
+from collectives import _native
+from collectives.bridge import profiling, sparse
+from collectives.bridge.records import PLAIN_CODES, plain_code, record, reduction
+from collectives.bridge.standing import Standing, missing
+from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
 from collectives.errors import UnsupportedOperationError
 from collectives.process_group import ProcessGroup
 from collectives.staging import dense_outputs
-from collectives.types import GatherOptions
+from collectives.types import AllreduceOptions, GatherOptions, ReduceOp
+from collectives.uncompiled import leave_uncompiled
 from collectives.work import CoalescedWork, Work
 
 __all__ = ["TorchGroup"]
 
+_ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL, _BARRIER, _BROADCAST, _GATHER, _REDUCE, _REDUCE_SCATTER, _SCATTER = (
+    _native.COLLECTIVES[kind]
+    for kind in (
+        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce",
+        "reduce_scatter", "scatter",
+    )
+)  # fmt: skip
+_NO_LIMIT = timedelta(0)
+_AllreduceOptions = c10d.AllreduceOptions
+_profiler: Any = torch.autograd.profiler
 
-class TorchGroup(_Group):
+
+@leave_uncompiled
+class TorchGroup(Standing):
     """One of our groups in the form of torch's.
 
     Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
@@ -52,156 +66,12 @@ class TorchGroup(_Group):
         ended: called once, when the group was shut down, aborted or collected.
     """
 
-    # What the object that serves a device offers beyond the operations.
-    supports_splitting = False
-    supports_coalescing = False  # so that a batch of sends and receives returns a Work for each
-    supports_time_estimate = False
-    supports_shrinking = False
-    supports_reconfigure = False
-    supports_window = False
-
     def __init__(
         self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-        self._backend_name = backend_name
-        self._torch_name = name
-        self._torch_desc = inner.group_desc
-        self._issued = itertools.count(1)
-        self._sequence = 0
-        self._ended = weakref.finalize(self, ended)
-        self._ended.atexit = False
-        self._batches: dict[int, list[Work]] = {}
-
-    # ---- identity ------------------------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """Returns this process's rank within the group."""
-        return self.inner.rank()
-
-    def size(self) -> int:
-        """Returns the number of ranks."""
-        return self.inner.size()
-
-    def name(self) -> str:
-        """Returns the name of the backend in torch."""
-        return self._backend_name
-
-    getBackendName = _get_backend_name = name
-
-    def getGroupName(self) -> str:
-        """Returns the name of the group, unique in the job."""
-        return self._torch_name
-
-    def setGroupName(self, name: str) -> None:
-        """Sets the name of the group."""
-        self._torch_name = name
-
-    def getGroupDesc(self) -> str:
-        """Returns the text that describes the group."""
-        return self._torch_desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        """Sets the text that describes the group."""
-        self._torch_desc = desc
-
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-    group_name = property(getGroupName, doc="Name of the group, unique in the job.")
-    group_desc = property(getGroupDesc, doc="Text that describes the group.")
-
-    def get_group_store(self) -> Any:
-        """Returns the store that the group was made with."""
-        return self.inner.get_group_store()
-
-    def __repr__(self) -> str:
-        return f"<{self._backend_name} group {self._torch_name!r}: {self.inner!r}>"
-
-    # ---- the object that serves a device -------------------------------------------------------------------
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in sorted(self.inner.capabilities.devices)]
-
-    def _get_backend(self, device: torch.device | str) -> TorchGroup:
-        kind = torch.device(device).type
-        if kind not in self.inner.capabilities.devices:
-            # RuntimeError, because callers in torch ask with it whether a device is served
-            raise RuntimeError(
-                f"No backend type associated with device type {kind}: {self!r} serves "
-                f"{', '.join(sorted(self.inner.capabilities.devices))}{_missing(kind)}"
-            )
-        return self
-
-    get_backend = _get_backend
-
-    @property
-    def options(self) -> Any:
-        """A ``Backend.Options`` record of the group."""
-        options = c10d.Backend.Options(self._backend_name, self.inner.timeout)
-        options.group_name = self._torch_name  # type: ignore[assignment]
-        return options
-
-    def supports_tensor_alloc(self, device: Any) -> bool:  # noqa: ARG002
-        """Returns ``False``: tensors of any allocator are taken."""
-        return False
-
-    # ---- life ----------------------------------------------------------------------------------------------
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
-        self.inner.set_timeout(timeout)
-
-    setTimeout = _set_default_timeout = set_timeout
-
-    def abort(self) -> None:
-        """Breaks the group at once: waiting operations raise."""
-        self.inner.abort()
-        self._ended()
-
-    def shutdown(self) -> None:
-        """Finishes the operations already issued, then frees the group's resources."""
-        try:
-            self.inner.shutdown()
-        finally:
-            self._ended()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._issued = itertools.count(1)
-        self._sequence = 0
-
-    getSequenceNumberForGroup = _get_sequence_number_for_group
-    setSequenceNumberForGroup = _set_sequence_number_for_group
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        """Returns at once: torch asks for it where completion hooks are registered, and none can be."""
-
-    def _register_on_completion_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
-        self._refuse("_register_on_completion_hook", "use Work.get_future().then(...) of each operation")
-
-    def _enable_collectives_timing(self) -> NoReturn:
-        self._refuse("_enable_collectives_timing", "use torch.profiler, which records every operation")
-
-    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        """Raises; ``torch.distributed.new_group`` makes sub-groups."""
-        self._refuse("split_group", "make sub-groups with torch.distributed.new_group")
-
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        """Raises; groups of a fixed set of ranks are made by ``init_process_group`` and ``new_group``."""
-        self._refuse("merge_remote_group", "initialize again with all ranks")
-
-    splitGroup = split_group
-    mergeRemoteGroup = merge_remote_group
-
-    def _refuse(self, what: str, instead: str) -> NoReturn:
-        raise UnsupportedOperationError(f"[rank {self.rank()}] {self!r} does not offer {what}; {instead}")
+        super().__init__(inner, backend_name, name, ended)
+        self._plain = inner.plain
+        self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
 
     # ---- issuing -------------------------------------------------------------------------------------------
 
@@ -218,10 +88,9 @@ class TorchGroup(_Group):
             **kwargs: its keyword arguments.
         """
         try:
-            if profiling.enabled():
-                background = all(getattr(arg, "asyncOp", True) for arg in args)
+            if profiling.possible() and profiling.enabled():
                 work = profiling.observed(
-                    f"{self._backend_name}:{event}", [shown], background, lambda: method(*args, **kwargs)
+                    f"{self._backend_name}:{event}", shown, lambda: method(*args, **kwargs)
                 )
             else:
                 work = method(*args, **kwargs)
@@ -230,24 +99,72 @@ class TorchGroup(_Group):
                 tensor.device.type for tensor in profiling.flat([shown])
             } - self.inner.capabilities.devices
             if kinds:
-                raise UnsupportedOperationError(f"{error}{_missing(kinds.pop())}") from None
+                raise UnsupportedOperationError(f"{error}{missing(kinds.pop())}") from None
             raise
         self._sequence = next(self._issued)
         if self._batches:
             batch = self._batches.get(threading.get_ident())
             if batch is not None:
-                batch.append(work)
+                batch[0].append(work)
                 return BatchedWork(work)
         return TorchWork(work)
 
+    def _at_once(
+        self,
+        opts: Any,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        code: int | None = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> TorchWork | None:
+        """Issues a collective where the inner group takes the arguments as they are, as it does most.
+
+        The way of :meth:`_issue` reads all of torch's record into one of ours, which takes longer than a
+        small operation.
+
+        Args:
+            opts: torch's option record.
+            kind: number of the collective in ``_native.COLLECTIVES``.
+            output: what is written, or read and written.
+            input: what is only read.
+            code: code of the reduction; ``None`` for one that has a factor.
+            root: the root.
+            listed: whether the larger operand is a list of a tensor for each rank.
+
+        Returns:
+            The Work; ``None`` with nothing done, to go the other way.
+        """
+        if code is None or self._batches or profiling.possible() or opts.timeout > _NO_LIMIT:
+            return None
+        if opts.asyncOp:
+            work = self.inner.plain_launch(kind, output, input, code, root, listed)
+            if work is None:
+                return None
+            self._sequence = next(self._issued)
+            return TorchWork(work)
+        if not self._plain(kind, output, input, code, root, listed):
+            return None
+        self._sequence = next(self._issued)
+        done: DoneWork = DoneWork()
+        done.outputs = () if output is None else output
+        return done
+
     def _start_coalescing(self, device: Any = None) -> None:  # noqa: ARG002
-        # a block that an exception left open is forgotten; its operations run on
-        self._batches[threading.get_ident()] = []
+        left_open = self._batches.pop(threading.get_ident(), None)
+        if left_open is not None:  # by an exception: what the group kept back of the block is dropped
+            left_open[1].__exit__(RuntimeError, RuntimeError("the block was left by an exception"), None)
+        together = ExitStack()
+        together.enter_context(self.inner._together())
+        self._batches[threading.get_ident()] = [], together
 
     def _end_coalescing(self, device: Any = None) -> TorchWork:  # noqa: ARG002
-        works = self._batches.pop(threading.get_ident(), None)
-        if works is None:
+        batch = self._batches.pop(threading.get_ident(), None)
+        if batch is None:
             raise RuntimeError(f"[rank {self.rank()}] {self!r}: no coalescing block is open on this thread")
+        works, together = batch
+        together.close()
         return TorchWork(CoalescedWork(works))
 
     start_coalescing = _start_coalescing
@@ -258,7 +175,30 @@ class TorchGroup(_Group):
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
-        """Reduces a tensor over all ranks, in place."""
+        """Reduces a tensor over all ranks, in place; a sparse one too (:mod:`collectives.bridge.sparse`)."""
+        if type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
+            tensor = tensors[0]
+            code = PLAIN_CODES.get(hash(opts.reduceOp))
+            if opts.asyncOp or code is None:
+                work = self._at_once(opts, _ALL_REDUCE, tensor, None, code)
+                if work is not None:
+                    return work
+            # what `_at_once` does for a synchronous operation, for the call that programs wait for most
+            elif (
+                opts.timeout <= _NO_LIMIT
+                and not (self._batches or _profiler._is_profiler_enabled)
+                and self._plain(_ALL_REDUCE, tensor, None, code)
+            ):
+                self._sequence = next(self._issued)
+                done: DoneWork = DoneWork()
+                done.outputs = tensor
+                return done
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+        if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+            options = record(opts)
+            if not isinstance(options, AllreduceOptions):
+                options = AllreduceOptions(timeout, True, reduction(op or options or ReduceOp.SUM))
+            return self._issue("all_reduce", tensors, sparse.allreduce, self.inner, tensor, options)
         call = self.inner.allreduce
         return self._issue("all_reduce", tensors, call, tensors, record(opts), timeout, op=op)
 
@@ -270,6 +210,10 @@ class TorchGroup(_Group):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place."""
+        if type(opts) is c10d.BroadcastOptions and (
+            work := self._at_once(opts, _BROADCAST, _only(tensors), root=opts.rootRank)
+        ):
+            return work
         call = self.inner.broadcast
         return self._issue("broadcast", tensors, call, tensors, record(opts), timeout, root=root)
 
@@ -283,6 +227,12 @@ class TorchGroup(_Group):
         root: int | None = None,
     ) -> TorchWork:
         """Reduces a tensor over all ranks to the root, in place there."""
+        if type(opts) is c10d.ReduceOptions and (
+            work := self._at_once(
+                opts, _REDUCE, _only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
+            )
+        ):
+            return work
         call = self.inner.reduce
         return self._issue("reduce", tensors, call, tensors, record(opts), op, timeout, root=root)
 
@@ -297,15 +247,21 @@ class TorchGroup(_Group):
     ) -> TorchWork:
         """Gathers every rank's tensor on all ranks."""
         source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.AllgatherOptions and (
+            work := self._at_once(opts, _ALL_GATHER, _only(output_tensors), _only(source), listed=True)
+        ):
+            return work
         call = self.inner.allgather
-        return self._issue("all_gather", source, call, output_tensors, source, *_with_limit(opts, timeout))
+        return self._issue("all_gather", source, call, output_tensors, source, record(opts), timeout)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Gathers every rank's tensor into one, in rank order."""
+        if type(opts) is c10d.AllgatherOptions and (work := self._at_once(opts, _ALL_GATHER, output, input)):
+            return work
         call = self.inner.all_gather_single
-        return self._issue("all_gather", input, call, output, input, *_with_limit(opts, timeout))
+        return self._issue("all_gather", input, call, output, input, record(opts), timeout)
 
     def allgather_coalesced(
         self,
@@ -343,6 +299,12 @@ class TorchGroup(_Group):
     ) -> TorchWork:
         """Gathers every rank's tensor on the root."""
         source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.GatherOptions and (
+            work := self._at_once(
+                opts, _GATHER, _given(output_tensors), _only(source), root=opts.rootRank, listed=True
+            )
+        ):
+            return work
         call = self.inner.gather
         return self._issue("gather", source, call, output_tensors, source, record(opts), timeout, root=root)
 
@@ -376,6 +338,12 @@ class TorchGroup(_Group):
     ) -> TorchWork:
         """Gives each rank one tensor of the root's list."""
         target = output_tensor if output_tensors is None else output_tensors
+        if type(opts) is c10d.ScatterOptions and (
+            work := self._at_once(
+                opts, _SCATTER, _only(target), _given(input_tensors), root=opts.rootRank, listed=True
+            )
+        ):
+            return work
         call = self.inner.scatter
         return self._issue("scatter", target, call, target, input_tensors, record(opts), timeout, root=root)
 
@@ -391,6 +359,17 @@ class TorchGroup(_Group):
     ) -> TorchWork:
         """Reduces a list of tensors over all ranks; rank r keeps entry r."""
         source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.ReduceScatterOptions and (
+            work := self._at_once(
+                opts,
+                _REDUCE_SCATTER,
+                _only(output_tensors),
+                _only(source),
+                plain_code(opts.reduceOp),
+                listed=True,
+            )
+        ):
+            return work
         call = self.inner.reduce_scatter
         return self._issue(
             "reduce_scatter", source, call, output_tensors, source, record(opts), timeout, op=op
@@ -400,6 +379,10 @@ class TorchGroup(_Group):
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
     ) -> TorchWork:
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
+        if type(opts) is c10d.ReduceScatterOptions and (
+            work := self._at_once(opts, _REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp))
+        ):
+            return work
         call = self.inner.reduce_scatter_single
         return self._issue("reduce_scatter", inputTensor, call, outputTensor, inputTensor, record(opts))
 
@@ -417,9 +400,13 @@ class TorchGroup(_Group):
         self, output_tensor: Any, input_tensor: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Sends entry r of the inputs to rank r and receives entry r of the outputs from it."""
+        if type(opts) is c10d.AllToAllOptions and (
+            work := self._at_once(opts, _ALL_TO_ALL, output_tensor, input_tensor, listed=True)
+        ):
+            return work
         call = self.inner.alltoall
         return self._issue(
-            "all_to_all", input_tensor, call, output_tensor, input_tensor, *_with_limit(opts, timeout)
+            "all_to_all", input_tensor, call, output_tensor, input_tensor, record(opts), timeout
         )
 
     def all_to_all_single(
@@ -432,14 +419,27 @@ class TorchGroup(_Group):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Sends part r of a tensor to rank r and concatenates what the ranks send here."""
+        if (
+            type(opts) is c10d.AllToAllOptions
+            and not (output_split_sizes or input_split_sizes)
+            and (work := self._at_once(opts, _ALL_TO_ALL, output_tensor, input_tensor))
+        ):
+            return work
         splits = output_split_sizes, input_split_sizes
         call = self.inner.alltoall_base
-        options = _with_limit(opts, timeout)
-        return self._issue("all_to_all", input_tensor, call, output_tensor, input_tensor, *splits, *options)
+        return self._issue(
+            "all_to_all", input_tensor, call, output_tensor, input_tensor, *splits, record(opts), timeout
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Completes when every rank has called it."""
-        return self._issue("barrier", (), self.inner.barrier, *_with_limit(opts, timeout))
+        if (
+            type(opts) is c10d.BarrierOptions
+            and (opts.device is None or opts.device.type == "cpu")
+            and (work := self._at_once(opts, _BARRIER))
+        ):
+            return work
+        return self._issue("barrier", (), self.inner.barrier, record(opts), timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks."""
@@ -453,11 +453,11 @@ class TorchGroup(_Group):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
-        return self._issue("send", tensors, self.inner.send, tensors, dstRank, tag)
+        return self._issue("send", tensors, self.inner.send, _only(tensors), dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
-        return self._issue("recv", tensors, self.inner.recv, tensors, srcRank, tag)
+        return self._issue("recv", tensors, self.inner.recv, _only(tensors), srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
@@ -474,15 +474,12 @@ class TorchGroup(_Group):
     recvAnysource = recv_anysource
 
 
-def _with_limit(opts: Any, timeout: timedelta | None) -> tuple[Any, timedelta | None]:
-    """Returns option record and time limit; the third argument of some overloads is the limit itself."""
-    if isinstance(opts, timedelta):
-        return None, opts
-    return record(opts), timeout
+def _only(values: Any) -> Any:
+    """Returns the entry of a list of one, as torch wraps tensors and lists; anything else as it is."""
+    return values[0] if type(values) is list and len(values) == 1 else values
 
 
-def _missing(kind: str) -> str:
-    """Returns what to say about tensors on a device that is not served."""
-    if kind != "cuda":
-        return ""
-    return "; CUDA tensors need the nccl backend, which is not part of this version: move them to the CPU"
+def _given(values: Any) -> Any:
+    """Returns the list in a list of one; ``None`` for none, as ranks that are not the root give."""
+    entry = _only(values)
+    return None if type(entry) is list and not entry else entry

@@ -8,6 +8,7 @@ group get the Work itself.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch.distributed as torch_dist
 from torch.futures import Future
 
 from collectives.bridge.records import limit
-from collectives.work import Work
+from collectives.work import CompletedWork, Work
 
 if TYPE_CHECKING:
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     class _Group:
         """``torch.distributed.ProcessGroup`` with the constructor that subclasses can call."""
 
+        bound_device_id: torch.device | None
+
         def __init__(self, rank: int, size: int) -> None: ...
 else:
     _Work = torch_dist.Work
     _Group = torch_dist.ProcessGroup
 
-__all__ = ["BatchedWork", "TorchWork", "held"]
+__all__ = ["BatchedWork", "DoneWork", "TorchWork", "held"]
 
 
 class TorchWork(_Work):
@@ -43,6 +46,8 @@ class TorchWork(_Work):
     Args:
         inner: the operation.
     """
+
+    __slots__ = ("_future", "inner")
 
     def __init__(self, inner: Work) -> None:
         super().__init__()
@@ -93,6 +98,50 @@ class TorchWork(_Work):
     def get_future_result(self) -> Future[int]:
         """Returns a future of a ``WorkResult`` number that never carries an error."""
         return self.inner.get_future_result()
+
+
+class DoneWork(TorchWork):
+    """An operation that was done when its call returned; quicker to make than a Work around one of ours.
+
+    A synchronous call makes one and drops it unread. It could return ``None`` to Python callers, but torch's
+    C++ code does not survive that.
+    """
+
+    __slots__ = ("_inner", "outputs")
+
+    __init__ = _Work.__init__
+
+    outputs: torch.Tensor | Sequence[torch.Tensor]
+    """The output tensors; to be set by who makes one."""
+    _inner: TorchWork
+
+    def _as_usual(self) -> TorchWork:
+        """Returns the Work for all that is asked seldom."""
+        try:
+            return self._inner
+        except AttributeError:
+            outputs = self.outputs
+            self._inner = TorchWork(
+                CompletedWork((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
+            )
+            return self._inner
+
+    @property
+    def inner(self) -> Work:  # type: ignore[override]
+        """The operation as a Work of ours."""
+        return self._as_usual().inner
+
+    def get_future(self) -> Future[Any]:
+        """Returns a completed future of the list of output tensors; always the same one."""
+        return self._as_usual().get_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Returns ``True`` at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns ``True``."""
+        return True
 
 
 class BatchedWork(TorchWork):

@@ -124,7 +124,8 @@ def wrong_arguments(rank, size):
         (TypeError, lambda: world.allreduce(torch.ones(1), op="sum")),
         (UnsupportedOperationError, lambda: dist.all_reduce(torch.ones(2, device="meta"))),
         (UnsupportedOperationError, lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)),
-        (UnsupportedOperationError, lambda: dist.all_reduce(torch.eye(2).to_sparse())),
+        (UnsupportedOperationError, lambda: dist.broadcast(torch.eye(2).to_sparse(), 0)),
+        (UnsupportedOperationError, lambda: dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)),
         (ValueError, lambda: world.allgather_coalesced([[torch.ones(1)]] * size, [torch.ones(1)] * 2)),
     ]
     for kind, call in calls:

@@ -13,7 +13,7 @@ from bridge.torch_world import BACKEND, run_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
+from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, UnsupportedOperationError
 
 
 def summed(number, group=None):
@@ -26,7 +26,8 @@ def summed(number, group=None):
 def identity(rank, size):
     world = dist.group.WORLD
     assert dist.get_backend() == BACKEND
-    assert dist.get_backend_config() == f"cpu:{BACKEND}"
+    served = dist.Backend.backend_capability[BACKEND]
+    assert dist.get_backend_config() == ",".join(f"{device}:{BACKEND}" for device in served)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     assert (world.rank(), world.size(), world.name()) == (rank, size, BACKEND)
     assert world._get_backend_name() == BACKEND
@@ -242,7 +243,9 @@ def refusals(rank, size):
         lambda: dist.ProcessGroup._register_on_completion_hook(world, print),
         world._enable_collectives_timing,
     ]
-    for call in calls:
+    names = ("register_pre_hook", "register_post_hook", "reconfigure", "get_reconfigure_handle", "shrink",
+             "new_window", "allocate_tensor")  # fmt: skip
+    for call in calls + [getattr(world, name) for name in names]:
         with pytest.raises(RuntimeError):
             call()
     with pytest.raises(UnsupportedOperationError, match="new_group"):
@@ -252,6 +255,23 @@ def refusals(rank, size):
 
 def test_what_is_not_offered_raises():
     run_torch(refusals)
+
+
+def bound(rank, size):
+    assert dist.group.WORLD.bound_device_id == torch.device("cpu:0")
+    assert summed(rank) == 1
+    assert summed(rank, dist.new_group()) == 1
+    assert not dist.distributed_c10d._supports_reconfigure()
+    with pytest.raises(UnsupportedOperationError, match="reconfigure"):
+        dist.distributed_c10d._reconfigure(uuid=1, handles=["a", "b"])
+
+
+@pytest.mark.skipif(
+    "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters,
+    reason="this torch binds groups to accelerators only",
+)
+def test_bound_to_a_device():
+    run_torch(bound, init={"device_id": torch.device("cpu:0"), "enable_reconfigure": True})
 
 
 def again_and_again(rank, size):
@@ -281,6 +301,33 @@ def debug_level_detail(rank, size):
         assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
     finally:
         dist.set_debug_level_from_env()
+
+
+def detail_compares(rank, size, backend):
+    """Also over a backend that would wait for ever, or give wrong values, where ranks differ."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(backend=backend)
+    finally:
+        dist.set_debug_level_from_env()
+    with pytest.raises(CollectiveMismatchError, match="rank 1"):
+        dist.all_reduce(torch.ones(2 + rank), group=group)
+    calls = [
+        lambda: dist.broadcast(torch.ones(2), 0, group=group),
+        lambda: dist.all_reduce(torch.ones(2), group=group),
+    ]
+    with pytest.raises(CollectiveMismatchError, match="broadcast"):
+        calls[rank]()
+    with pytest.raises(CollectiveMismatchError):
+        torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce(torch.ones(2 + rank), "sum", group.group_name)
+        )
+    assert summed(rank, group) == 1
+
+
+@pytest.mark.parametrize("backend", [BACKEND, "collectives_gloo", "collectives_round_robin"])
+def test_detail_compares(backend):
+    run_torch(detail_compares, 2, backend)
 
 
 def test_debug_level_detail():

@@ -15,7 +15,7 @@ NAME = "collectives_round_robin"
 
 def lanes(rank, size, number, kind):
     world = dist.group.WORLD
-    assert dist.get_backend() == NAME
+    assert dist.get_backend().startswith(NAME)
     assert [lane.name() for lane in world.inner.lanes] == [kind] * number
     tensors = [torch.full((4,), float(rank + turn)) for turn in range(7)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -42,7 +42,18 @@ def test_options():
     run_torch(lanes, 2, 4, "host", backend=NAME, init={"pg_options": RoundRobinOptions(4)})
 
 
+def test_name():
+    run_torch(lanes, 2, 4, "gloo", backend=f"{NAME}:4", env={"COLLECTIVES_ROUND_ROBIN_BACKEND": "gloo"})
+
+
 def sub_group(rank, size):
+    group = dist.new_group(backend=f"{NAME}:2", pg_options={"backend": "gloo"})
+    assert [lane.name() for lane in group.inner.lanes] == ["gloo"] * 2
+    group = dist.new_group(backend=f"{NAME}:2", pg_options=RoundRobinOptions(2, "gloo"))
+    assert [lane.name() for lane in group.inner.lanes] == ["gloo"] * 2
+    for wrong in (RoundRobinOptions(3), {"lanes": 3}):
+        with pytest.raises(ValueError, match="name says lanes=2, but pg_options say lanes=3"):
+            dist.new_group(backend=f"{NAME}:2", pg_options=wrong)
     group = dist.new_group(backend=NAME, pg_options=RoundRobinOptions(2))
     assert len(group.inner.lanes) == 2
     tensor = torch.ones(2)

@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from bridge.torch_world import BACKEND, run_torch
+from bridge.torch_world import run_torch
+from torch._C import _distributed_c10d as c10d
 
 
 def value(number):
@@ -61,6 +62,97 @@ def futures(rank, size):
     )
     assert all(torch.equal(done.value()[0], value(1)) for done in both.wait())
     dist.barrier(async_op=True).get_future().wait()
+
+
+def synchronous(record, root=None):
+    """Returns an option record of a call that returns when the operation is done."""
+    record.asyncOp = False
+    if root is not None:
+        record.rootRank = root
+    return record
+
+
+def done_at_return(rank, size):
+    """Calls of a group with synchronous records, as torch's functions make them; the Work still tells all."""
+    group = dist.group.WORLD
+    a, b, whole, parts = value(rank), value(rank + 5), torch.zeros(4), [torch.zeros(2), torch.zeros(2)]
+    given = torch.tensor([1.0, 2.0]) + 10 * rank
+    root, others = rank == 1, [torch.zeros(2), torch.zeros(2)]
+    exchange = c10d.AllToAllOptions
+    calls = [
+        (lambda: group.allreduce([a], synchronous(c10d.AllreduceOptions())), [value(1)]),
+        (lambda: group.broadcast([b], synchronous(c10d.BroadcastOptions(), 1)), [value(6)]),
+        (
+            lambda: group.all_gather_single(whole, given, synchronous(c10d.AllgatherOptions())),
+            [torch.tensor([1.0, 2.0, 11.0, 12.0])],
+        ),
+        (
+            lambda: group.allgather([parts], [given], synchronous(c10d.AllgatherOptions())),
+            [torch.tensor([1.0, 2.0]), torch.tensor([11.0, 12.0])],
+        ),
+        (
+            lambda: group.reduce_scatter_single(a, whole, synchronous(c10d.ReduceScatterOptions())),
+            [torch.tensor([22.0, 24.0]) if rank else torch.tensor([2.0, 4.0])],
+        ),
+        (
+            lambda: group.reduce_scatter([a], [parts], synchronous(c10d.ReduceScatterOptions())),
+            [torch.tensor([22.0, 24.0]) if rank else torch.tensor([2.0, 4.0])],
+        ),
+        (
+            lambda: group.gather([others] if root else [], [given], synchronous(c10d.GatherOptions(), 1)),
+            [torch.tensor([1.0, 2.0]), torch.tensor([11.0, 12.0])] if root else [],
+        ),
+        (
+            lambda: group.scatter([a], [others] if root else [], synchronous(c10d.ScatterOptions(), 1)),
+            [torch.tensor([11.0, 12.0]) if rank else torch.tensor([1.0, 2.0])],
+        ),
+        (
+            lambda: group.all_to_all_single(a, given, [], [], synchronous(exchange())),
+            [torch.tensor([2.0, 12.0]) if rank else torch.tensor([1.0, 11.0])],
+        ),
+        (
+            lambda: group.alltoall(parts, [value(rank), value(rank + 2)], synchronous(exchange())),
+            [value(2), value(3)] if rank else [value(0), value(1)],
+        ),
+        (lambda: group.barrier(synchronous(c10d.BarrierOptions())), []),
+    ]
+    for number, (call, wanted) in enumerate(calls):
+        before = group._get_sequence_number_for_group()
+        work = call()
+        assert isinstance(work, dist.Work)
+        assert work.is_completed(), number
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.wait() is True
+        assert work.get_future() is work.get_future()
+        for got in (work.result(), work.get_future().wait()):
+            assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in wanted], number
+        with pytest.raises(RuntimeError, match="receive"):
+            work.source_rank()
+        assert group._get_sequence_number_for_group() == before + 1, number
+    script = torch.ops.c10d.allreduce_([b], group.boxed(), torch.classes.c10d.ReduceOp(), None, False)[1]
+    gc.collect()
+    assert dist.Work.unbox(script).wait()
+    assert torch.equal(b, value(12))
+    base = dist.ProcessGroup.allreduce(group, [b], synchronous(c10d.AllreduceOptions()))
+    gc.collect()
+    assert torch.equal(base.get_future().wait()[0], value(24))
+
+
+def limits_in_records(rank, size):
+    """A synchronous call keeps to its record's own limit, and leaves the factor of a reduction in."""
+    scaled = value(rank + 1)
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(2.0))
+    assert torch.equal(scaled, value(6))
+    store, group = dist.group.WORLD.get_group_store(), dist.new_group()
+    if rank == 0:
+        record = synchronous(c10d.AllreduceOptions())
+        record.timeout = timedelta(milliseconds=200)
+        with pytest.raises(dist.DistError, match=r"0\.2 s"):
+            group.allreduce([value(1)], record).wait()
+        store.set("late", "")
+    else:
+        store.wait(["late"])
 
 
 def alive_in_cpp(rank, size):
@@ -118,46 +210,9 @@ def many_threads(rank, size):
     assert not failures
 
 
-def profiler_events(rank, size):
-    tensor = torch.ones(3, 5)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as recorded:
-        dist.all_reduce(tensor)
-        dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))
-        dist.barrier()
-        works = [dist.broadcast(tensor, 0, async_op=True) for _ in range(2)]
-        if rank:
-            dist.send(tensor, 0)
-        else:
-            dist.recv(tensor, 1)
-        for work in works:
-            work.get_future().wait()
-    found = [event for event in recorded.events() if event.name.startswith(f"{BACKEND}:")]
-    names = [event.name.removeprefix(f"{BACKEND}:") for event in found]
-    assert names == [
-        "all_reduce",
-        "all_gather",
-        "barrier",
-        "broadcast",
-        "broadcast",
-        "recvsend"[4 * rank :][:4],
-    ]
-    assert [event.input_shapes for event in found[:3]] == [[[3, 5]], [[7]], []]
-    assert all(event.count == 1 for event in found)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-        with pytest.raises(ValueError, match="root"):
-            dist.group.WORLD.broadcast(tensor, root=9)
-        dist.barrier()
-    assert [e.name for e in recorded.events() if e.name.startswith(BACKEND)] == [
-        f"{BACKEND}:broadcast",
-        f"{BACKEND}:barrier",
-    ]
-
-
 @pytest.mark.parametrize(
     "body",
-    [asking, futures, alive_in_cpp, nobody_waits, many_threads, profiler_events],
+    [asking, futures, done_at_return, limits_in_records, alive_in_cpp, nobody_waits, many_threads],
     ids=lambda body: body.__name__,
 )
 def test_work(body):

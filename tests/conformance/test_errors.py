@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,7 @@ def wrong_calls(n: int) -> list[Case]:
     sparse = torch.eye(3).to_sparse()
     meta = torch.empty(2, device="meta")
     many = [f32(2) for _ in range(n)]
+    repeated = f32(1).expand(2)
     return [
         ("no tensor", lambda g: g.allreduce([3]), TypeError, "must be a tensor, but is of type int"),
         ("no list", lambda g: g.allreduce("x"), TypeError, "must be a tensor or a list of one, but is str"),
@@ -49,12 +51,19 @@ def wrong_calls(n: int) -> list[Case]:
         ("factor", lambda g: g.allreduce(torch.ones(2, dtype=i32), make_premul_sum(2.0)),
          UnsupportedOperationError, "PREMUL_SUM is not defined for torch.int32"),
         ("op", lambda g: g.allreduce(f32(2), op="SUM"), TypeError, "op must be a ReduceOp.*'SUM'"),
+        ("shared elements", lambda g: g.allreduce(repeated), ValueError, r"\[2\].*strides \[0\].*clone"),
+        ("shared outputs", lambda g: g.allgather([*many[1:], repeated], f32(2)), ValueError,
+         "share their memory"),
+        ("a shared output", lambda g: g.reduce_scatter(repeated, many), ValueError, "share their memory"),
+        ("a shared message", lambda g: g.recv(repeated, 0), ValueError, "share their memory"),
         ("root", lambda g: g.broadcast(f32(2), root=n), ValueError, f"root is {n}, but .* 0 to {n - 1}"),
         ("negative root", lambda g: g.reduce(f32(2), root=-1), ValueError, "root is -1"),
         ("root's type", lambda g: g.broadcast([f32(2)], BroadcastOptions(rootRank="0")), TypeError,
          "root must be an int, but is '0' of type str"),
         ("root in a record", lambda g: g.reduce([f32(2)], ReduceOptions(rootRank=9)), ValueError,
          "root is 9"),
+        ("root tensor", lambda g: g.broadcast([f32(2)], BroadcastOptions(rootTensor=1)), ValueError,
+         "rootTensor is 1, but there is only tensor 0"),
         ("few outputs", lambda g: g.allgather([f32(2)] * (n + 1), f32(2)), ValueError,
          f"one tensor for each of {n} ranks, but holds {n + 1}"),
         ("outputs' dtype", lambda g: g.allgather([torch.zeros(2, dtype=i32)] * n, f32(2)), ValueError,
@@ -152,3 +161,22 @@ def test_wrong_rank_and_size(backend: str, rank: int, size: int, match: str) -> 
 
     with pytest.raises(ValueError, match=match):
         create_group(backend, GroupOptions(dist.HashStore(), rank, size, timedelta(seconds=1)))
+
+
+def shared_bytes(group: ProcessGroup) -> None:
+    """Elements that share bytes are cut at bytes only."""
+    size = group.size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        odd, many = (
+            torch.quantize_per_tensor(torch.zeros(count), 1.0, 0, torch.quint4x2) for count in (3, 3 * size)
+        )
+    text = r"parts of torch.quint4x2 must have a multiple of 2 elements, which share a byte, but have \[3"
+    for call in (lambda: group.all_gather_single(many, odd), lambda: group.alltoall_base(many, many)):
+        with pytest.raises(ValueError, match=text):
+            call()
+    group.barrier().wait()
+
+
+def test_parts_that_end_within_a_byte(backend: str) -> None:
+    run_ranks(shared_bytes, 2, backend=backend)

@@ -15,6 +15,7 @@ from harness import current_store, run_ranks
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.types import AllreduceCoalescedOptions, AllreduceOptions, ReduceOp
+from collectives.work import CompletedWork, FinishingWork
 
 
 def gate(name: str, group: ProcessGroup) -> None:
@@ -168,6 +169,46 @@ def test_futures(backend: str, world_size: int) -> None:
     run_ranks(futures, world_size, backend=backend)
 
 
+def outputs_of_inference(group: ProcessGroup) -> None:
+    """Strided outputs made under inference mode, waited for by the caller, a future and nobody."""
+    with torch.inference_mode():
+        outputs = [torch.ones(8)[::2] for _ in range(3)]
+        works = [group.allreduce(output) for output in outputs]
+        works[0].wait()
+    works[1].get_future().wait()
+    del works
+    group.barrier().wait()
+    assert eventually(lambda: all(output.tolist() == [float(group.size())] * 4 for output in outputs))
+
+
+def test_outputs_of_inference(backend: str, world_size: int) -> None:
+    run_ranks(outputs_of_inference, world_size, backend=backend)
+
+
+def limits_without_records(group: ProcessGroup) -> None:
+    """torch's forms that have a time limit where the record stands, and where it is wrong."""
+    size, limit = group.size(), timedelta(seconds=30)
+    mine, outputs = torch.ones(2), [torch.empty(2) for _ in range(size)]
+    whole = torch.empty(2 * size)
+    group.allgather(outputs, mine, limit).wait()
+    group.all_gather_single(whole, mine, limit).wait()
+    assert torch.cat(outputs).tolist() == whole.tolist() == [1.0] * 2 * size
+    group.alltoall([torch.empty(2) for _ in range(size)], outputs, limit).wait()
+    group.alltoall_base(torch.empty(2 * size), whole, [], [], limit).wait()
+    group.barrier(limit).wait()
+    for call in (
+        lambda none: group.allgather(outputs, mine, none),
+        lambda none: group.alltoall(outputs, outputs, none),
+        group.barrier,
+    ):
+        with pytest.raises(ValueError, match="timeout must be positive"):
+            call(timedelta(0))
+
+
+def test_limits_without_records(backend: str, world_size: int) -> None:
+    run_ranks(limits_without_records, world_size, backend=backend)
+
+
 def from_threads(group: ProcessGroup) -> None:
     me, size = group.rank(), group.size()
     x = torch.full((3,), 1.0)
@@ -279,3 +320,20 @@ def coalesced(group: ProcessGroup) -> None:
 
 def test_coalesced_operations(backend: str, world_size: int) -> None:
     run_ranks(coalesced, world_size, backend=backend)
+
+
+def test_a_last_step_that_a_signal_breaks_off_runs_again() -> None:
+    turns = []
+
+    def step() -> None:
+        turns.append("begun")
+        if len(turns) == 1:
+            raise KeyboardInterrupt
+        turns.append("ended")
+
+    work = FinishingWork(CompletedWork(), step, [torch.ones(1)])
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.wait()
+    assert work.wait()
+    assert turns == ["begun", "begun", "ended"]

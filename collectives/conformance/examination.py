@@ -1,0 +1,320 @@
+"""Ranks as processes that examine one function and data type after the other, and what became of each.
+
+Words. A *question* is a function and a data type; its *verdict* is one of :class:`Verdict`. Ranks that hang
+or die, or that no longer agree, are replaced by new ones before the next question.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as c10d
+
+from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Call
+from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
+from collectives.registry import capabilities_of
+from collectives.types import ReduceOp
+
+__all__ = ["Answer", "Question", "Verdict", "examine", "questions"]
+
+
+class Verdict(str, enum.Enum):
+    """What became of a question."""
+
+    OK = "ok"
+    UNSUPPORTED = "unsupported"
+    WRONG = "wrong"
+    HANG = "hang"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A function and a data type.
+
+    Attributes:
+        function: name of the function.
+        dtype: the data type; ``None`` where the user gives no tensor.
+        strided: whether tensors lie in memory with gaps or transposed.
+    """
+
+    function: str
+    dtype: torch.dtype | None
+    strided: bool = False
+
+    @property
+    def title(self) -> str:
+        """The function, and how its tensors lie."""
+        return f"{self.function}, strided" if self.strided else self.function
+
+    @property
+    def ops(self) -> tuple[ReduceOp, ...]:
+        """The reductions that are defined for the data type; one of no meaning for other functions."""
+        if self.function not in REDUCING or self.dtype is None:
+            return (ReduceOp.SUM,)
+        stated = capabilities_of("host")
+        names = stated.reductions.get(self.dtype, frozenset()) if stated is not None else frozenset()
+        return tuple(op for op in OPS if op.name in names)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a question.
+
+    Attributes:
+        verdict: the verdict; ``OK`` where at least one reduction is offered, and all that are give the right
+            values.
+        details: for each reduction that is not ``OK``, or for the function, why.
+        offered: number of reductions that are offered; 1 for a function that does not reduce.
+        asked: number of reductions that were tried.
+    """
+
+    verdict: Verdict
+    details: dict[str, str]
+    offered: int
+    asked: int
+
+
+def questions(
+    dtypes: Sequence[torch.dtype] | None = None, functions: Sequence[str] | None = None
+) -> list[Question]:
+    """Returns the questions.
+
+    Args:
+        dtypes: data types; ``None`` for all that the oracle knows.
+        functions: names of functions; ``None`` for all.
+    """
+    wanted = [
+        *(Question(name, None) for name in PLAIN),
+        *(Question(name, dtype) for name in REDUCING for dtype in DTYPES),
+        *(Question(name, dtype) for name in MOVING for dtype in (*DTYPES, *BYTES_ONLY)),
+        *(
+            Question(name, dtype, strided=True)
+            for name in (*REDUCING, *MOVING)
+            if name in TAKING_LAYOUTS
+            for dtype in DTYPES
+        ),
+    ]
+    return [
+        one
+        for one in wanted
+        if (functions is None or one.function in functions)
+        and (dtypes is None or one.dtype is None or one.dtype in dtypes)
+    ]
+
+
+def examine(
+    backend: str,
+    ranks: int,
+    asked: Sequence[Question],
+    timeout_s: float = 20.0,
+    imports: Sequence[str] = (),
+    progress: Callable[[Question, Answer], object] = lambda *_: None,
+) -> dict[Question, Answer]:
+    """Asks all questions; returns the answers.
+
+    Args:
+        backend: name in ``torch.distributed``.
+        ranks: number of ranks.
+        asked: the questions.
+        timeout_s: seconds that a question may take; afterwards it hangs.
+        imports: modules that register backends; imported by every rank.
+        progress: called with every answer.
+
+    Raises:
+        RuntimeError: the ranks cannot make a group of the backend.
+    """
+    answers = {}
+    team: _Team | None = None
+    try:
+        for question in asked:
+            if team is None:
+                team = _Team(backend, ranks, timeout_s, imports)
+            answer, usable = team.ask(question)
+            answers[question] = answer
+            progress(question, answer)
+            if not usable:
+                team.close(at_once=True)
+                team = None
+    finally:
+        if team is not None:
+            team.close()
+    return answers
+
+
+_READY = "ready"
+_START_S = 60.0
+_GRACE_S = 2.0
+"""How much longer than the ranks themselves the parent waits."""
+_AT_ONCE_S = 1.0
+"""An error that comes later than this has waited for other ranks."""
+
+
+class _Team:
+    """The ranks of one group."""
+
+    def __init__(self, backend: str, ranks: int, timeout_s: float, imports: Sequence[str]) -> None:
+        self._timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="collectives-conformance-")
+        self._connections: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        context = multiprocessing.get_context("spawn")
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                place = (backend, rank, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports))
+                process = context.Process(target=_serve, args=(theirs, place), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+            first = self._gather(_START_S + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        if first != [_READY] * ranks:
+            self.close()
+            raise RuntimeError(f"no group of backend {backend!r} could be made: {next(_failures(first))}")
+
+    def ask(self, question: Question) -> tuple[Answer, bool]:
+        """Returns the answer, and whether the ranks can answer more."""
+        details: dict[str, str] = {}
+        verdicts = []
+        usable = True
+        ops = question.ops
+        for op in ops:
+            name = op.name if question.function in REDUCING else question.function
+            for connection in self._connections:
+                connection.send((question, ops.index(op)))
+            verdict, text, usable = _judge(self._gather(self._timeout_s + _GRACE_S))
+            verdicts.append(verdict)
+            if text:
+                details[name] = text
+            if not usable:
+                break
+        offered = verdicts.count(Verdict.OK)
+        bad = next((v for v in (Verdict.HANG, Verdict.WRONG) if v in verdicts), None)
+        whole = bad or (Verdict.OK if offered else Verdict.UNSUPPORTED)
+        return Answer(whole, details, offered, len(ops)), usable
+
+    def _gather(self, timeout_s: float) -> list[Any]:
+        """Returns each rank's reply; ``None`` where it did not come in time, EOFError where the rank died."""
+        replies: list[Any] = [None] * len(self._connections)
+        waiting: dict[Any, int] = dict(zip(self._connections, range(len(replies)), strict=True))
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready: list[Any] = mp_connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    replies[rank] = connection.recv()
+                except (EOFError, ConnectionError) as error:
+                    replies[rank] = EOFError(str(error))
+            if not ready:
+                break
+        return replies
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the ranks; they have a moment to leave by themselves unless it is to happen at once."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(0 if at_once else 3)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._folder.cleanup()
+
+
+def _failures(replies: Sequence[Any]) -> Iterator[str]:
+    for rank, reply in enumerate(replies):
+        if reply is None:
+            yield f"rank {rank} did not answer in time"
+        elif isinstance(reply, EOFError):
+            yield f"rank {rank} died"
+        elif isinstance(reply, tuple):
+            yield f"rank {rank}: {reply[1]}"
+
+
+def _judge(replies: Sequence[Any]) -> tuple[Verdict, str, bool]:
+    """Returns the verdict on what all ranks replied, why, and whether the group can be used further."""
+    if None in replies:
+        return Verdict.HANG, next(_failures(replies)), False
+    if any(isinstance(reply, EOFError) for reply in replies):
+        return Verdict.WRONG, next(_failures([r if isinstance(r, EOFError) else "" for r in replies])), False
+    kinds = {kind for kind, _, _ in replies}
+    text = next((text for kind, text, _ in replies if kind is not Verdict.OK), "")
+    usable = all(usable for _, _, usable in replies)
+    if len(kinds) == 1:
+        return kinds.pop(), text, usable
+    if Verdict.UNSUPPORTED in kinds:  # the others may have communicated
+        return Verdict.WRONG, f"not all ranks raised: {text}", False
+    return Verdict.WRONG, text, usable
+
+
+def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple[str, ...]]) -> None:
+    """Body of a rank: answers until the connection closes."""
+    backend, rank, ranks, path, timeout_s, imports = place
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of functions that torch renames, and the like; errors are reported
+    try:
+        for module in imports:
+            importlib.import_module(module)
+        store = c10d.FileStore(path, ranks)
+        # the limit of the group is for its operations, not for how long the slowest rank takes to get here
+        store.set(f"imported/{rank}", "")
+        store.wait([f"imported/{r}" for r in range(ranks)], timedelta(seconds=_START_S))
+        limit = timedelta(seconds=timeout_s)
+        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        torch_dist.barrier()
+    except Exception as error:  # noqa: BLE001 - reported
+        connection.send((Verdict.WRONG, _in_words(error), False))
+        return
+    connection.send(_READY)
+    while True:
+        try:
+            question, which = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        connection.send(_reply(question, which, rank, ranks))
+
+
+def _reply(question: Question, which: int, rank: int, ranks: int) -> tuple[Verdict, str, bool]:
+    """Returns the verdict of this rank, why, and whether the group can be used further."""
+    functions = {**PLAIN, **REDUCING, **MOVING}
+    call = Call(rank, ranks, question.dtype or torch.float32, question.ops[which], question.strided)
+    cases = functions[question.function](call)
+    begun, started = False, time.monotonic()
+    try:
+        for difference in cases:
+            begun = True
+            if difference is not None:
+                case = call.case
+                for _ in cases:  # the other ranks go on
+                    pass
+                return Verdict.WRONG, f"rank {rank}, {case}: {difference}", True
+    except Exception as error:  # noqa: BLE001 - judged
+        late = time.monotonic() - started > _AT_ONCE_S
+        failed = isinstance(error, torch_dist.DistError) and not isinstance(error, NotImplementedError)
+        if begun or late or failed:
+            return Verdict.WRONG, f"rank {rank}, {call.case}: {_in_words(error)}", False
+        return Verdict.UNSUPPORTED, _in_words(error), True
+    return Verdict.OK, "", True
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

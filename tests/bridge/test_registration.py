@@ -1,0 +1,130 @@
+"""torch knows the backends without an import of the package, and pays next to nothing for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch.distributed as dist
+
+import collectives_registration
+
+NAME = collectives_registration.__name__
+AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+BY_NAME = hasattr(dist.Backend, "_ensure_backend_registered")
+"""Whether torch loads a backend that it does not know, which 2.14 and newer do."""
+
+
+def run(folder, env, *command):
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", *map(str, command)],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+LIGHT = """
+import sys
+import torch
+import torch.distributed as dist
+from importlib.metadata import entry_points
+
+(entry,) = [one for one in entry_points(group="torch.backends") if one.name == "collectives"]
+assert not dist.is_backend_available("collectives") or hasattr(dist.Backend, "_ensure_backend_registered")
+before = set(sys.modules)
+entry.load()()
+print(sorted(set(sys.modules) - before))
+assert dist.is_backend_available("collectives_round_robin:8")
+
+# somebody else's backend of our name: torch can still be imported, and only we complain
+import collectives_registration
+def theirs(*_):
+    pass
+dist.Backend._plugins.pop("COLLECTIVES")
+dist.Backend.register_backend("collectives", theirs, devices=["cpu"])
+collectives_registration.autoload()
+assert dist.Backend._plugins["COLLECTIVES"].creator_fn is theirs
+try:
+    import collectives
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_entry_point_imports_nothing(tmp_path):
+    loaded, complaint = run(tmp_path, NO_AUTOLOAD, "-c", LIGHT).splitlines()
+    expected = "['collectives_registration']"
+    # where torch has asked by name, the module is there already
+    assert loaded == ("[]" if BY_NAME else expected)
+    assert "already has a backend 'collectives', registered by another package" in complaint
+
+
+def test_torch_without_process_groups_is_left_alone(tmp_path):
+    program = "import sys, collectives_registration as r; r.autoload(); print('torch' in sys.modules)"
+    assert run(tmp_path, {}, "-c", program).strip() == "False"
+
+
+def test_entry_points_by_name_are_those_of_the_table():
+    entries = {entry.name: entry for entry in entry_points(group="torch.distributed.backends")}
+    ours = [name for name, plugin in dist.Backend._plugins.items() if plugin.creator_fn.__module__ == NAME]
+    plain = {name.lower() for name in ours if ":" not in name} - {"collectives_gloo"}
+    assert plain == {name for name in entries if name.startswith("collectives")}
+    assert {entries[name].load() for name in plain} == {collectives_registration.register}
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+def total(group=None):
+    tensor = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+assert "collectives" not in sys.modules
+dist.init_process_group({backend!r})
+assert total() == [3.0] * 3
+assert type(dist.group.WORLD).__name__ == "TorchGroup", type(dist.group.WORLD)
+for name in {others!r}:
+    group = dist.new_group(backend=name)
+    assert type(group).__name__ == "TorchGroup" and dist.get_backend(group) == name
+    assert total(group) == [3.0] * 3
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+assert total(mesh.get_group("inner")) == [3.0] * 3
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+dist.destroy_process_group()
+print("rank is done")
+"""
+
+
+def launch(folder, env, backend, others):
+    script = folder / "program.py"
+    script.write_text(PROGRAM.format(backend=backend, others=others))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert (
+        run(folder, {**env, "PYTHONWARNINGS": "ignore"}, "-W", "ignore", *torchrun, script).count("done") == 2
+    )
+
+
+def test_torchrun_without_an_import(tmp_path):
+    others = ["collectives_round_robin", "collectives_round_robin:2", "cpu:collectives"]
+    launch(tmp_path, AUTOLOAD, "cpu:collectives,cuda:nccl", others)
+
+
+@pytest.mark.skipif(not BY_NAME, reason="this torch does not load backends by name")
+def test_torchrun_with_backends_loaded_by_name(tmp_path):
+    launch(tmp_path, NO_AUTOLOAD, "collectives", ["cpu:collectives_round_robin"])

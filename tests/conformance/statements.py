@@ -1,0 +1,220 @@
+"""Whether what a group states about itself is true: a yes works with the right value, a no raises at once.
+
+:func:`check_statements` runs on every rank of any group, on tensors of any device type, so that the tests of
+each backend can call it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from conformance.oracle import OPS, Report, raw, values
+
+from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.capabilities import OPERATIONS, REDUCING, Capabilities
+from collectives.capability_table import data_types
+
+QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+COUNT = 8
+"""Elements of a part: whole bytes of the data types that pack several into one."""
+
+Got = list[tuple[torch.Tensor, list[torch.Tensor]]]
+"""The outputs that a rank got, each with the tensors that it is made of, in the order of the ranks."""
+
+
+def tensor(dtype: torch.dtype, device: str, rank: int, count: int = COUNT, salt: int = 0) -> torch.Tensor:
+    """Returns a new dense tensor of any data type with the values of a rank."""
+    if dtype not in QUANTIZED:
+        return values(dtype, rank, count, salt).to(device)
+    steps = (torch.arange(count) + rank + salt) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is to drop them; as long as it has them, they are moved
+        return torch.quantize_per_tensor(steps.float(), 1.0, 0, dtype).to(device)
+
+
+def in_bytes(given: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a dense tensor."""
+    if not given.is_quantized:
+        return raw(given.cpu())
+    return torch.empty(0, dtype=torch.uint8).set_(given.cpu().untyped_storage()).clone()
+
+
+class Operations:
+    """Every operation of a group by its name, on tensors of one data type; each needs all ranks."""
+
+    def __init__(self, group: ProcessGroup, dtype: torch.dtype, device: str, op: ReduceOp) -> None:
+        self.group, self.dtype, self.device, self.op = group, dtype, device, op
+        self.me, self.size = group.rank(), group.size()
+
+    def of(self, rank: int, count: int = COUNT, salt: int = 0) -> torch.Tensor:
+        return tensor(self.dtype, self.device, rank, count, salt)
+
+    def blank(self, count: int = COUNT) -> torch.Tensor:
+        """Returns an output, with values that none must get."""
+        return self.of(self.size + 3, count, salt=99)
+
+    def all_gather(self) -> Got:
+        outputs = [self.blank() for _ in range(self.size)]
+        self.group.allgather(outputs, self.of(self.me)).wait()
+        return [(output, [self.of(rank)]) for rank, output in enumerate(outputs)]
+
+    def all_gather_into_tensor(self) -> Got:
+        output = self.blank(COUNT * self.size)
+        self.group.all_gather_single(output, self.of(self.me)).wait()
+        return [(output, [self.of(rank) for rank in range(self.size)])]
+
+    def all_to_all(self) -> Got:
+        outputs = [self.blank() for _ in range(self.size)]
+        self.group.alltoall(outputs, [self.of(self.me, salt=rank) for rank in range(self.size)]).wait()
+        return [(output, [self.of(rank, salt=self.me)]) for rank, output in enumerate(outputs)]
+
+    def all_to_all_single(self) -> Got:
+        # Every part that a rank sends is alike, so that no part need be cut out of a tensor.
+        output, given = self.blank(COUNT * self.size), self.blank(COUNT * self.size)
+        self.group.all_gather_single(given, self.of(self.me)).wait()
+        self.group.alltoall_base(output, given).wait()
+        return [(output, [self.of(self.me)] * self.size)]
+
+    def broadcast(self) -> Got:
+        mine = self.of(self.me)
+        self.group.broadcast(mine, root=self.size - 1).wait()
+        return [(mine, [self.of(self.size - 1)])]
+
+    def gather(self) -> Got:
+        outputs = [self.blank() for _ in range(self.size)] if self.me == 0 else []
+        self.group.gather(outputs or None, self.of(self.me), root=0).wait()
+        return [(output, [self.of(rank)]) for rank, output in enumerate(outputs)]
+
+    def scatter(self) -> Got:
+        output = self.blank()
+        parts = [self.of(0, salt=rank) for rank in range(self.size)] if self.me == 0 else None
+        self.group.scatter(output, parts, root=0).wait()
+        return [(output, [self.of(0, salt=self.me)])]
+
+    def send(self) -> Got:
+        output = self.blank()
+        work = self.group.send(self.of(self.me), (self.me + 1) % self.size)
+        self.group.recv(output, (self.me - 1) % self.size).wait()
+        work.wait()
+        return [(output, [self.of((self.me - 1) % self.size)])]
+
+    def recv(self) -> Got:
+        output = self.blank()
+        work = self.group.recv(output, (self.me - 1) % self.size)
+        self.group.send(self.of(self.me), (self.me + 1) % self.size).wait()
+        work.wait()
+        return [(output, [self.of((self.me - 1) % self.size)])]
+
+    def recv_anysource(self) -> Got:
+        output = self.blank()
+        work = self.group.recv_anysource(output)
+        self.group.send(self.of(self.me), (self.me + 1) % self.size).wait()
+        work.wait()
+        assert work.source_rank() == (self.me - 1) % self.size
+        return [(output, [self.of((self.me - 1) % self.size)])]
+
+    def barrier(self) -> Got:
+        self.group.barrier().wait()
+        return []
+
+    def all_reduce(self) -> Got:
+        mine = self.of(self.me)
+        self.group.allreduce(mine, self.op).wait()
+        return [(mine, [self.of(rank) for rank in range(self.size)])]
+
+    def reduce(self) -> Got:
+        mine, root = self.of(self.me), self.size - 1
+        self.group.reduce(mine, root=root, op=self.op).wait()
+        return [(mine, [self.of(rank) for rank in range(self.size)])] if self.me == root else []
+
+    def reduce_scatter(self) -> Got:
+        output = self.blank()
+        parts = [self.of(self.me, salt=rank) for rank in range(self.size)]
+        self.group.reduce_scatter(output, parts, self.op).wait()
+        return [(output, [self.of(rank, salt=self.me) for rank in range(self.size)])]
+
+    def reduce_scatter_tensor(self) -> Got:
+        output = self.blank()
+        self.group.reduce_scatter_single(output, self.of(self.me, COUNT * self.size), self.op).wait()
+        mine = slice(self.me * COUNT, (self.me + 1) * COUNT)
+        return [(output, [self.of(rank, COUNT * self.size)[mine] for rank in range(self.size)])]
+
+
+class Statements:
+    """Goes through the statements of a group, and counts those that were a yes and a no."""
+
+    def __init__(self, group: ProcessGroup, report: Report) -> None:
+        self.group = group
+        self.report = report
+        self.offered = self.refused = 0
+
+    def check(self, operation: str, dtype: torch.dtype, device: str, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Holds the group to one statement."""
+        case = f"{operation} {dtype} on {device}" + (f" {op.name}" if operation in REDUCING else "")
+        about = {} if operation == "barrier" else {"device": device, "dtype": dtype}
+        if operation in REDUCING:
+            about["op"] = op
+        run = getattr(Operations(self.group, dtype, device, op), operation)
+        if self.group.supports(operation, **about):
+            self.offered += 1
+            self.report.run(case, lambda: self._is_right(case, run(), op if operation in REDUCING else None))
+            return
+        self.refused += 1
+        self.report.cases += 1
+        try:
+            run()
+        except (UnsupportedOperationError, TypeError):
+            pass
+        except Exception as error:  # noqa: BLE001 - reported with the others
+            self.report.failures.append(f"{case}: refused by {type(error).__name__}: {error}")
+        else:
+            self.report.failures.append(f"{case}: not offered by its statement, but nothing was raised")
+
+    def in_step(self, case: str, device: str) -> None:
+        """Fails where a rank sent something that was to be refused."""
+        one = torch.ones(1, device=device)
+        self.group.allreduce(one).wait()
+        self.report.expect(case, None if one.item() == self.group.size() else f"then got {one.item()}")
+
+    def _is_right(self, case: str, got: Got, op: ReduceOp | None) -> None:
+        for place, (output, inputs) in enumerate(got):
+            if op is None:
+                expected = torch.cat([in_bytes(given) for given in inputs])
+                self.report.same(f"{case}, output {place}", in_bytes(output), expected)
+                continue
+            here = [given.cpu() for given in inputs]
+            self.report.reduced(case, output.cpu(), here, op)
+
+
+def check_statements(
+    group: ProcessGroup, device: str, stated: Capabilities | None, report: type[Report] = Report
+) -> tuple[int, int]:
+    """Holds a group to its statements; called by all ranks.
+
+    Args:
+        group: a group of at least two ranks.
+        device: device type of the tensors.
+        stated: what its backend states without a group, which must be the same; ``None`` for nothing.
+        report: says what the right values are.
+
+    Returns:
+        How many statements were a yes, and how many a no.
+    """
+    can, checked = group.capabilities, Statements(group, report(group))
+    assert device in can.devices
+    if stated is not None:
+        assert stated.on(device) == can.on(device)
+    checked.check("barrier", torch.float32, device)
+    for dtype in data_types():
+        for operation in OPERATIONS:
+            for op in OPS if operation in REDUCING else OPS[:1]:
+                if operation != "barrier":
+                    checked.check(operation, dtype, device, op)
+        checked.in_step(f"after {dtype}", device)
+    for operation in OPERATIONS if "meta" not in can.devices else ():
+        if operation != "barrier":
+            checked.check(operation, torch.float32, "meta")
+    checked.in_step("after tensors on meta", device)
+    checked.report.finish(len(data_types()) * len(OPERATIONS))
+    return checked.offered, checked.refused

@@ -1,0 +1,94 @@
+"""Plays tests of torch's suite in a process of its own, :mod:`torch_suite.server`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_TEST_SECONDS = "60"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a test.
+
+    Attributes:
+        status: ``passed``, ``skipped`` or ``failed``.
+        text: the reason or the error.
+        seconds: how long it took.
+    """
+
+    status: str
+    text: str
+    seconds: float
+
+
+class Player:
+    """The server of one backend and number of ranks; to be closed.
+
+    Attributes:
+        names: names of all tests.
+
+    Args:
+        backend: name in ``torch.distributed``.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, backend: str, ranks: int) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
+        answers, theirs = os.pipe()
+        environment = {
+            **os.environ,
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": _TEST_SECONDS,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "torch_suite.server", backend, str(ranks), str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs],
+                start_new_session=True,
+                text=True,
+                bufsize=1,
+                env=environment,
+            )
+        finally:
+            os.close(theirs)
+        self._answers = os.fdopen(answers)
+        self.names: list[str] = self._answer()
+
+    def _answer(self):
+        line = self._answers.readline()
+        if not line:
+            self._log.seek(0)
+            output = self._log.read().decode(errors="replace")[-4000:]
+            raise RuntimeError(f"the server ended with status {self._process.wait()}\n{output}")
+        return json.loads(line)
+
+    def play(self, name: str) -> Outcome:
+        """Runs a test."""
+        self._process.stdin.write(f"{name}\n")
+        return Outcome(**self._answer())
+
+    def close(self) -> None:
+        """Ends the server, and what it may have left."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._answers.close()
+        self._log.close()
