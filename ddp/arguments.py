@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from collectives import ProcessGroup
+from collectives import ProcessGroup, UnsupportedOperationError
 from collectives.ddp.default_group import resolve_group
 
-__all__ = ["check_delayed", "check_parameters", "group_of"]
+__all__ = ["check_delayed", "check_hook", "check_parameters", "group_of"]
 
 
 def group_of(process_group: object | None, device_mesh: object | None) -> ProcessGroup:
@@ -47,6 +48,7 @@ def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
 
     Raises:
         RuntimeError: none needs a gradient, or one is not initialised.
+        UnsupportedOperationError: an optimizer steps one within the backward pass.
     """
     kind = type(module).__name__
     for name, parameter in parameters.items():
@@ -58,6 +60,13 @@ def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
             raise RuntimeError(
                 f"parameter {name} of {kind} is on the meta device; materialise it before wrapping"
             )
+    stepped = [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]
+    if stepped:
+        raise UnsupportedOperationError(
+            f"parameter {stepped[0]} of {kind} has an optimizer that steps within the backward pass, with "
+            "this rank's gradient alone; step after backward(), or register hook_with_zero_step of "
+            "collectives.ddp.hooks.ddp_zero_hook"
+        )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise RuntimeError(
             f"no parameter of {kind} needs a gradient: there is nothing to average; do not wrap it"
@@ -102,3 +111,44 @@ def check_delayed(
                 "averaged"
             )
     return [names[id(parameter)] for _, parameter in delayed]
+
+
+def check_hook(hook: object) -> None:
+    """Checks that a communication hook can be called as one.
+
+    Raises:
+        TypeError: it is not callable, or does not take a state and a bucket.
+        ValueError: its annotations name other types than a GradBucket and a Future of a tensor.
+    """
+    if not callable(hook):
+        raise TypeError(
+            f"a communication hook must be callable, but is {hook!r} of type {type(hook).__name__}"
+        )
+    signature = inspect.signature(hook)
+    positional = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in positional):
+        raise TypeError(
+            f"a communication hook takes a state and a bucket, but {hook!r} has the signature {signature}"
+        )
+    bucket = signature.parameters.get("bucket")
+    _check_annotation(
+        hook, "argument bucket", bucket.annotation if bucket else inspect.Parameter.empty, "GradBucket"
+    )
+    _check_annotation(hook, "return value", signature.return_annotation, "Future[Tensor]")
+
+
+def _check_annotation(hook: object, what: str, annotation: object, expected: str) -> None:
+    if annotation is inspect.Parameter.empty:
+        return
+    words = (
+        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "") + repr(annotation)
+    )
+    if expected.partition("[")[0] not in words:
+        raise ValueError(
+            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says "
+            f"{annotation!r}"
+        )

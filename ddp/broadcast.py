@@ -9,7 +9,7 @@ import torch
 from collectives import BroadcastOptions, ProcessGroup, Work
 from collectives.ddp.buckets import MIB
 
-__all__ = ["PackedBroadcast", "broadcast_coalesced"]
+__all__ = ["CoalescedBroadcast", "PackedBroadcast", "broadcast_coalesced"]
 
 _PACKED_BYTES = MIB
 """Tensors of fewer bytes than this are packed."""
@@ -67,31 +67,72 @@ class PackedBroadcast:
                 torch._foreach_copy_(list(tensors), self._places)
 
 
-def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Copies the root's tensors to all ranks, in place; called by all of them, blocks.
+class CoalescedBroadcast:
+    """A broadcast of many tensors from one rank, again and again: small ones packed, large ones as they are.
+
+    Called by all ranks: first :meth:`start`, then :meth:`finish`.
 
     Args:
         group: the ranks.
         tensors: tensors of any data types on any devices of the group; shapes and data types as on the root.
+            They are read and written in place each time.
         root: rank whose values all ranks get.
     """
-    messages: list[list[torch.Tensor]] = []
-    filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
-    works: list[Work] = []
-    for tensor in (t.detach() for t in tensors):
-        size = tensor.numel() * tensor.element_size()
-        if size >= _PACKED_BYTES and tensor.is_contiguous():
-            works.append(group.broadcast([tensor], BroadcastOptions(rootRank=root)))
-        elif size:
-            held, count = filling.pop(tensor.device, ([], 0))
-            held.append(tensor)
-            if count + size >= _MESSAGE_BYTES:
-                messages.append(held)
-            else:
-                filling[tensor.device] = (held, count + size)
-    messages += [held for held, _ in filling.values()]
-    for message in messages:
-        packed = PackedBroadcast(group, message)
-        packed.finish(packed.start(message, root, blocking=True), message, root)
-    for work in works:
-        work.wait()
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -> None:
+        self._group = group
+        self._root = root
+        self._large: list[torch.Tensor] = []
+        self._small: list[list[torch.Tensor]] = []
+        filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if size >= _PACKED_BYTES and tensor.is_contiguous():
+                self._large.append(tensor)
+            elif size:
+                held, count = filling.pop(tensor.device, ([], 0))
+                held.append(tensor)
+                if count + size >= _MESSAGE_BYTES:
+                    self._small.append(held)
+                else:
+                    filling[tensor.device] = (held, count + size)
+        self._small += [held for held, _ in filling.values()]
+        self._packed: list[PackedBroadcast] = []
+        self._works: list[Work] = []
+        self._packed_works: list[Work] = []
+
+    def start(self) -> None:
+        """Sends the root's tensors without waiting."""
+        if not self._packed:
+            self._packed = [PackedBroadcast(self._group, tensors) for tensors in self._small]
+        self._works = [
+            self._group.broadcast([tensor.detach()], BroadcastOptions(rootRank=self._root))
+            for tensor in self._large
+        ]
+        self._packed_works = [
+            packed.start(tensors, self._root)
+            for packed, tensors in zip(self._packed, self._small, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Blocks until the tensors hold the root's values."""
+        for packed, work, tensors in zip(self._packed, self._packed_works, self._small, strict=True):
+            packed.finish(work, tensors, self._root)
+        for work in self._works:
+            work.wait()
+        self._works, self._packed_works = [], []
+        if self._large:
+            torch.autograd.graph.increment_version(self._large)
+
+
+def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Copies the root's tensors to all ranks, in place, once; called by all of them, blocks.
+
+    Args:
+        group: the ranks.
+        tensors: as for :class:`CoalescedBroadcast`.
+        root: rank whose values all ranks get.
+    """
+    message = CoalescedBroadcast(group, [tensor.detach() for tensor in tensors], root)
+    message.start()
+    message.finish()

@@ -253,13 +253,19 @@ class Bucket:
                 f"the communication hook's future of bucket {self.index} must hold one tensor, "
                 f"but holds a value of type {type(result).__name__}"
             )
-        if result.numel() != self.buffer.numel():
+        if result.shape != self.buffer.shape:
             raise ValueError(
                 f"the communication hook's future of bucket {self.index} must hold a tensor of the bucket's "
                 f"shape {list(self.buffer.shape)}, but its shape is {list(result.shape)}"
             )
-        if result.data_ptr() != self.buffer.data_ptr() or result.dtype is not self.buffer.dtype:
-            self.buffer.copy_(result.reshape(self.buffer.shape))
+        if result.dtype is not self.buffer.dtype or result.device != self.buffer.device:
+            raise ValueError(
+                f"the communication hook's future of bucket {self.index} must hold a tensor of "
+                f"{self.buffer.dtype} on {self.buffer.device}, as the bucket's, but its tensor is of "
+                f"{result.dtype} on {result.device}"
+            )
+        if result.data_ptr() != self.buffer.data_ptr():
+            self.buffer.copy_(result)
 
     def __repr__(self) -> str:
         return (
@@ -267,7 +273,7 @@ class Bucket:
         )
 
 
-def layout(parameters: Iterable[torch.nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
+def layout(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
     """Returns views of ``flat``: one for each parameter, in its shape and strides, in order."""
     views = []
     offset = flat.storage_offset()

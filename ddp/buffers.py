@@ -1,20 +1,21 @@
-"""Buffers of a module, kept equal to rank 0's."""
+"""Buffers of a module, kept equal to one rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
 from collectives import ProcessGroup
 from collectives.ddp.broadcast import PackedBroadcast
+from collectives.staging import repeats_elements
 
-__all__ = ["BufferSync"]
+__all__ = ["BufferSync", "refuse_overlaps"]
 
 
 class BufferSync:
-    """Sends rank 0's buffers to all ranks, all in one message for each device; true where there are any.
+    """Sends one rank's buffers to all, all in one message for each device; true where there are any.
 
     Buffers are looked up by name each time, so that a module may assign new tensors to them; shapes and data
     types stay.
@@ -50,11 +51,14 @@ class BufferSync:
             if (buffer := owner._buffers[key]) is not None
         }
 
-    def __call__(self) -> None:
+    def __call__(self, root: int = 0) -> None:
         """Sends the buffers; called by all ranks. Blocks.
 
         Buffers of batch normalisation are written without a new version for autograd: a backward pass of an
         earlier forward in training does not read them, and may still come.
+
+        Args:
+            root: rank that sends its own.
         """
         works = []
         for device, places in self._places.items():
@@ -62,9 +66,28 @@ class BufferSync:
             message = self._messages.get(device)
             if message is None:
                 message = self._messages[device] = PackedBroadcast(self._group, buffers)
-            works.append((message, message.start(buffers, 0, blocking=len(self._places) == 1), buffers))
+            works.append((message, message.start(buffers, root, blocking=len(self._places) == 1), buffers))
         for message, work, buffers in works:
-            message.finish(work, buffers, 0)
+            message.finish(work, buffers, root)
+
+
+def refuse_overlaps(tensors: Mapping[str, torch.Tensor], model: str) -> None:
+    """Checks that each element has memory of its own, so that another rank's values can be written there.
+
+    Args:
+        tensors: parameters and buffers by name.
+        model: the model in words.
+
+    Raises:
+        ValueError: elements share their memory, as after ``expand``.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and repeats_elements(tensor):
+            raise ValueError(
+                f"{name} of {model} has the shape {list(tensor.shape)} and the strides "
+                f"{list(tensor.stride())}: elements share their memory, so that rank 0's values cannot be "
+                "written there; register tensor.clone() instead of what expand() returned"
+            )
 
 
 def _writable(owner: nn.Module, key: str) -> torch.Tensor:

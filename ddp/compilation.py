@@ -8,39 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from collectives.ddp.buckets import FIRST_BUCKET_BYTES
+from collectives.uncompiled import compiler_is_loaded
 
-__all__ = ["eager", "keep_out", "run_module", "splits_graphs"]
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def eager(function: _F) -> _F:
-    """Returns a function that the compiler does not trace, nor what it calls; as ``torch.compiler.disable``.
-
-    That one would import the compiler when a module is loaded, which takes longer than all the rest.
-    """
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            if not _compiler_is_loaded():
-                return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what breaks the graph of a traced caller
-    call._torchdynamo_disable_msg = "it communicates"  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+__all__ = ["keep_out", "run_module", "splits_graphs"]
 
 
 def keep_out(function: Callable[..., Any]) -> None:
@@ -48,7 +25,7 @@ def keep_out(function: Callable[..., Any]) -> None:
 
     Called before the function runs, every time; the function has an attribute ``_torchdynamo_disable``.
     """
-    if _compiler_is_loaded():
+    if compiler_is_loaded():
         _skip(function)
 
 
@@ -88,7 +65,7 @@ def splits_graphs(bucket_bytes: int) -> Iterator[None]:
         bucket_bytes: cap of a bucket; the optimizer does not go below that of its first one, 1 MiB.
     """
     owner: Any = torch.nn.parallel.DistributedDataParallel
-    if not _compiler_is_loaded() or not hasattr(owner, "_active_ddp_module"):
+    if not compiler_is_loaded() or not hasattr(owner, "_active_ddp_module"):
         yield
         return
     before = owner._active_ddp_module
@@ -97,7 +74,3 @@ def splits_graphs(bucket_bytes: int) -> Iterator[None]:
         yield
     finally:
         owner._active_ddp_module = before
-
-
-def _compiler_is_loaded() -> bool:
-    return "torch._dynamo" in sys.modules

@@ -1,11 +1,13 @@
-"""The group that data parallel training uses where the user names none."""
+"""The groups of the world that data parallel training uses: the default one, and parts of a group."""
 
 from __future__ import annotations
+
+import torch
 
 import collectives
 from collectives import ProcessGroup
 
-__all__ = ["default_group_or_none", "resolve_group"]
+__all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group", "subgroup_of_machine"]
 
 
 def resolve_group(group: object) -> ProcessGroup:
@@ -37,3 +39,33 @@ def default_group_or_none() -> ProcessGroup | None:
     """Returns the default group, ``None`` where there is none."""
     group = collectives.GroupMember.WORLD
     return group if isinstance(group, ProcessGroup) else None
+
+
+def subgroup_of_machine(*, torch_world: bool) -> object:
+    """Returns the group of neighbouring ranks, as many as there are CUDA devices; called by all ranks.
+
+    Args:
+        torch_world: whether it is made of torch's default group, instead of ours.
+
+    Raises:
+        ValueError: there are no CUDA devices to count.
+    """
+    if torch_world:
+        return torch.distributed.new_subgroups()[0]  # type: ignore[no-untyped-call]
+    return collectives.new_subgroups()[0]
+
+
+def is_outside(group: object) -> bool:
+    """Returns whether ``group`` is what ranks outside of a group got when it was made."""
+    return isinstance(group, int) and group == collectives.GroupMember.NON_GROUP_MEMBER
+
+
+def neighbours(group: ProcessGroup, size: int) -> ProcessGroup:
+    """Returns a new group of this rank and its neighbours; called by all ranks of ``group``.
+
+    Args:
+        group: a group of the world.
+        size: number of ranks, which divides that of ``group``.
+    """
+    parts = [list(range(first, first + size)) for first in range(0, group.size(), size)]
+    return resolve_group(collectives.split_group(group, parts))

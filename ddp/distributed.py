@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -15,28 +14,31 @@ from torch import nn
 
 from collectives import ProcessGroup
 from collectives.ddp.agreement import describe_model, verify_agreement
-from collectives.ddp.arguments import check_delayed, check_parameters, group_of
+from collectives.ddp.arguments import check_delayed, check_hook, check_parameters, group_of
 from collectives.ddp.broadcast import broadcast_coalesced
 from collectives.ddp.buckets import bucket_limits
-from collectives.ddp.buffers import BufferSync
-from collectives.ddp.compilation import eager, keep_out, run_module, splits_graphs
+from collectives.ddp.buffers import BufferSync, refuse_overlaps
+from collectives.ddp.compilation import keep_out, run_module, splits_graphs
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.logging_data import logging_data
+from collectives.ddp.hooks.registration import BuiltinCommHookType
+from collectives.ddp.joinable_model import JoinableModel
+from collectives.ddp.logging_data import construction_in_words, logging_data
 from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.options import ReducerOptions
 from collectives.ddp.reducer import Hook, Reducer
 from collectives.ddp.sparse import sparse_parameters
 from collectives.ddp.timing import Mark
 from collectives.ddp.trees import tensors_in
+from collectives.uncompiled import eager
 
 __all__ = ["DistributedDataParallel"]
 
 _log = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, JoinableModel):
     """Wraps a module so that every backward pass leaves gradients averaged over all ranks in ``.grad``.
 
     PyTorch Distributed (VLDB 2020, sections 3 and 4), in the form of
@@ -59,7 +61,11 @@ class DistributedDataParallel(nn.Module):
     results are this rank's alone. Sparse gradients, as of an embedding with ``sparse=True``, are averaged as
     they are and stay sparse; communication hooks do not see them.
 
-    Parameters are frozen, added or replaced before wrapping, not after.
+    What hooks on the parameters make of a gradient, such as a clipped one, is what is averaged, where they
+    were registered before forward.
+
+    Parameters are frozen, added or replaced before wrapping, not after. Where ranks have different numbers of
+    inputs, train within :meth:`join`.
 
     Args:
         module: the module; its parameters and buffers are used in place. Attribute :attr:`module`.
@@ -105,9 +111,10 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         RuntimeError: no parameter needs a gradient, or a parameter is not initialised.
-        ValueError: arguments that do not fit each other or the module's devices.
-        UnsupportedOperationError: an argument that is not offered has another value than its default, or the
-            group cannot average these parameters.
+        ValueError: arguments that do not fit each other or the module's devices, or elements of a parameter
+            or buffer share their memory.
+        UnsupportedOperationError: an argument that is not offered has another value than its default, the
+            group cannot average these parameters, or an optimizer steps one of them within backward.
         ModelMismatchError: the ranks wrap different models; raised on all ranks.
     """
 
@@ -135,6 +142,7 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        JoinableModel.__init__(self)
         if broadcast_buffers is not None and forward_sync_buffers is not None:
             raise ValueError(
                 "give broadcast_buffers or forward_sync_buffers, not both: got "
@@ -143,6 +151,7 @@ class DistributedDataParallel(nn.Module):
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         self.process_group = group_of(process_group, device_mesh)
+        self._given_group: Any = self.process_group if process_group is None else process_group
         self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = {n: p for n, p in module.named_parameters() if n not in self.parameters_to_ignore}
@@ -161,6 +170,7 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.init_sync = init_sync
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
         self.batched_grad_copy = batched_grad_copy
@@ -174,17 +184,14 @@ class DistributedDataParallel(nn.Module):
         self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
+        if self.forward_sync_buffers and not init_sync:
+            refuse_overlaps(self._buffer_sync.named_buffers(), self._in_words())
         if init_sync:
             self._sync_init(parameters, with_buffers=broadcast_buffers is not False)
         if self.mixed_precision is not None:
             cast_buffers(module, self.mixed_precision.buffer_dtype, self.parameters_to_ignore)
-        _log.info(
-            "%s over %s: rank %d, %d parameters in %d buckets of %s bytes, find_unused_parameters=%s, "
-            "gradient_as_bucket_view=%s, static_graph=%s",
-            self._in_words(), self.process_group.describe(), self.process_group.rank(), len(parameters),
-            len(self.reducer.initial_bucket_bytes), self.reducer.initial_bucket_bytes,
-            find_unused_parameters, gradient_as_bucket_view, static_graph,
-        )  # fmt: skip
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s", construction_in_words(self))
 
     # ---- construction ------------------------------------------------------------------------------------
 
@@ -234,6 +241,7 @@ class DistributedDataParallel(nn.Module):
         }
         rows = describe_model(parameters, buffers, options)
         verify_agreement(self.process_group, rows, self.device, self._in_words())
+        refuse_overlaps({**parameters, **buffers}, self._in_words())  # now alike on all ranks
         broadcast_coalesced(self.process_group, [*parameters.values(), *buffers.values()])
 
     # ---- training ----------------------------------------------------------------------------------------
@@ -268,11 +276,12 @@ class DistributedDataParallel(nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        root = self._tell_of_forward(averages=sync)
         if sync:
             self.reducer.clock.begin(self.reducer.passes)
             self.reducer.before_forward()
         if self.will_sync_module_buffers():
-            self._buffer_sync()
+            self._buffer_sync(root)
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
         return moved if self._casts is None else self._casts.inputs(moved)
 
@@ -298,7 +307,11 @@ class DistributedDataParallel(nn.Module):
 
         Decided when forward runs: the backward pass of a forward that ran inside does not communicate,
         wherever it runs itself, and one of a forward that ran outside does. The first backward pass of a
-        forward after the context averages all that was accumulated. All ranks use it alike.
+        forward after the context averages all that was accumulated.
+
+        All ranks run the same number of passes inside. Torch lets them differ; here the synchronised pass
+        raises :class:`~collectives.ddp.GradientSyncError` on all ranks, with what each of them ran: the rank
+        with more passes would count for more, and nobody could tell that from ranks out of step.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -306,6 +319,8 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    # ---- communication hooks -----------------------------------------------------------------------------
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -317,6 +332,11 @@ class DistributedDataParallel(nn.Module):
         the number of ranks; the hook does so. A hook that never communicates may say so by an attribute
         ``is_local = True``; the backward pass then does not communicate at all.
 
+        A hook that raises, or returns something else, makes that backward pass raise
+        :class:`~collectives.ddp.GradientSyncError` on all ranks, with its error, and leaves ``.grad`` as it
+        was, but for gradients that are views of the buckets. A hook that fails after it began to communicate
+        on some ranks only can leave them waiting for each other up to the group's time limit.
+
         Args:
             state: first argument of the hook; it belongs to this rank and is shared by all buckets.
             hook: ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``.
@@ -326,7 +346,7 @@ class DistributedDataParallel(nn.Module):
             ValueError: its annotations name other types than a GradBucket and a Future of a tensor.
             RuntimeError: there is a hook already, or a backward pass is going on.
         """
-        _check_hook(hook)
+        check_hook(hook)
         if self._comm_hooks:
             raise RuntimeError(
                 f"register_comm_hook was called before, with {self._comm_hooks[0][0]!r}; a model takes one"
@@ -335,6 +355,15 @@ class DistributedDataParallel(nn.Module):
             raise RuntimeError("register_comm_hook was called within a backward pass; call it before")
         self._comm_hooks.append((hook, state))
         self.reducer.register_hook(state, hook, is_local=bool(getattr(hook, "is_local", False)))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: int) -> None:
+        """Registers a hook by its number in ``torch.distributed.BuiltinCommHookType``, or ours.
+
+        Raises:
+            ValueError: there is no such hook.
+        """
+        hook = BuiltinCommHookType(int(comm_hook_type)).hook
+        self.register_comm_hook(self.process_group, hook)
 
     def _set_static_graph(self) -> None:
         """Same as ``static_graph=True``; called on all ranks before the first backward pass."""
@@ -399,7 +428,10 @@ class DistributedDataParallel(nn.Module):
                 "cannot be pickled; save state_dict() or .module"
             )
         state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "_buffer_sync", "_casts", "device_mesh"):
+        for name in (
+            "process_group", "_given_group", "device_mesh", "reducer", "_buffer_sync", "_casts",
+            "_join_config",
+        ):  # fmt: skip
             del state[name]
         return state
 
@@ -409,7 +441,8 @@ class DistributedDataParallel(nn.Module):
 
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = group
+        JoinableModel.__init__(self)
+        self.process_group = self._given_group = group
         self.device_mesh = None
         parameters = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         self._casts = self._make_casts()
@@ -427,38 +460,3 @@ def _default_group_or_none() -> ProcessGroup | None:
         return resolve_group(None)
     except ValueError:
         return None
-
-
-def _check_hook(hook: object) -> None:
-    if not callable(hook):
-        raise TypeError(
-            f"a communication hook must be callable, but is {hook!r} of type {type(hook).__name__}"
-        )
-    signature = inspect.signature(hook)
-    positional = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in positional):
-        raise TypeError(
-            f"a communication hook takes a state and a bucket, but {hook!r} has the signature {signature}"
-        )
-    bucket = signature.parameters.get("bucket")
-    _check_annotation(
-        hook, "argument bucket", bucket.annotation if bucket else inspect.Parameter.empty, "GradBucket"
-    )
-    _check_annotation(hook, "return value", signature.return_annotation, "Future[Tensor]")
-
-
-def _check_annotation(hook: object, what: str, annotation: object, expected: str) -> None:
-    if annotation is inspect.Parameter.empty:
-        return
-    words = (
-        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "") + repr(annotation)
-    )
-    if expected.partition("[")[0] not in words:
-        raise ValueError(
-            f"the {what} of a communication hook must be annotated {expected}, but {hook!r} says "
-            f"{annotation!r}"
-        )

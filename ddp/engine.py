@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,12 +16,12 @@ import torch
 
 __all__ = [
     "NO_TASK",
+    "GradientHooks",
     "OutputHook",
     "PassOwner",
     "TaskGuard",
     "accumulator",
     "current_task",
-    "gradient_hook",
     "runs_backward",
     "will_accumulate",
 ]
@@ -78,7 +78,7 @@ class TaskGuard:
             self._owner.fail_task(self._task)
 
 
-def gradient_hook(owner: PassOwner, index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(owner: PassOwner, index: int) -> Callable[[torch.Tensor], None]:
     """Returns a hook on a parameter that tells an owner, held weakly, that its gradient was accumulated."""
     reference = weakref.ref(owner)
 
@@ -88,6 +88,42 @@ def gradient_hook(owner: PassOwner, index: int) -> Callable[[torch.Tensor], None
             live.autograd_hook(index)
 
     return hook
+
+
+class GradientHooks:
+    """Hooks on parameters that tell an owner, held weakly, that their gradients were accumulated.
+
+    Args:
+        owner: who is told.
+        parameters: each parameter and the index that the owner is told.
+    """
+
+    __slots__ = ("_handles", "_places")
+
+    def __init__(self, owner: PassOwner, parameters: Iterable[tuple[torch.nn.Parameter, int]]) -> None:
+        self._handles: list[Any] = []
+        self._places: list[tuple[dict[int, Any], int]] = []
+        for parameter, index in parameters:
+            hook = _gradient_hook(owner, index)
+            handle: Any = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            self._places.append((hooks, handle.id))
+
+    def come_last(self) -> None:
+        """Puts these hooks after those that were registered since: what others change goes into the average.
+
+        The engine calls hooks in their order. A later one would change a gradient while it is reduced.
+        """
+        for hooks, own in self._places:
+            if len(hooks) > 1 and next(reversed(hooks)) != own and own in hooks:
+                hooks[own] = hooks.pop(own)
+
+    def remove(self) -> None:
+        """Removes the hooks; idempotent."""
+        handles, self._handles, self._places = self._handles, [], []
+        for handle in handles:
+            handle.remove()
 
 
 class OutputHook:

@@ -1,12 +1,12 @@
-"""Errors of data parallel training; both are told to all ranks of the group."""
+"""Errors of data parallel training; all are told to all ranks of the group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from collectives.errors import DistError
 
-__all__ = ["GradientSyncError", "ModelMismatchError"]
+__all__ = ["GradientSyncError", "JoinError", "ModelMismatchError", "UnevenInputsError"]
 
 
 class ModelMismatchError(DistError):
@@ -28,3 +28,22 @@ class GradientSyncError(DistError):
 
     def __reduce__(self) -> tuple[type[GradientSyncError], tuple[str, dict[int, str]]]:
         return type(self), (str(self), self.reasons)
+
+
+class JoinError(DistError):
+    """The ranks in a :class:`~collectives.ddp.Join` cannot go on together; the group stays usable.
+
+    Attributes:
+        ranks: those at fault, within the group; empty where they are not known.
+    """
+
+    def __init__(self, message: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple[type[JoinError], tuple[str, list[int]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class UnevenInputsError(JoinError):
+    """Ranks ran out of inputs before others, under ``throw_on_early_termination``; raised on all ranks."""

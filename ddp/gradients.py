@@ -76,6 +76,7 @@ class Gradients:
         self._wire_dtype = wire_dtype
         self._kept: dict[int, torch.Tensor] = {}
         self._moving: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._silent: set[int] = set()
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self._views: dict[int, torch.Tensor] = {}
@@ -128,46 +129,43 @@ class Gradients:
             return self._wire_dtype
         return parameter.dtype
 
+    @torch.no_grad()
     def _make_buckets(self, plan: Sequence[tuple[Sequence[int], bool]]) -> None:
+        # Old buckets that no gradient lies in go before the new ones come: both at once may be the peak.
+        moving = {i: v for i, v in self._views.items() if self.parameters[i].grad is v}
+        self._views, self.bucket_of, self.buckets = {}, {}, []
+        self._moving.clear()
         large = {i for i, p in enumerate(self.parameters) if p.numel() * p.element_size() >= IN_PLACE_BYTES}
         in_place: set[int] = set()
         if not self._all_packed:
             in_place = {i for i in large if self._dtype(self.parameters[i]) is self.parameters[i].dtype}
         self._at_once = frozenset() if self._batched else frozenset(large - in_place).difference(self.sparse)
         last = len(plan) - 1
-        self.buckets = []
         for place, (indices, delayed) in enumerate(plan or [((), False)]):
             parameters = [self.parameters[index] for index in indices]
             first = parameters[0] if parameters else self.parameters[0]
-            self.buckets.append(
-                Bucket(
-                    place,
-                    indices,
-                    parameters,
-                    dtype=self._dtype(first) if parameters else torch.float32,
-                    device=first.device,
-                    in_place=in_place,
-                    tail=self._tail if place >= last else 0,
-                    delayed=delayed,
-                )
+            bucket = Bucket(
+                place,
+                indices,
+                parameters,
+                dtype=self._dtype(first) if parameters else torch.float32,
+                device=first.device,
+                in_place=in_place,
+                tail=self._tail if place >= last else 0,
+                delayed=delayed,
             )
-        old_views = self._views
-        self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
-        self._views = {
-            index: view
-            for bucket in self.buckets
-            for index, view in zip(bucket.indices, bucket.views, strict=True)
-            if view is not None
-        }
+            self.buckets.append(bucket)
+            for index, parameter, view in zip(indices, parameters, bucket.views, strict=True):
+                self.bucket_of[index] = bucket
+                if view is None:
+                    continue
+                self._views[index] = view
+                if index in moving:  # an old bucket is free with the last gradient that leaves it
+                    parameter.grad = view.copy_(moving.pop(index))
         if self._as_views:
             self._viewed = frozenset(
                 index for index, view in self._views.items() if view.dtype is self.parameters[index].dtype
             )
-        with torch.no_grad():
-            for index, old in old_views.items():
-                parameter = self.parameters[index]
-                if parameter.grad is old:
-                    parameter.grad = self._views[index].copy_(old)
 
     # ---- into the buckets --------------------------------------------------------------------------------
 
@@ -175,6 +173,7 @@ class Gradients:
         """Begins or ends a pass: no gradient is collected, and none in place is held."""
         self._kept.clear()
         self._moving.clear()
+        self._silent.clear()
         for bucket in self.buckets:
             bucket.reset()
 
@@ -253,7 +252,7 @@ class Gradients:
             parameter.shape, strides_of(parameter), dtype=parameter.dtype, device=parameter.device
         )
         try:
-            if grad is None and index in absent:
+            if index in absent and (grad is None or index in self._silent):
                 stand_in.zero_()
             else:
                 self._copy(index, grad, stand_in)
@@ -275,21 +274,27 @@ class Gradients:
             )
         return f"the gradient of {name} could not be put into its bucket: {error}"
 
-    def collect_absent(self, index: int) -> None:
+    def collect_absent(self, index: int, *, silent: bool = False) -> None:
         """Contributes for an absent parameter: what was accumulated in ``.grad`` before, else zeros.
+
+        Args:
+            index: the parameter.
+            silent: whether it is zeros in any case.
 
         Raises:
             BadGradientError: what was accumulated cannot be averaged.
         """
+        if silent:
+            self._silent.add(index)
         view = self._views.get(index)
         if view is None:
             return  # fill() makes a stand-in
         grad = self.parameters[index].grad
-        if grad is None:
-            view.zero_()
-        elif grad is view:
+        if grad is view:
             self._kept[index] = grad.clone()
-        else:
+        if grad is None or silent:
+            view.zero_()
+        elif grad is not view:
             self._copy(index, grad, view)
 
     def fill_with_zeros(self, bucket: Bucket) -> None:

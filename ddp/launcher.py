@@ -10,13 +10,14 @@ import torch
 from torch.futures import Future
 
 from collectives import Work
-from collectives.ddp.averaging import Averager
-from collectives.ddp.buckets import Bucket
+from collectives.ddp.averaging import Averager, average
+from collectives.ddp.buckets import Bucket, BucketState
 from collectives.ddp.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.gradients import Gradients
 from collectives.ddp.passes import Pass
 from collectives.ddp.sparse import SparseGradients
 from collectives.ddp.timing import IterationClock, Mark
+from collectives.errors import DistError
 
 __all__ = ["Hook", "Launcher"]
 
@@ -31,6 +32,7 @@ class Launcher:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
         is_local: whether nothing communicates, because the hook does not.
         clock: is told when the first bucket of a pass is launched; or ``None``.
+        before_pass: is called before a pass of this rank communicates; or ``None``.
 
     Args:
         gradients: the gradients and their buckets.
@@ -48,6 +50,7 @@ class Launcher:
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
         self.clock: IterationClock | None = None
+        self.before_pass: Callable[[], None] | None = None
         self._next = 0
         self._stale: list[Work | Future[Any]] = []
 
@@ -121,16 +124,27 @@ class Launcher:
             bucket = buckets[self._next]
             if bucket.pending or (bucket.delayed and not (current.triggered or current.ending)):
                 return
+            self._open(current)
             if not bucket.skipped:
                 self._fill(current, bucket)
             if bucket.tail is not None:
                 self._announce(current)
             self._launch(current, bucket)
 
+    def _open(self, current: Pass) -> None:
+        """Tells that the pass is about to communicate, once."""
+        if self._next or self.before_pass is None or self.is_local or current.follows:
+            return
+        try:
+            self.before_pass()
+        except BaseException:
+            current.broken = True
+            raise
+
     def _announce(self, current: Pass) -> None:
         if self._sparse is not None and not self.is_local:
             absent = {index for index in current.absent if not current.used_before[index]}
-            self._sparse.announce(absent, trouble=bool(current.report))
+            self._sparse.announce(absent, trouble=bool(current.report), silent=current.silent)
 
     def _fill(self, current: Pass, bucket: Bucket) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)
@@ -148,7 +162,7 @@ class Launcher:
         try:
             if self.hook is not None:
                 if bucket.indices and not bucket.skipped:
-                    bucket.mark_launched(future=self._run_hook(*self.hook, bucket))
+                    self._run_hook(current, *self.hook, bucket)
                 return
             if bucket.tail is not None and self._fill_tail is not None:
                 self._fill_tail(current, bucket.tail)
@@ -158,19 +172,66 @@ class Launcher:
             current.broken = True
             raise
 
-    def _run_hook(self, hook: Hook, state: Any, bucket: Bucket) -> Future[torch.Tensor]:
-        names = [self._gradients.names[index] for index in bucket.indices]
-        last = bucket.index == len(self._gradients.buckets) - 1
-        future = hook(state, GradBucket(bucket, names, last=last))
+    def _run_hook(self, current: Pass, hook: Hook, state: Any, bucket: Bucket) -> None:
+        """Calls the hook; what goes wrong is reported, and the pass goes on so that no peer waits."""
+        later = self._gradients.buckets[bucket.index + 1 :]
+        last = not any(other.indices and not other.skipped for other in later)
+        try:
+            future: Any = hook(state, GradBucket(bucket, self._names(bucket), last=last))
+        except Exception as error:  # noqa: BLE001 - told to all ranks
+            self._blame_hook(current, bucket, error)
+            # Peers whose hooks did not fail wait for a message about this bucket.
+            work = None if self.is_local else average(self._averager.group, bucket.buffer)
+            bucket.mark_launched(work=work)
+            return
         if not isinstance(future, torch._C.Future):
-            raise TypeError(
-                f"[rank {self._averager.group.rank()}] the communication hook must return a "
-                f"torch.futures.Future of a tensor, but returned a value of type {type(future).__name__} for "
-                f"bucket {bucket.index}"
+            self._blame_hook(
+                current,
+                bucket,
+                TypeError(
+                    "the communication hook must return a torch.futures.Future of a tensor, but returned a "
+                    f"value of type {type(future).__name__} for bucket {bucket.index}"
+                ),
             )
-        return future
+            bucket.mark_launched()
+            return
+        bucket.mark_launched(future=future)  # type: ignore[arg-type]
+
+    def _names(self, bucket: Bucket) -> list[str]:
+        return [self._gradients.names[index] for index in bucket.indices]
+
+    def _blame_hook(self, current: Pass, bucket: Bucket, error: Exception) -> None:
+        names = self._names(bucket)
+        few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        current.report.errors.append(
+            f"its communication hook failed on bucket {bucket.index} ({few}): {type(error).__name__}: {error}"
+        )
+        current.cause = current.cause or error
 
     # ---- the end of a pass -------------------------------------------------------------------------------
+
+    def collect(self, current: Pass) -> None:
+        """Waits for what the communication hook returned, where there is one, and reports what is wrong.
+
+        Raises:
+            DistError: a collective operation of the hook failed.
+        """
+        if self.hook is None:
+            return
+        failure: DistError | None = None
+        for bucket in self._gradients.buckets:
+            try:
+                bucket.wait()
+            except DistError as error:
+                failure = failure or error
+            except Exception as error:  # noqa: BLE001 - told to all ranks
+                self._blame_hook(current, bucket, error)
+            bucket.state = BucketState.DONE
+        if failure is not None and current.cause is not None:
+            # The hook failed on this rank before it sent what those of other ranks send.
+            raise failure from current.cause
+        if failure is not None:
+            raise failure
 
     def finish(self, current: Pass) -> None:
         """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
@@ -183,7 +244,9 @@ class Launcher:
             self._sparse.exchange()
         for bucket in self._gradients.buckets:
             try:
-                bucket.wait()
+                if bucket.state is not BucketState.DONE:
+                    bucket.wait()
+                self._rescale(bucket)
                 if failure is None and not current.report:
                     self._gradients.write_back(bucket, current.absent)
             except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
@@ -193,8 +256,15 @@ class Launcher:
         if self._sparse is not None:
             self._sparse.finish()
 
+    def _rescale(self, bucket: Bucket) -> None:
+        """Makes a hook's mean over all ranks one over those that count."""
+        divisor = self._averager.divisor
+        if bucket.future is not None and divisor is not None and not self.is_local:
+            bucket.buffer.mul_(self._averager.group.size() / divisor)
+
     def abandon(self, current: Pass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, without waiting."""
+        self._open(current)
         buckets = self._gradients.buckets
         self._gradients.part_from(buckets[: self._next])
         for bucket in buckets[self._next :]:

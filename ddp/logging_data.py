@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from collectives.ddp.sync_batch_norm import SyncBatchNorm
@@ -13,7 +15,29 @@ from collectives.ddp.timing import IterationClock, Mark
 if TYPE_CHECKING:
     from collectives.ddp.distributed import DistributedDataParallel
 
-__all__ = ["logging_data"]
+__all__ = ["construction_in_words", "logging_data"]
+
+
+_KNOBS = (
+    "init_sync", "forward_sync_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph",
+    "skip_all_reduce_unused_params", "batched_grad_copy", "mixed_precision", "device_ids", "output_device",
+)  # fmt: skip
+
+
+def construction_in_words(ddp: DistributedDataParallel) -> str:
+    """Returns the line that is logged when a module was wrapped: what it consists of, and every knob."""
+    reducer, group = ddp.reducer, ddp.process_group
+    parameters = reducer.gradients.parameters
+    sizes = reducer.initial_bucket_bytes
+    frozen = sum(not parameter.requires_grad for parameter in ddp.module.parameters())
+    name = f"[rank {group.rank()}] DistributedDataParallel({type(ddp.module).__name__})"
+    parts = f"{len(parameters)} parameters of {_dtypes(parameters)}, {_nbytes(parameters)} bytes"
+    return (
+        f"{name} over {group.describe()}: {parts}, in {len(sizes)} buckets of {sizes} bytes on "
+        f"{_joined(dict.fromkeys(p.device for p in parameters))}, with caps of "
+        f"{list(reducer.gradients.limits)} bytes; {sum(1 for _ in ddp.module.buffers())} buffers, {frozen} "
+        f"parameters frozen; {_joined(f'{knob}={getattr(ddp, knob)}' for knob in _KNOBS)}"
+    )
 
 
 def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
@@ -44,9 +68,9 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "has_sync_bn": int(
             any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in ddp.module.modules())
         ),
-        "dtypes": _joined(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        "dtypes": _dtypes(parameters),
         "num_parameter_tensors": len(parameters),
-        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "total_parameter_size_bytes": _nbytes(parameters),
         "unused_parameter_size": reducer.unused_bytes,
         "bucket_cap_bytes": reducer.gradients.limits[-1],
         "bucket_sizes": _joined(reducer.initial_bucket_bytes),
@@ -56,7 +80,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
-        "can_set_static_graph": reducer.passes > 0 and reducer.same_usage,
+        "can_set_static_graph": reducer.passes > 0 and reducer.usage.is_constant,
         "comm_hook": _joined(getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks),
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
         **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
@@ -102,6 +126,14 @@ def _times(clock: IterationClock) -> dict[str, int]:
         data |= {name: getattr(times, field) for field, name in _FIELDS.items()}
         data |= {name: at[mark] for mark, name in _MOMENTS.items()}
     return data
+
+
+def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
+    return _joined(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+
+
+def _nbytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def _joined(values: Any) -> str:

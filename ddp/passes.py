@@ -19,11 +19,13 @@ class Forward:
     Attributes:
         sync: whether its backward pass averages.
         averaged: whether a synchronised pass over it began.
+        overtaken: number of synchronised passes of other forwards that ended since.
         reach: the parameters that it can reach, where its graph was walked.
     """
 
     sync: bool
     averaged: bool = False
+    overtaken: int = 0
     reach: ReachExchange | None = None
 
 
@@ -34,10 +36,16 @@ class Progress:
     Attributes:
         forwards: number of forwards in training mode.
         unsynced: number of passes that ran under ``no_sync``.
+        accumulated: whether there were more of those, which do not count.
     """
 
     forwards: int = 0
     unsynced: int = 0
+    accumulated: bool = False
+
+    def has_gradients(self) -> bool:
+        """Returns whether gradients have accumulated that were not averaged."""
+        return self.accumulated or self.unsynced > 0
 
 
 @dataclass
@@ -59,6 +67,9 @@ class Pass:
         skipped: parameters whose buckets are not sent.
         forwards: the forwards whose outputs it reached.
         entered: whether casts stand in for the parameters.
+        cause: the first exception that the report tells of.
+        follows: whether it is one of other ranks, which this rank only takes part in.
+        silent: whether zeros travel for what is absent, whatever stands in ``.grad``.
     """
 
     counts: list[int]
@@ -74,13 +85,18 @@ class Pass:
     absent: set[int] = field(default_factory=set)
     skipped: Collection[int] = frozenset()
     entered: bool = False
+    cause: Exception | None = None
+    follows: bool = False
+    silent: bool = False
     forwards: list[Forward] = field(default_factory=list)
 
     def took_part(self) -> bool:
         """Returns whether the pass reached a parameter, or would have."""
         return self.committed or any(self.counts)
 
-    def position(self, progress: Progress) -> Position:
-        """Returns where this rank stands."""
+    def position(self, progress: Progress) -> Position | None:
+        """Returns where this rank stands; ``None`` where it only follows."""
+        if self.follows:
+            return None
         repeated = bool(self.forwards) and all(forward.averaged for forward in self.forwards)
         return Position(progress.forwards, progress.unsynced, repeated)

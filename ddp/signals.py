@@ -24,7 +24,10 @@ __all__ = ["Heard", "Position", "SignalExchange", "Signals"]
 _TROUBLE = 0
 _WISH = 1
 _FIRST_GROUP = 2
-_GROUPS = (4, 4, 2)
+_MODULI = (4, 5, 7)
+"""A number is told by what remains of it: two that differ by less than the product differ in one of these."""
+
+_GROUPS = (*_MODULI, *_MODULI, 2)
 """Number of signals for each part of a :class:`Position`."""
 
 _HEADER = _FIRST_GROUP + sum(_GROUPS)
@@ -46,8 +49,9 @@ class Position:
 
     def raised(self) -> Iterable[int]:
         """Yields the places of the signals that stand for this position."""
+        values = (*[self.forwards] * len(_MODULI), *[self.unsynced] * len(_MODULI), self.repeated)
         place = _FIRST_GROUP
-        for width, value in zip(_GROUPS, (self.forwards, self.unsynced, self.repeated), strict=True):
+        for width, value in zip(_GROUPS, values, strict=True):
             yield place + int(value) % width
             place += width
 
@@ -93,7 +97,13 @@ class Signals:
         self._counted = counted
 
     def fill(
-        self, tail: torch.Tensor, *, trouble: bool, wish: bool, position: Position, used: Sequence[int] | None
+        self,
+        tail: torch.Tensor,
+        *,
+        trouble: bool,
+        wish: bool,
+        position: Position | None,
+        used: Sequence[int] | None,
     ) -> None:
         """Writes this rank's signals.
 
@@ -101,13 +111,13 @@ class Signals:
             tail: where to; floating, flat.
             trouble: whether something went wrong on this rank.
             wish: whether it wishes the buckets to be laid out again.
-            position: where it stands.
+            position: where it stands; ``None`` where it is in step with any.
             used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
         """
         header = [0.0] * _HEADER
         header[_TROUBLE] = float(trouble)
         header[_WISH] = float(wish)
-        for place in position.raised():
+        for place in () if position is None else position.raised():
             header[place] = 1.0
         if used is not None and self._counted:
             tail.copy_(torch.tensor([*header, *used], dtype=torch.float32))
@@ -118,6 +128,7 @@ class Signals:
     def read(self, tail: torch.Tensor) -> Heard:
         """Returns what the signals of all ranks say; waits for the device that they are on."""
         values = tail.tolist()
+        used = values[_HEADER:]
         out_of_step = False
         place = _FIRST_GROUP
         for width in _GROUPS:
@@ -127,7 +138,9 @@ class Signals:
             trouble=values[_TROUBLE] != 0,
             out_of_step=out_of_step,
             wish=values[_WISH] != 0,
-            unused=frozenset(index for index, value in enumerate(values[_HEADER:]) if value == 0),
+            unused=frozenset(index for index, value in enumerate(used) if value == 0)
+            if 0 in used
+            else frozenset(),
         )
 
     def alone(self, used: Collection[int]) -> Heard:

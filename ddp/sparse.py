@@ -58,6 +58,7 @@ class SparseGradients:
         self._rows = torch.empty(0, dtype=torch.int64)
         self._work: Work | None = None
         self._arriving: list[tuple[torch.nn.Parameter, _Gathered | _Dense]] = []
+        self._silent = False
         self.pending = 0
         self.reset()
 
@@ -66,18 +67,21 @@ class SparseGradients:
         self.pending = len(self._parameters)
         self._work = None
         self._arriving = []
+        self._silent = False
 
-    def announce(self, absent: Collection[int], *, trouble: bool) -> None:
+    def announce(self, absent: Collection[int], *, trouble: bool, silent: bool = False) -> None:
         """Tells all ranks what this one has; called by all of them before the last bucket. Does not block.
 
         Args:
             absent: indices of the parameters that this pass gave no gradient.
             trouble: whether something went wrong here, so that nothing is to be exchanged.
+            silent: whether this rank contributes nothing, whatever stands in ``.grad``.
         """
+        self._silent = silent
         rows = [
             field
             for index, parameter in self._parameters.items()
-            for field in _describe(parameter.grad, used=index not in absent, trouble=trouble)
+            for field in _describe(self._grad(parameter), used=index not in absent, trouble=trouble)
         ]
         mine = torch.tensor(rows, dtype=torch.int64, device=self._device)
         group = self._averager.group
@@ -101,9 +105,14 @@ class SparseGradients:
             dims = {dims for kind, _, dims, _ in rows if kind == _Kind.SPARSE}
             if kinds <= {_Kind.NOTHING, _Kind.SPARSE} and len(dims) == 1:
                 counts = [count for _, count, _, _ in rows]
-                self._arriving.append((parameter, _Gathered(parameter, counts, dims.pop(), self._averager)))
+                gathered = _Gathered(parameter, self._grad(parameter), counts, dims.pop(), self._averager)
+                self._arriving.append((parameter, gathered))
             else:
-                self._arriving.append((parameter, _Dense(parameter, self._averager)))
+                self._arriving.append((parameter, _Dense(parameter, self._grad(parameter), self._averager)))
+
+    def _grad(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Returns what this rank contributes."""
+        return None if self._silent else parameter.grad
 
     def finish(self) -> None:
         """Writes the averages to ``.grad``; blocks until they are here."""
@@ -134,13 +143,17 @@ class _Gathered:
     """The rows of all ranks, on their way."""
 
     def __init__(
-        self, parameter: torch.nn.Parameter, counts: Sequence[int], dims: int, averager: Averager
+        self,
+        parameter: torch.nn.Parameter,
+        grad: torch.Tensor | None,
+        counts: Sequence[int],
+        dims: int,
+        averager: Averager,
     ) -> None:
         self._shape = parameter.shape
         self._counts = counts
         self._divisor = averager.divisor or averager.group.size()
         longest = max(counts)
-        grad = parameter.grad
         indices = torch.zeros(longest, dims, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(longest, *parameter.shape[dims:], dtype=parameter.dtype, device=parameter.device)
         if grad is not None:
@@ -181,8 +194,7 @@ class _Gathered:
 class _Dense:
     """Dense gradients of all ranks, on their way."""
 
-    def __init__(self, parameter: torch.nn.Parameter, averager: Averager) -> None:
-        grad = parameter.grad
+    def __init__(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None, averager: Averager) -> None:
         if grad is None:
             self._sum = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         else:

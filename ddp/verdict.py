@@ -38,8 +38,8 @@ _ADVICE = {
     "static_graph=True here.",
     _Fault.CHANGED: "static_graph=True promises that all passes use the parameters alike; leave it out.",
     _Fault.OUT_OF_STEP: "Ranks averaged gradients of different passes. Run forward, backward and no_sync() "
-    "alike on all ranks; where their inputs are uneven, end the epoch with the first that has no more. What "
-    "only some ranks run belongs on .module, or under torch.no_grad().",
+    "alike on all ranks; where their inputs are uneven, train within join(). What only some ranks run "
+    "belongs on .module, or under torch.no_grad().",
 }
 
 

@@ -6,12 +6,15 @@ gradients one by one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
+from collectives.ddp import DistributedDataParallel
 
 AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
 
@@ -37,6 +40,24 @@ def naive_average(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> No
                 parameter.grad = torch.zeros_like(parameter)
             wire = torch.view_as_real(parameter.grad) if parameter.is_complex() else parameter.grad
             group.allreduce([wire], AVERAGE).wait()
+
+
+class Layers(nn.Module):
+    """Four layers, of which a call runs those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, run: str = "0123") -> torch.Tensor:
+        for index in run:
+            x = torch.tanh(self.layers[int(index)](x))
+        return x
+
+    @staticmethod
+    def inputs(rank: int, step: int = 0) -> torch.Tensor:
+        return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 class Zoo(nn.Module):
@@ -85,3 +106,73 @@ def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         for name in sorted(ours.keys() | theirs.keys())
         if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
     ]
+
+
+# ---- small models beside their naive twins ----------------------------------------------------------------
+
+
+def data(rank, seed=0, rows=2):
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+def grads(module):
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def pair(group, make=None, **options):
+    """Returns a module to train with ours and an equal one to train naively."""
+    torch.manual_seed(5)
+    module = make() if make else nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    torch.manual_seed(5)
+    naive = make() if make else nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    return DistributedDataParallel(module, process_group=group, **options), naive
+
+
+class Marked(torch.autograd.Function):
+    """Notes when its backward runs, or breaks off there."""
+
+    log: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx, x, word):
+        ctx.word = word
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Marked.log.append(ctx.word)
+        if ctx.word == "boom":
+            raise ValueError("in the user's own backward")
+        return grad, None
+
+
+class Chain(nn.Module):
+    """Three layers with marks between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(
+        self, x: torch.Tensor, words: tuple[str, str, str] = ("after a", "after b", "after c")
+    ) -> torch.Tensor:
+        for layer, word in zip((self.a, self.b, self.c), words, strict=True):
+            x = Marked.apply(layer(x), word)
+        return x
+
+
+def averages(model, group, seed=0):
+    """Returns whether a pass leaves the averages in ``.grad``."""
+    module = model.module
+    naive = copy.deepcopy(module)
+    for each in (model, naive):
+        each.zero_grad()
+        each(torch.randn(2, 2, generator=torch.Generator().manual_seed(seed + group.rank()))).sum().backward()
+    naive_average(naive.parameters(), group)
+    return all(
+        torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), naive.parameters(), strict=True)
+    )

@@ -6,10 +6,12 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.grad_bucket import GradBucket
+from collectives.ddp.hooks.adapter import comm_hook, completed
 
 __all__ = ["noop_hook"]
 
 
+@comm_hook
 def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Returns the gradients of this rank as if they were the average: no communication, and wrong results.
 
@@ -20,9 +22,7 @@ def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     Args:
         bucket: the bucket; not touched.
     """
-    future: Future[torch.Tensor] = Future()
-    future.set_result(bucket.buffer())
-    return future
+    return completed(bucket.buffer())
 
 
 noop_hook.is_local = True  # type: ignore[attr-defined]

@@ -1,20 +1,20 @@
 """Hooks without state: plain averaging, and averaging in 16 bits.
 
-The state of each is a process group, or ``None`` for the default group.
+The state of each is a process group, one of ours or of torch's, or ``None`` for the default group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from collectives import ProcessGroup, ReduceOp
+from collectives import ReduceOp
 from collectives.ddp.averaging import average, averaging_op
-from collectives.ddp.default_group import resolve_group
 from collectives.ddp.grad_bucket import GradBucket
+from collectives.ddp.hooks.adapter import Hook, after, comm_hook, dense_buffer, group_of
+from collectives.ddp.hooks.exact import average_exactly
 
 __all__ = [
     "allreduce_hook",
@@ -24,22 +24,20 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
-
-def allreduce_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+@comm_hook
+def allreduce_hook(process_group: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages the gradients over the group; bitwise the same as without a hook.
 
     Args:
         process_group: the ranks; ``None`` for the default group.
         bucket: the bucket; averaged in place.
     """
-    buffer = bucket.buffer()
-    work = average(resolve_group(process_group), buffer)
-    return work.get_future().then(lambda done: _after(done, buffer))
+    return average_exactly(group_of(process_group, bucket), bucket)
 
 
-def fp16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+@comm_hook
+def fp16_compress_hook(process_group: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages the gradients as float16: half the traffic of float32; values beyond 65504 overflow.
 
     Args:
@@ -49,7 +47,8 @@ def fp16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -
     return _compressed(process_group, bucket, torch.float16)
 
 
-def bf16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+@comm_hook
+def bf16_compress_hook(process_group: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Averages the gradients as bfloat16: half the traffic of float32, its range, 8 bits of precision.
 
     Args:
@@ -59,22 +58,30 @@ def bf16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -
     return _compressed(process_group, bucket, torch.bfloat16)
 
 
+bf16_compress_hook.__name__ = "bf16_compress"
+"""Not the function's own name, which torch's DistributedDataParallel refuses without CUDA and NCCL."""
+
+
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Returns a hook that runs ``hook`` on the gradients as float16, and casts its result back."""
-    return _wrapped(hook, torch.float16)
+    """Returns a hook that runs ``hook`` on the gradients as float16, and casts its result back.
+
+    It can be pickled where ``hook`` can.
+    """
+    return _CastHook(hook, torch.float16)
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Returns a hook that runs ``hook`` on the gradients as bfloat16, and casts its result back."""
-    return _wrapped(hook, torch.bfloat16)
+    """Returns a hook that runs ``hook`` on the gradients as bfloat16, and casts its result back.
+
+    It can be pickled where ``hook`` can.
+    """
+    return _CastHook(hook, torch.bfloat16)
 
 
-def _compressed(
-    process_group: ProcessGroup | None, bucket: GradBucket, dtype: torch.dtype
-) -> Future[torch.Tensor]:
-    group = resolve_group(process_group)
-    gradients = bucket.buffer()
-    buffer = torch.view_as_real(gradients).view(-1) if gradients.is_complex() else gradients
+@torch.no_grad()
+def _compressed(process_group: object, bucket: GradBucket, dtype: torch.dtype) -> Future[torch.Tensor]:
+    group = group_of(process_group, bucket)
+    buffer, result = dense_buffer(bucket), bucket.buffer()
     compressed = buffer.to(dtype)
     if averaging_op(group, dtype, buffer.device) != ReduceOp.AVG:
         # Divide before the sum, which could overflow in so few bits; average() would divide after it.
@@ -82,34 +89,47 @@ def _compressed(
     else:
         work = average(group, compressed)
 
+    @torch.no_grad()
     def decompress(done: Future[Any]) -> torch.Tensor:
-        _after(done, buffer, compressed)
-        return gradients
+        done.value()
+        buffer.copy_(compressed)
+        return result
 
-    return work.get_future().then(decompress)
+    return after(bucket, work.get_future(), decompress)
 
 
-def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
-    def compressed_hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+class _CastHook:
+    """A hook around another one, which gets the gradients in another data type.
+
+    Args:
+        hook: the other one.
+        dtype: that data type.
+    """
+
+    def __init__(self, hook: Hook, dtype: torch.dtype) -> None:
+        self._hook = hook
+        self._dtype = dtype
+        self.is_local = bool(getattr(hook, "is_local", False))
+        self.updates_parameters = bool(getattr(hook, "updates_parameters", False))
+        self.averages_a_part = bool(getattr(hook, "averages_a_part", False))
+        # torch asks hooks for the names that functions have.
+        name = f"{getattr(hook, '__name__', 'hook')}_as_{str(dtype).removeprefix('torch.')}"
+        self.__name__ = self.__qualname__ = name
+
+    @comm_hook
+    def __call__(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
         if buffer.is_complex():
-            raise TypeError(
-                f"{buffer.dtype} gradients ({', '.join(bucket.names())}) cannot be cast to {dtype}"
-            )
-        bucket.set_buffer(buffer.to(dtype))
-        return hook(state, bucket).then(lambda done: _after(done, buffer, done.value()))
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in bucket.parameters())
+            names = ", ".join(bucket.names()) if isinstance(bucket, GradBucket) else f"shapes {shapes}"
+            raise TypeError(f"{buffer.dtype} gradients ({names}) cannot be cast to {self._dtype}")
+        bucket.set_buffer(buffer.to(self._dtype))
 
-    compressed_hook.__name__ = f"{getattr(hook, '__name__', 'hook')}_as_{str(dtype).removeprefix('torch.')}"
-    return compressed_hook
-
-
-def _after(
-    done: Future[Any], buffer: torch.Tensor, result: torch.Tensor | list[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Returns ``buffer``, with ``result`` cast into it; raises where the operation failed."""
-    done.value()
-    if result is not None:
-        tensor = result[0] if isinstance(result, (list, tuple)) else result
-        with torch.no_grad():
+        @torch.no_grad()
+        def cast_back(done: Future[Any]) -> torch.Tensor:
+            value = done.value()
+            tensor = value[0] if isinstance(value, (list, tuple)) else value
             buffer.copy_(tensor.reshape(buffer.shape))
-    return buffer
+            return buffer
+
+        return after(bucket, self._hook(state, bucket), cast_back)

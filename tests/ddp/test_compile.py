@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -87,6 +89,46 @@ def whole(group):
 
 def test_the_whole_graph_is_right_too():
     assert [graphs for graphs, _ in run_ranks(whole, 2, backend="host")] == [1, 1]
+
+
+def train_compiled(group, how):
+    """Returns parameters after training with inductor, without a compiler, and whether it overlapped."""
+    states, early = [], []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        module = Net(nn.LayerNorm(WIDTH))
+        inner = torch.compile(module) if compiled and how == "inside" else module
+        model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.1)
+        if compiled and how == "outside":
+            model = torch.compile(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+            model(x).square().mean().backward()
+            optimizer.step()
+        data = model._get_ddp_logging_data()
+        early.append(data["backward_comm_time_start"] < data["backward_compute_time_end"])
+        states.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+    from torch._dynamo.utils import counters
+
+    return *states, early[0], counters["inductor"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler; set CXX"
+)
+@pytest.mark.parametrize("how", ["outside", "inside"])
+def test_inductor_trains_as_no_compiler_and_communicates_during_backward(how, tmp_path):
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    results = run_ranks(train_compiled, 2, how, backend="host", isolated=True, env=env, timeout=540)
+    for found, expected, early, counted in results:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found, results[0][0])
+        assert early
+        assert counted  # it was inductor that compiled
 
 
 def test_the_compiler_is_not_loaded_for_those_who_do_not_use_it():

@@ -7,10 +7,12 @@ import functools
 import pytest
 import torch
 from ddp_oracle import naive_average
+from given_gradients import Given, averaged, random_gradients
 from harness import run_ranks, run_world
 from torch import nn
 
-from collectives.ddp import DistributedDataParallel, GradBucket
+from collectives import CollectiveMismatchError
+from collectives.ddp import DistributedDataParallel, GradBucket, GradientSyncError
 from collectives.ddp.hooks.debugging_hooks import noop_hook
 from collectives.ddp.hooks.default_hooks import (
     allreduce_hook,
@@ -19,6 +21,7 @@ from collectives.ddp.hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
 
 
 def model():
@@ -139,6 +142,31 @@ def test_hooks_get_their_state_and_undivided_gradients_in_order() -> None:
             assert torch.equal(ours, 3 * first + 3 * second + 1)
 
 
+def gossip(group):
+    """A hook of the user's: each rank averages with the one before it, by messages (GossipGrad)."""
+    rank, size = group.rank(), group.size()
+
+    def hook(state, bucket):
+        theirs = torch.empty_like(bucket.buffer())
+        works = [
+            group.send([bucket.buffer()], (rank + 1) % size),
+            group.recv([theirs], (rank - 1) % size),
+        ]
+        for work in works:
+            work.wait()
+        return done((bucket.buffer() + theirs) / 2)
+
+    ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
+    ours.register_comm_hook(None, hook)
+    ours(data(rank)).sum().backward()
+    pairs = zip(local_gradients(rank), local_gradients((rank - 1) % size), strict=True)
+    return all(torch.equal(grad, (a + b) / 2) for grad, (a, b) in zip(gradients(ours), pairs, strict=True))
+
+
+def test_a_hook_may_exchange_messages_instead() -> None:
+    assert run_ranks(gossip, 3, backend="host") == [True] * 3
+
+
 def default_group(rank, size):
     ours = DistributedDataParallel(model())
     ours.register_comm_hook(None, allreduce_hook)
@@ -162,51 +190,112 @@ def done(value):
     return future
 
 
-def failing(group, what):
-    """Returns the error of a hook that fails at first, and whether the next pass is good."""
+def bad_result(what, bucket):
+    """Returns what a hook should not, or raises."""
+    if what == "raises":
+        raise KeyError("in the hook")
+    if what == "no future":
+        return bucket.buffer()
+    value = {
+        "future fails": OSError("in the future"),
+        "shape": torch.ones(7),
+        "two": [1, 2],
+        "dtype": torch.ones(8, dtype=torch.float64),
+        "device": torch.ones(8, device="meta"),
+    }[what]
+    return done(value)
+
+
+def failing(group, what, at_fault):
+    """Returns the error of a hook that fails at first, and whether the next pass is good.
+
+    It averages in all cases, so that the ranks stay in step.
+    """
     ours = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0)
     passes = []
 
     def hook(state, bucket):
-        if len(passes) == 0 and bucket.index() == 1:
-            if what == "raises":
-                raise KeyError("in the hook")
-            if what == "future fails":
-                return done(OSError("in the future"))
-            return {"no future": bucket.buffer(), "shape": done(torch.ones(7)), "two": done([1, 2])}[what]
+        if not passes and bucket.index() == 1 and group.rank() in at_fault:
+            if what != "raises":
+                allreduce_hook(group, bucket).wait()
+            return bad_result(what, bucket)
         return allreduce_hook(group, bucket)
 
     ours.register_comm_hook(None, hook)
-    try:
+    with pytest.raises(GradientSyncError) as caught:
         ours(data(group.rank())).sum().backward()
-    except Exception as error:  # noqa: BLE001
-        seen = f"{type(error).__name__}: {error}"
+    untouched = all(map(torch.equal, gradients(ours), local_gradients(group.rank())))
     passes.append(1)
     ours.zero_grad()
     ours(data(group.rank())).sum().backward()
     naive = model()
     naive(data(group.rank())).sum().backward()
     naive_average(naive.parameters(), group)
-    return seen, all(map(torch.equal, gradients(ours), gradients(naive)))
+    return (
+        str(caught.value),
+        type(caught.value.__cause__).__name__,
+        untouched,
+        all(map(torch.equal, gradients(ours), gradients(naive))),
+    )
 
 
+@pytest.mark.parametrize("at_fault", [(0, 1), (1,)], ids=["all", "one"])
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "words", "cause"),
     [
-        ("raises", "KeyError: 'in the hook'"),
-        ("future fails", "OSError: in the future"),
+        ("raises", "KeyError: 'in the hook'", "KeyError"),
+        ("future fails", "OSError: in the future", "OSError"),
         (
             "no future",
             "return a torch.futures.Future of a tensor, but returned a value of type Tensor for bucket 1",
+            "TypeError",
         ),
-        ("shape", "bucket 1 must hold a tensor of the bucket's shape [8], but its shape is [7]"),
-        ("two", "bucket 1 must hold one tensor, but holds a value of type list"),
+        ("shape", "must hold a tensor of the bucket's shape [8], but its shape is [7]", "ValueError"),
+        ("two", "bucket 1 must hold one tensor, but holds a value of type list", "TypeError"),
+        ("dtype", "as the bucket's, but its tensor is of torch.float64 on cpu", "ValueError"),
+        ("device", "its tensor is of torch.float32 on meta", "ValueError"),
     ],
-)
-def test_a_failing_hook_gives_one_clear_error_and_training_goes_on(what, words) -> None:
-    for seen, good in run_ranks(failing, 2, what, backend="host"):
-        assert words in seen
+)  # fmt: skip
+def test_a_failing_hook_is_one_clear_error_on_all_ranks_and_training_goes_on(
+    what, words, cause, at_fault
+) -> None:
+    for rank, (message, raised, untouched, good) in enumerate(
+        run_ranks(failing, 2, what, at_fault, backend="host")
+    ):
+        assert words in message
+        assert "communication hook failed on bucket 1 (2.weight)" in message
+        assert f"because of rank{'s 0, 1' if len(at_fault) > 1 else ' 1'}:" in message
+        assert raised == (cause if rank in at_fault else "NoneType")
+        assert untouched
         assert good
+
+
+def fails_alone(group):
+    """A hook that fails on one rank, where those of the others send something else than gradients."""
+    shapes = {"m": (16, 16), "n": (16, 16)}
+    ours = DistributedDataParallel(Given(shapes), process_group=group, bucket_cap_mb=0)
+    calls = []
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        if calls == [0, 1] and group.rank() == 1:
+            raise MemoryError("in the hook")
+        return one_bit_hook(state, bucket)
+
+    ours.register_comm_hook(OneBitState(group), hook)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        averaged(ours, random_gradients(shapes, group.rank(), 0))
+    result = averaged(ours, random_gradients(shapes, group.rank(), 1))
+    return str(caught.value), repr(caught.value.__cause__), result
+
+
+def test_a_hook_that_fails_alone_is_the_cause_of_the_error_on_its_rank() -> None:
+    ranks = run_ranks(fails_alone, 2, backend="host", timeout=20)
+    for rank, (message, cause, result) in enumerate(ranks):
+        assert "rank 1: all_reduce(AVG, float32, 256 elements)" in message
+        assert cause == ("MemoryError('in the hook')" if rank else "None")
+        for name, gradient in result.items():
+            assert torch.equal(gradient, ranks[0][2][name])
 
 
 def wrong_registrations(group):
@@ -264,7 +353,7 @@ def complex_gradients(group, hook):
     )
     try:
         ours(torch.full((1, 3), complex(group.rank() + 1, 1))).abs().sum().backward()
-    except TypeError as error:
+    except GradientSyncError as error:
         return str(error)
     return [torch.view_as_real(g) for g in gradients(module)]
 

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from ddp_oracle import AVERAGE, naive_average
+from ddp_oracle import AVERAGE, Layers, naive_average
 from harness import run_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -16,23 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
-
-class Layers(nn.Module):
-    """Four layers, of which a call runs those that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, run: str = "0123") -> torch.Tensor:
-        for index in run:
-            x = torch.tanh(self.layers[int(index)](x))
-        return x
-
-
-def data(rank, seed=0):
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
+data = Layers.inputs
 
 
 def same_gradients(ours, theirs, equal=torch.equal):
@@ -196,6 +180,38 @@ def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
         assert numbers[2] in (1 + 6, 1 + 6 + 1)
         assert numbers[3] in (1 + 4, 1 + 4 + 1)
         assert numbers[4] == 9
+
+
+def forgotten(group):
+    """A forward on all layers that never gets its backward pass, before others on two of them."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
+    )
+    naive = Layers()
+    ours(data(group.rank()))
+    sent = Launches(group)
+    wrong, numbers, late = [], [], []
+    for step in range(12):
+        sent.sizes.clear()
+        if step == 1:
+            late.append(ours(data(group.rank(), 50), "012"))
+        x = data(group.rank(), step)
+        ours(x, "03").sum().backward()
+        numbers.append(len([size for size in sent.sizes if size > 1]))
+        naive(x, "03").sum().backward()
+        naive_average(naive.parameters(), group)
+        wrong += same_gradients(ours.module, naive)
+    late[0].sum().backward()  # after so many others, but still right
+    naive(data(group.rank(), 50), "012").sum().backward()
+    naive_average(naive.parameters(), group)
+    return wrong + same_gradients(ours.module, naive), numbers
+
+
+def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped() -> None:
+    for wrong, numbers in run_ranks(forgotten, 2, backend="host"):
+        assert wrong == []
+        assert numbers[7] >= 9  # the others count for a while
+        assert numbers[-1] in (1 + 4, 1 + 4 + 1)
 
 
 def test_a_static_graph_skips_without_looking() -> None:

@@ -1,4 +1,4 @@
-"""Backward passes of every kind: order of launch, overlap, several forwards, checkpointing, exceptions."""
+"""Backward passes of every kind: order of launch, overlap, several forwards, checkpointing."""
 
 from __future__ import annotations
 
@@ -6,37 +6,15 @@ import warnings
 
 import pytest
 import torch
-from ddp_oracle import naive_average, naive_broadcast
-from harness import Died, run_ranks
+from ddp_oracle import Chain, Marked, data, equal, grads, naive_average, naive_broadcast, pair
+from harness import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import PeerLostError
 from collectives.ddp import DistributedDataParallel, GradientSyncError
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-
-
-def data(rank, seed=0, rows=2):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
-
-
-def grads(module):
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def equal(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def pair(group, make=None, **options):
-    """Returns a module to train with ours and an equal one to train naively."""
-    torch.manual_seed(5)
-    module = make() if make else nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    torch.manual_seed(5)
-    naive = make() if make else nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    return DistributedDataParallel(module, process_group=group, **options), naive
 
 
 class Summed(nn.Module):
@@ -91,39 +69,6 @@ def test_buckets_launch_in_order_where_ranks_disagree_on_the_order_of_gradients(
         "laid out again as rank 0's gradients came"
     )
     assert launched[0][4:8] == launched[0][8:]
-
-
-class Marked(torch.autograd.Function):
-    """Notes when its backward runs, or breaks off there."""
-
-    log: list[str]
-
-    @staticmethod
-    def forward(ctx, x, word):
-        ctx.word = word
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        Marked.log.append(ctx.word)
-        if ctx.word == "boom":
-            raise ValueError("in the user's own backward")
-        return grad, None
-
-
-class Chain(nn.Module):
-    """Three layers with marks between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
-
-    def forward(
-        self, x: torch.Tensor, words: tuple[str, str, str] = ("after a", "after b", "after c")
-    ) -> torch.Tensor:
-        for layer, word in zip((self.a, self.b, self.c), words, strict=True):
-            x = Marked.apply(layer(x), word)
-        return x
 
 
 def overlapping(group, batched):
@@ -384,6 +329,37 @@ def test_static_graph_with_unused_parameters_and_no_sync() -> None:
     assert run_ranks(static_and_unused, 2, backend="host") == [([True] * 4, True)] * 2
 
 
+class Scaled(nn.Module):
+    """Has a parameter that forward does not use, but the loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x))
+
+
+def outside_of_forward(group):
+    """Feature DP-18: parameters that take part outside of forward, with a static graph."""
+    ours, naive = pair(group, Scaled, static_graph=True)
+    same = []
+    for step in range(3):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+        for model, scale in ((ours, ours.module.scale), (naive, naive.scale)):
+            model.zero_grad()
+            (model(x) * scale).sum().backward()
+        naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
+
+
+def test_static_graph_with_parameters_outside_of_forward() -> None:
+    assert run_ranks(outside_of_forward, 2, backend="host") == [[True] * 3] * 2
+
+
 def double_backward(group, view):
     ours, naive = pair(group, gradient_as_bucket_view=view)
     for model in (ours, naive):
@@ -403,79 +379,110 @@ def test_backward_that_records_a_graph(view) -> None:
     assert run_ranks(double_backward, 2, view, backend="host") == [True, True]
 
 
-def broken_off(group, culprits, options, hook):
-    """The user's own backward raises on some ranks; returns what each saw and whether the next works."""
-    Marked.log = []
-    ours, naive = pair(group, Chain, **options)
-    if hook:
-        ours.register_comm_hook(group, allreduce_hook)
-    seen = []
-    for step, words in enumerate((("x", "boom", "x"), ("boom", "x", "x"), ("x", "x", "boom"))):
-        mine = words if group.rank() in culprits else ("x", "x", "x")
-        try:
-            ours(data(group.rank(), step), mine).sum().backward()
-        except (ValueError, GradientSyncError) as error:
-            seen.append(error.reasons if isinstance(error, GradientSyncError) else str(error))
+def hooks_of_the_user(group, view, in_place):
+    """Clips each gradient as it comes, by hooks registered before and after wrapping."""
+    from collectives.ddp import gradients
+
+    before = gradients.IN_PLACE_BYTES
+    gradients.IN_PLACE_BYTES = 0 if in_place else before
+    try:
+        naive = Chain()
+        torch.manual_seed(5)
+        module = Chain()
+        naive.load_state_dict(module.state_dict())
+
+        def clip(parameter):
+            parameter.grad.clamp_(-0.1, 0.1)
+
+        def double(parameter):
+            parameter.grad.mul_(2)
+
+        for model in (module, naive):
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(clip)
+        ours = DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=0, gradient_as_bucket_view=view
+        )
+        for model in (module, naive):
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(double)
+        same = []
+        for step in range(3):
+            for model in (ours, naive):
+                model.zero_grad()
+                model(data(group.rank(), step)).sum().backward()
+            naive_average(naive.parameters(), group)
+            same.append(equal(grads(module), grads(naive)))
+        return same
+    finally:
+        gradients.IN_PLACE_BYTES = before
+
+
+@VIEWS
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_hooks_of_the_user_make_of_a_gradient_is_averaged(view, in_place) -> None:
+    for same in run_ranks(hooks_of_the_user, 2, view, in_place, backend="host"):
+        assert same == [True] * 3
+
+
+class Odd(nn.Module):
+    """Parameters without elements, and one of them last, beside a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(0, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layer = nn.Linear(3, 3)
+        self.last = nn.Parameter(torch.ones(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.scale) + self.first.sum() + self.last.sum()
+
+
+def odd_sizes(group, options):
+    ours, naive = pair(group, Odd, **options)
+    same = []
+    for step in range(3):
+        for model in (ours, naive):
+            model(data(group.rank(), step)).square().sum().backward()
+        naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
+
+
+@pytest.mark.parametrize("backend_name", ["host", "gloo"])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}, {"gradient_as_bucket_view": True}], ids=str)
+def test_parameters_without_elements(options, backend_name) -> None:
+    for same in run_ranks(odd_sizes, 2, options, backend=backend_name):
+        assert same == [True] * 3
+
+
+class Deep(nn.Module):
+    """A checkpoint within a checkpoint, deeper than the engine goes on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(70))
+
+    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        if first == len(self.layers):
+            return x
+        return checkpoint(lambda y: self(torch.tanh(self.layers[first](y)), first + 1), x, use_reentrant=True)
+
+
+def deep_checkpoints(group, static):
+    ours, naive = pair(group, Deep, static_graph=static, bucket_cap_mb=0.0005)
+    same = []
+    for step in range(2):
         for model in (ours, naive):
             model.zero_grad()
-            model(data(group.rank(), step)).sum().backward()
+            model(data(group.rank(), step).requires_grad_()).square().sum().backward()
         naive_average(naive.parameters(), group)
-        seen.append(equal(grads(ours.module), grads(naive)))
-        ours.zero_grad()
-    return seen
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bucket_cap_mb": 0, "gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("culprits", [[1], [0, 1]], ids=["one rank", "all ranks"])
-def test_an_exception_in_the_users_backward_reaches_the_peers_and_training_goes_on(
-    culprits, options, hook
-) -> None:
-    reason = "its backward pass was broken off by an exception, which is raised there"
-    for rank, seen in enumerate(run_ranks(broken_off, 2, culprits, options, hook, backend="host")):
-        assert seen[0::2] == ["in the user's own backward" if rank in culprits else {1: reason}] * 3
-        assert seen[1::2] == [True] * 3
-
-
-def dying(group):
-    ours, _ = pair(group, Chain)
-    Marked.log = []
-    ours(data(group.rank())).sum().backward()
-    if group.rank() == 1:
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError) as caught:
-        ours(data(group.rank())).sum().backward()
-    return caught.value.rank
-
-
-def test_a_rank_that_dies_is_named_by_the_pass_of_its_peers() -> None:
-    results = run_ranks(dying, 3, backend="host", isolated=True, lost={1}, timeout=30)
-    assert isinstance(results[1], Died)
-    assert [results[0], results[2]] == [1, 1]
-
-
-def out_of_step(group):
-    parallel, _ = pair(group)
-    rank = group.rank()
-    parallel(data(rank)).sum().backward()
-    if rank == 1:
-        with parallel.no_sync():  # a pass that the other rank does not run
-            parallel(data(rank)).sum().backward()
-    with pytest.raises(GradientSyncError, match="Ranks averaged gradients of different passes"):
-        parallel(data(rank)).sum().backward()
-
-
-def test_ranks_out_of_step_learn_it_in_the_same_pass():
-    run_ranks(out_of_step, 2, backend="host")
+@pytest.mark.parametrize("static", [False, True])
+def test_checkpoints_on_several_threads_of_the_engine(static) -> None:
+    for same in run_ranks(deep_checkpoints, 2, static, backend="host"):
+        assert same == [True] * 2

@@ -24,6 +24,8 @@ CHOICES = {
     "gradient_as_bucket_view": [False, True],
     "static_graph": [False, True],
     "batched_grad_copy": [False, True],
+    "skip_all_reduce_unused_params": [False, True],
+    "delayed": [False, True],
     "in_place_bytes": [1 << 18, 0, 60],
     "hook": [False, True],
     "set_to_none": [True, False],
@@ -87,11 +89,15 @@ def train_naively(group, micro_batches, set_to_none, skips):
     return train(group, wrap, micro_batches, set_to_none, skips)
 
 
-def train_with(group, micro_batches, set_to_none, skips, hook, in_place_bytes, **options):
+def train_with(group, micro_batches, set_to_none, skips, hook, delayed, in_place_bytes, **options):
     made = []
     gradients.IN_PLACE_BYTES = in_place_bytes
 
     def wrap(module):
+        if delayed:
+            names = ("scale", "phase", "wide.weight", "inner.bias")
+            options["delay_all_reduce_named_params"] = [(n, module.get_parameter(n)) for n in names]
+            options["param_to_hook_all_reduce"] = module.inner.weight
         model = DistributedDataParallel(module, process_group=group, **options)
         if hook:
             model.register_comm_hook(group, allreduce_hook)
@@ -126,7 +132,8 @@ def compare(group, chosen, exact):
         options = dict(combination)
         hook = options.pop("hook")
         kind = {name: options.pop(name) for name in ("micro_batches", "set_to_none")}
-        kind["skips"] = options["find_unused_parameters"] and not options["static_graph"]
+        unused = options["find_unused_parameters"] or options["skip_all_reduce_unused_params"]
+        kind["skips"] = unused and not options["static_graph"]
         key = tuple(kind.values())
         if key not in references:
             references[key] = train_naively(group, **kind)

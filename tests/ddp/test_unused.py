@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_oracle import naive_average
+from ddp_oracle import Layers, naive_average
 from harness import run_ranks
 from torch import nn
 
@@ -21,22 +21,7 @@ MODES = [
 ]
 
 
-class Layers(nn.Module):
-    """Four layers, of which a call runs those that it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, run: str = "0123") -> torch.Tensor:
-        for index in run:
-            x = torch.tanh(self.layers[int(index)](x))
-        return x
-
-
-def data(rank, seed=0):
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
+data = Layers.inputs
 
 
 def gradients(module):

@@ -1,0 +1,244 @@
+"""Codecs: flat gradients as fewer bytes, and back.
+
+A codec's message is a flat tensor of bytes whose length depends on the number of elements alone, so that the
+messages of all ranks can be gathered without telling lengths. Values travel in blocks, each with two float32
+numbers of its own in front of all codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Affine", "Codec", "LargestElements", "OfEach", "Signs"]
+
+_ALIGNMENT = 8
+"""Messages are padded to a multiple of so many bytes, so that each gathered one can be read in words."""
+
+_SAMPLE = 1 << 14
+"""Elements that the threshold of :class:`LargestElements` is guessed from."""
+
+
+class Codec(Protocol):
+    """Turns flat tensors into bytes and back, with a loss."""
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the message.
+
+        Args:
+            values: flat, floating; at least one element.
+        """
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds what a message holds, times ``weight``, to ``values``, in place."""
+
+
+class Affine:
+    """Each element as a whole number of few bits, between the least and the greatest value of its block.
+
+    Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", NeurIPS 2017,
+    with rounding to the nearest level and an offset.
+
+    Args:
+        bits: 8 or 4.
+        block: elements of a block; ``None`` for one block of all.
+    """
+
+    def __init__(self, bits: int = 8, block: int | None = None) -> None:
+        self.bits = bits
+        self.block = block
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the least value and the step of each block, then the codes."""
+        blocks = _blocks(values, self.block)
+        levels = (1 << self.bits) - 1
+        least, greatest = (bound.unsqueeze(1) for bound in torch.aminmax(blocks, dim=1))
+        step = (greatest - least) / levels
+        inverse = torch.where(step > 0, step.reciprocal(), 0)
+        codes = ((blocks - least) * inverse).round_().nan_to_num_(0).clamp_(0, levels).to(torch.uint8)
+        flat = codes.view(-1)
+        if self.bits == 4:
+            flat = torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(-1, 2)
+            flat = flat[:, 0] | (flat[:, 1] << 4)
+        return _joined([least, step], flat)
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds least value plus code times step."""
+        count, width = _shape(values.numel(), self.block)
+        (least, step), codes = _parted(message, count, 2, -(-count * width * self.bits // 8))
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)[: count * width]
+        decoded = torch.addcmul(least, codes.view(count, width), step)
+        values.add_(decoded.view(-1)[: values.numel()], alpha=weight)
+
+
+class Signs:
+    """Each element as its sign: one bit, and two values for each block.
+
+    Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training
+    of speech DNNs", Interspeech 2014: the mean of the elements that are not negative and that of those that
+    are stand for them. Blocks take the place of the columns there.
+
+    Args:
+        block: elements of a block, a multiple of 8.
+    """
+
+    def __init__(self, block: int = 1024) -> None:
+        self.block = block
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the two means of each block, then the signs, eight to a byte."""
+        count, width = self._shape(values.numel())
+        blocks = torch.nn.functional.pad(values, (0, count * width - values.numel())).view(count, width)
+        positive = blocks >= 0
+        sizes = torch.full((count, 1), width, device=values.device)
+        sizes[-1] -= count * width - values.numel()  # padding is zero, and counts for neither mean
+        padding = width - sizes
+        above = positive.sum(1, keepdim=True) - padding
+        # Both are summed: the difference to the sum of all would lose small values beside large ones.
+        high = blocks.clamp(min=0).sum(1, keepdim=True) / above.clamp(min=1)
+        low = blocks.clamp(max=0).sum(1, keepdim=True) / (sizes - above).clamp(min=1)
+        return _joined([high, low], _packed(positive.view(-1)))
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds the mean that stands for each element."""
+        count, width = self._shape(values.numel())
+        (high, low), codes = _parted(message, count, 2, count * width // 8)
+        decoded = torch.where(_unpacked(codes).view(count, width), high, low)
+        values.add_(decoded.view(-1)[: values.numel()], alpha=weight)
+
+    def length(self, numel: int) -> int:
+        """Returns the bytes of the message of so many elements."""
+        count, width = self._shape(numel)
+        return _padded_size(8 * count + count * width // 8)
+
+    def _shape(self, numel: int) -> tuple[int, int]:
+        block = min(self.block, -(-numel // 8) * 8)
+        return -(-numel // block), block
+
+
+class OfEach:
+    """Several tensors in one, each by itself, so that none is measured by the scale of another.
+
+    Args:
+        codec: writes and reads one of them.
+        sizes: their numbers of elements.
+    """
+
+    def __init__(self, codec: Signs, sizes: Sequence[int]) -> None:
+        self.codec = codec
+        self.sizes = [size for size in sizes if size]
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the messages of all, one after the other."""
+        return torch.cat([self.codec.encode(part) for part in values.split_with_sizes(self.sizes)])
+
+    def length(self) -> int:
+        """Returns the bytes of all messages."""
+        return sum(map(self.codec.length, self.sizes))
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds what each message holds."""
+        messages = message.split_with_sizes([self.codec.length(size) for size in self.sizes])
+        for part, its in zip(values.split_with_sizes(self.sizes), messages, strict=True):
+            self.codec.add_to(part, its, weight)
+
+
+class LargestElements:
+    """The elements of the largest absolute value, with their places; all others are left out.
+
+    Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018; Lin et al., "Deep gradient
+    compression", ICLR 2018, for the threshold, which is guessed from a sample of a large tensor and then
+    corrected.
+
+    Args:
+        ratio: part of the elements that is sent, above 0 and at most 1; at least one is.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+
+    def count(self, numel: int) -> int:
+        """Returns how many elements are sent."""
+        return min(numel, max(1, math.ceil(numel * self.ratio)))
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values as float32 and places as int32."""
+        places = self._places(values.abs(), self.count(values.numel()))
+        chosen = values[places].float()
+        return _padded(torch.cat([chosen.view(torch.uint8), places.to(torch.int32).view(torch.uint8)]))
+
+    def add_to(self, values: torch.Tensor, message: torch.Tensor, weight: float) -> None:
+        """Adds the elements at their places."""
+        size = 4 * self.count(values.numel())
+        chosen = message[:size].view(torch.float32).to(values.dtype)
+        values.index_add_(0, message[size : 2 * size].view(torch.int32), chosen, alpha=weight)
+
+    @staticmethod
+    def _places(sizes: torch.Tensor, count: int) -> torch.Tensor:
+        """Returns the places of the ``count`` largest."""
+        if sizes.numel() > 4 * _SAMPLE:
+            sample = sizes[:: sizes.numel() // _SAMPLE]
+            # A quarter more than wanted, so that there are seldom too few.
+            wanted = min(sample.numel(), 1 + math.ceil(1.25 * count * sample.numel() / sizes.numel()))
+            threshold = sample.topk(wanted, sorted=False).values.min()
+            places = (~(sizes < threshold)).nonzero().view(-1)  # those that are not numbers, too
+            if places.numel() >= count:
+                return places[sizes[places].topk(count, sorted=False).indices]
+        return sizes.topk(count, sorted=False).indices
+
+
+def _shape(numel: int, block: int | None) -> tuple[int, int]:
+    """Returns number and width of the blocks of a flat tensor."""
+    width = numel if block is None else min(block, numel)
+    return -(-numel // width), width
+
+
+def _blocks(values: torch.Tensor, block: int | None) -> torch.Tensor:
+    """Returns a tensor as one row for each block; the last one is filled up with its last element."""
+    count, width = _shape(values.numel(), block)
+    missing = count * width - values.numel()
+    if missing:
+        values = torch.cat([values, values[-1:].expand(missing)])
+    return values.view(count, width)
+
+
+def _joined(numbers: list[torch.Tensor], codes: torch.Tensor) -> torch.Tensor:
+    parts = [number.float().contiguous().view(-1).view(torch.uint8) for number in numbers]
+    return _padded(torch.cat([*parts, codes]))
+
+
+def _padded(message: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(message, (0, _padded_size(message.numel()) - message.numel()))
+
+
+def _padded_size(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parted(
+    message: torch.Tensor, count: int, numbers: int, code_bytes: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Returns the columns of numbers in front of a message, and its codes."""
+    head = message[: 4 * count * numbers].view(torch.float32).view(numbers, count, 1)
+    begin = 4 * count * numbers
+    return list(head), message[begin : begin + code_bytes]
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """Returns truth values, a multiple of eight, as bytes; the first of eight is the lowest bit."""
+    eights = bits.view(torch.uint8).view(-1, 8)
+    packed = eights[:, 0].clone()
+    for place in range(1, 8):
+        packed |= eights[:, place] << place
+    return packed
+
+
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Returns each bit of bytes as a truth value, the lowest first."""
+    every = torch.arange(256, device=codes.device)
+    table = (every.unsqueeze(1) >> torch.arange(8, device=codes.device)).bitwise_and_(1).bool()
+    return table.index_select(0, codes.int()).view(-1)

@@ -1,0 +1,232 @@
+"""Communication hooks that update parameters in the backward pass, by a ZeroRedundancyOptimizer.
+
+Each is made of a hook that averages. When the gradients of a bucket are averaged, the rank that owns a
+parameter in it updates it, while other buckets are on their way; then the parameters are sent to all ranks.
+
+The ranks issue the operations of both parts in one order, whatever the group and the hook: the parameters of
+a bucket are sent from the thread that launches buckets, never while a hook has more to issue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from collectives.ddp.broadcast import CoalescedBroadcast
+from collectives.ddp.buckets import layout
+from collectives.ddp.grad_bucket import GradBucket
+from collectives.ddp.hooks.adapter import Hook, comm_hook, is_torch_bucket, pending
+from collectives.ddp.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: Any, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Returns a hook that averages by ``hook``, and updates and sends parameters once all gradients came.
+
+    The updates of the first buckets overlap with the communication of the last; better where communication is
+    slow. To be registered on ``ddp`` by all ranks, before its first backward pass.
+
+    Parameters change before the backward pass is known to have gone well: where that raises, they may have
+    had a part of the update. They are still equal on all ranks, unless ``hook`` or its communication failed
+    on some ranks alone. Parameters that no rank used are updated by a gradient of zeros. Gradients stand
+    averaged in ``.grad`` afterwards.
+
+    Args:
+        hook: averages a bucket, such as ``allreduce_hook``.
+        ddp: the model, of this package or of torch.
+        zero: the optimizer of parameters of ``ddp``, made with ``overlap_with_ddp=True``.
+        shard_buckets: whether the parameters of a bucket may have several owners, so that the optimizer state
+            is dealt out as evenly as without overlap; otherwise each bucket of the first pass has one owner,
+            which makes fewer and larger messages.
+
+    Raises:
+        ValueError: ``zero`` was made without ``overlap_with_ddp``, or has parameters whose gradients are in
+            no bucket, or ``ddp`` skips buckets.
+        RuntimeError: ``zero`` was stepped or loaded already, and ``shard_buckets`` is not set.
+    """
+    steps = _Steps(ddp, zero, shard_buckets)
+
+    def hook_then_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        future: Future[torch.Tensor] | None = None
+        try:
+            future = hook(state, bucket)
+        finally:
+            steps.add(bucket, future)
+            if bucket.is_last():
+                steps.update()
+                zero.send_parameters()
+        return steps.outcome(bucket, future)
+
+    return _marked(hook_then_step, hook)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: Any, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """Returns a hook that averages by ``hook``, and updates and sends parameters as each bucket is averaged.
+
+    Before a bucket is launched, the one before it is waited for, and its parameters are updated and sent; so
+    updates overlap with the backward pass; better where communication is fast. All else is as for
+    :func:`hook_with_zero_step`.
+
+    Args:
+        hook: averages a bucket, such as ``allreduce_hook``.
+        ddp: the model.
+        zero: the optimizer.
+        shard_buckets: whether the parameters of a bucket may have several owners.
+
+    Raises:
+        ValueError: as for :func:`hook_with_zero_step`.
+        RuntimeError: as for :func:`hook_with_zero_step`.
+    """
+    steps = _Steps(ddp, zero, shard_buckets)
+
+    def hook_among_steps(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        if bucket.index():
+            flush = getattr(state, "flush", None)
+            if callable(flush):  # of a hook that completes a future only with the next bucket
+                flush(bucket.index())
+            steps.update()
+            steps.start_sending()
+        future: Future[torch.Tensor] | None = None
+        try:
+            future = hook(state, bucket)
+        finally:
+            steps.add(bucket, future)
+            if bucket.is_last():
+                steps.update()
+                steps.start_sending()
+                steps.finish_sending()
+        return steps.outcome(bucket, future)
+
+    return _marked(hook_among_steps, hook)
+
+
+def _marked(made: Hook, hook: Hook) -> Hook:
+    """Names a hook after the one that it calls, and says that it updates parameters."""
+    made.__name__ = made.__qualname__ = f"{getattr(hook, '__name__', 'hook')}_with_zero_step"
+    made.updates_parameters = True  # type: ignore[attr-defined]
+    return comm_hook(made)
+
+
+class _Steps:
+    """The updates of one backward pass after another.
+
+    What goes wrong in an update is raised at the end of the pass only: until then this rank communicates as
+    all others do, and sends parameters that it could not update as they are.
+
+    Args:
+        ddp: the model.
+        zero: the optimizer.
+        shard_buckets: whether the parameters of a bucket may have several owners.
+    """
+
+    def __init__(self, ddp: Any, zero: ZeroRedundancyOptimizer, shard_buckets: bool) -> None:
+        rank = zero.process_group.rank()
+        if not zero.overlap_with_ddp:
+            raise ValueError(
+                f"[rank {rank}] the ZeroRedundancyOptimizer must be made with overlap_with_ddp=True to be "
+                "stepped by a hook"
+            )
+        if getattr(ddp, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                f"[rank {rank}] skip_all_reduce_unused_params leaves out buckets, whose parameters a hook "
+                "could not update"
+            )
+        buckets = _buckets(ddp)
+        bucketed = {parameter for bucket in buckets for parameter in bucket}
+        strange = [
+            index
+            for index, parameter in enumerate(p for group in zero.param_groups for p in group["params"])
+            if parameter.requires_grad and parameter not in bucketed
+        ]
+        if strange:
+            raise ValueError(
+                f"[rank {rank}] parameters {strange} of the optimizer have gradients in no bucket of "
+                f"{type(ddp).__name__}: they are of another module, or sparse"
+            )
+        if not shard_buckets:
+            zero.assign_together(buckets)
+        zero.has_hook = True
+        self._zero = zero
+        self._reduced: list[tuple[list[torch.nn.Parameter], Future[Any] | None]] = []
+        self._messages: dict[tuple[int, ...], list[CoalescedBroadcast]] = {}
+        self._updated: list[Sequence[torch.Tensor]] = []
+        self._sending: list[CoalescedBroadcast] = []
+        self._failure: Exception | None = None
+
+    def add(self, bucket: GradBucket, future: Future[Any] | None) -> None:
+        """Takes in a bucket whose reduction was issued, or failed at once; the first one begins a pass."""
+        if bucket.index() == 0:
+            self._reduced, self._updated, self._sending = [], [], []
+            self._failure = None
+        self._reduced.append((list(bucket.parameters()), future))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates this rank's parameters in the buckets taken in; blocks until these are averaged."""
+        reduced, self._reduced = self._reduced, []
+        for parameters, future in reduced:
+            self._updated.append(parameters)
+            if future is None:
+                continue
+            try:
+                result = future.wait()
+                flat = (result[0] if isinstance(result, (list, tuple)) else result).reshape(-1)
+                self._zero.update(dict(zip(parameters, layout(parameters, flat), strict=True)))
+            except Exception as error:  # noqa: BLE001 - raised by outcome()
+                self._failure = self._failure or error
+
+    def outcome(self, bucket: GradBucket, future: Future[torch.Tensor]) -> Future[torch.Tensor]:
+        """Returns what the hook returns for a bucket: at the last one, what an update failed with, if any."""
+        if self._failure is None or not bucket.is_last():
+            return future
+        if is_torch_bucket(bucket):  # torch's reducer would take an exception in a future for a value
+            raise self._failure
+        failed = pending(bucket.buffer())
+        failed.set_exception(self._failure)  # type: ignore[arg-type]
+        return failed
+
+    @torch.no_grad()
+    def start_sending(self) -> None:
+        """Sends the parameters of updated buckets to all ranks; does not wait."""
+        updated, self._updated = self._updated, []
+        for parameters in updated:
+            for message in self._messages_of(parameters):
+                message.start()
+                self._sending.append(message)
+
+    def _messages_of(self, parameters: Sequence[torch.Tensor]) -> list[CoalescedBroadcast]:
+        key = tuple(map(id, parameters))
+        if key not in self._messages:
+            by_owner: dict[int, list[torch.Tensor]] = {}
+            for parameter in parameters:
+                owner = self._zero.owner(parameter)
+                if owner is not None:
+                    by_owner.setdefault(owner, []).append(parameter)
+            group = self._zero.process_group
+            self._messages[key] = [
+                CoalescedBroadcast(group, by_owner[rank], rank) for rank in sorted(by_owner)
+            ]
+        return self._messages[key]
+
+    @torch.no_grad()
+    def finish_sending(self) -> None:
+        """Blocks until all ranks' parameters are here."""
+        sending, self._sending = self._sending, []
+        for message in sending:
+            message.finish()
+
+
+def _buckets(ddp: Any) -> list[list[torch.nn.Parameter]]:
+    """Returns the parameters in each bucket of a model of this package or of torch."""
+    layouts = getattr(ddp.reducer, "layouts", None)
+    if layouts is not None:
+        return [list(bucket.parameters) for bucket in layouts()]
+    return [list(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()]

@@ -1,0 +1,87 @@
+"""Hooks by name, as torch lists them."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+from collectives.ddp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from collectives.ddp.hooks.adapter import Hook
+
+__all__ = ["BuiltinCommHookType", "DDPCommHookType", "register_ddp_comm_hook"]
+
+
+class BuiltinCommHookType(enum.IntEnum):
+    """Hooks that torch has in C++; numbers as in ``torch.distributed``."""
+
+    ALLREDUCE = 1
+    FP16_COMPRESS = 2
+
+    @property
+    def hook(self) -> Hook:
+        """The hook, whose state is a process group."""
+        return default_hooks.allreduce_hook if self == self.ALLREDUCE else default_hooks.fp16_compress_hook
+
+
+class DDPCommHookType(enum.Enum):
+    """Hooks that :func:`register_ddp_comm_hook` knows; names as in torch."""
+
+    ALLREDUCE = "allreduce"
+    FP16_COMPRESS = "fp16_compress"
+    BF16_COMPRESS = "bf16_compress"
+    QUANTIZE_PER_TENSOR = "quantize_per_tensor"
+    QUANTIZE_PER_CHANNEL = "quantize_per_channel"
+    POWER_SGD = "powerSGD"
+    POWER_SGD_RANK2 = "powerSGD_rank2"
+    BATCHED_POWER_SGD = "batched_powerSGD"
+    BATCHED_POWER_SGD_RANK2 = "batched_powerSGD_rank2"
+    NOOP = "noop"
+
+
+_STATELESS: dict[DDPCommHookType, Hook] = {
+    DDPCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    DDPCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    DDPCommHookType.BF16_COMPRESS: default_hooks.bf16_compress_hook,
+    DDPCommHookType.QUANTIZE_PER_TENSOR: quantization_hooks.quantization_pertensor_hook,
+    DDPCommHookType.QUANTIZE_PER_CHANNEL: quantization_hooks.quantization_perchannel_hook,
+    DDPCommHookType.NOOP: debugging_hooks.noop_hook,
+}
+
+_POWER_SGD: dict[DDPCommHookType, tuple[Hook, int]] = {
+    DDPCommHookType.POWER_SGD: (powerSGD_hook.powerSGD_hook, 1),
+    DDPCommHookType.POWER_SGD_RANK2: (powerSGD_hook.powerSGD_hook, 2),
+    DDPCommHookType.BATCHED_POWER_SGD: (powerSGD_hook.batched_powerSGD_hook, 1),
+    DDPCommHookType.BATCHED_POWER_SGD_RANK2: (powerSGD_hook.batched_powerSGD_hook, 2),
+}
+
+
+class _Registers(Protocol):
+    """A module that takes communication hooks: this package's DistributedDataParallel, or torch's."""
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Takes a hook and its state."""
+
+
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: _Registers, state: object = None) -> None:
+    """Registers a hook by name; called on all ranks, outside of a backward pass.
+
+    Args:
+        comm_hook_type: the hook.
+        model: this package's DistributedDataParallel, or torch's over one of this package's backends.
+        state: the process group; ``None`` for the default group. PowerSGD makes a
+            :class:`~collectives.ddp.hooks.powerSGD_hook.PowerSGDState` of it with the rank that the name says
+            and torch's defaults.
+
+    Raises:
+        TypeError: ``comm_hook_type`` is none of the names.
+    """
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        raise TypeError(
+            f"comm_hook_type must be a DDPCommHookType, but is {comm_hook_type!r} of type "
+            f"{type(comm_hook_type).__name__}; for a hook of your own call model.register_comm_hook"
+        )
+    if comm_hook_type in _POWER_SGD:
+        hook, rank = _POWER_SGD[comm_hook_type]
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=rank), hook)
+    else:
+        model.register_comm_hook(state, _STATELESS[comm_hook_type])

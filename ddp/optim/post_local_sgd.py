@@ -1,0 +1,124 @@
+"""PostLocalSGDOptimizer: an optimizer that averages parameters over ranks every so many steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from collectives.ddp.model_averaging.averagers import ModelAverager
+
+__all__ = ["PostLocalSGDOptimizer"]
+
+
+def _of_the_wrapped(name: str) -> Callable[..., Any]:
+    """Returns a method that calls the one of this name of the wrapped optimizer, whose hooks those are."""
+
+    def register(self: PostLocalSGDOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optim, name)(*args, **kwargs)
+
+    register.__name__ = name
+    register.__doc__ = (
+        f"Calls ``{name}`` of the wrapped optimizer; its steps end before parameters are averaged."
+    )
+    return register
+
+
+class PostLocalSGDOptimizer(Optimizer):
+    """Wraps an optimizer; after each of its steps, a model averager may average the parameters.
+
+    Post-local SGD (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD"), in the form of
+    ``torch.distributed.optim.PostLocalSGDOptimizer``. While gradients are averaged over all ranks, which the
+    averager takes for its warm-up, this is the wrapped optimizer. Afterwards each rank, or each group of
+    ranks, goes its own way, and parameters are averaged periodically.
+
+    All ranks of the averager's group call :meth:`step` alike.
+
+    Args:
+        optim: the optimizer to wrap; ``param_groups`` and ``state`` are its own.
+        averager: averages the parameters that have gradients, the same on all ranks; its step counts the
+            calls of :meth:`step`.
+
+    Raises:
+        TypeError: an argument is of another kind.
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        if not isinstance(optim, Optimizer):
+            raise TypeError(f"optim must be an Optimizer, but is of type {type(optim).__name__}")
+        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
+            raise TypeError(f"averager must be a ModelAverager, but is of type {type(averager).__name__}")
+        self.optim = optim
+        self.averager = averager
+        self.defaults = optim.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the wrapped optimizer."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the wrapped optimizer."""
+        return self.optim.state
+
+    register_step_pre_hook = _of_the_wrapped("register_step_pre_hook")
+    register_step_post_hook = _of_the_wrapped("register_step_post_hook")
+    register_state_dict_pre_hook = _of_the_wrapped("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_the_wrapped("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_the_wrapped("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_the_wrapped("register_load_state_dict_post_hook")
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step of the wrapped optimizer, then has the averager do its part. Blocks where that does.
+
+        Args:
+            closure: computes the gradients and returns the loss.
+
+        Returns:
+            What the wrapped optimizer returns.
+        """
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the wrapped optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the wrapped optimizer, and under ``"step"`` that of the averager."""
+        state = self.optim.state_dict()
+        state["step"] = self.averager.step
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned; warm-up does not begin again.
+
+        Where there is no ``"step"``, as in the state of the wrapped optimizer alone, warns, and the averager
+        begins at step 0.
+        """
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        if "step" not in state_dict:
+            warnings.warn(
+                'the state has no "step" of a model averager, which begins at step 0, with its warm-up',
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses to be pickled or copied: that would need the averager's group.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be pickled or copied; save state_dict()")

@@ -1,0 +1,480 @@
+"""ZeroRedundancyOptimizer: each rank updates a part of the parameters, and keeps the state of that part only.
+
+Stage 1 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models").
+
+Words used here. A rank *owns* the parameters that it updates; its *shard* is their optimizer state. The
+*inner* optimizer of a rank has the parameters that this rank owns. The *global* state is that of one
+optimizer for all parameters, in its form.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from collectives import ProcessGroup
+from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.ddp.broadcast import CoalescedBroadcast
+from collectives.ddp.default_group import resolve_group
+from collectives.ddp.join import Join, Joinable, JoinHook
+from collectives.ddp.optim.partition import Partition, pack
+from collectives.ddp.optim.shards import gather_shards
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+Group = dict[str, Any]
+"""A parameter group of an optimizer."""
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Wraps an optimizer and deals its state out to the ranks of a group.
+
+    In the form of ``torch.distributed.optim.ZeroRedundancyOptimizer``. Each rank updates about
+    ``1 / world_size`` of the parameters, whole ones, and sends the result to all. It keeps optimizer state
+    for these only: no more than an equal share of the whole plus that of the largest parameter. The update of
+    a parameter is that of the wrapped optimizer, bit for bit, where that treats parameters by themselves. All
+    ranks end with the same parameters.
+
+    All ranks make the optimizer with the same parameters in the same order, which is checked, and call
+    :meth:`step` alike. Both communicate and block. Gradients must be equal on all ranks, as
+    :class:`~collectives.ddp.DistributedDataParallel` leaves them. ``param_groups`` are those of all
+    parameters, for schedulers and such; ``state`` is this rank's shard.
+
+    Checkpoints are in the form of the wrapped optimizer, for any number of ranks: on all ranks
+    :meth:`consolidate_state_dict`, then ``state_dict()`` on one; ``load_state_dict()`` on all.
+
+    Args:
+        params: parameters, pairs of name and parameter, or parameter groups; dense, of one data type and kind
+            of device.
+        optimizer_class: the optimizer to wrap; called with this rank's part of ``params``.
+        process_group: the ranks; ``None`` for the default group.
+        parameters_as_bucket_view: whether the parameters of a rank are moved into one tensor, at the first
+            step, and ``.data`` become views of it: one message for each rank then, without copies. Otherwise
+            parameters of less than 1 MiB are copied together to be sent.
+        overlap_with_ddp: whether the update is done by a communication hook of DistributedDataParallel during
+            the backward pass, made by :func:`~collectives.ddp.hooks.ddp_zero_hook.hook_with_zero_step`;
+            :meth:`step` then does nothing. For optimizers whose update of one parameter does not depend on
+            the others. Unlike torch's, it updates from the first pass on. Not with
+            ``parameters_as_bucket_view``.
+        **defaults: arguments of ``optimizer_class``.
+
+    Raises:
+        TypeError: ``params`` are of another kind.
+        ValueError: there is no parameter, or they are of different data types or layouts, or the optimizer
+            cannot be dealt out.
+        ModelMismatchError: ranks have different parameters; raised on all ranks.
+    """
+
+    _calls_itself = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self._ready = False
+        self.process_group = resolve_group(process_group)
+        self._given_group: Any = self.process_group if process_group is None else process_group
+        _check_class(optimizer_class)
+        if overlap_with_ddp and parameters_as_bucket_view:
+            raise ValueError(
+                "give overlap_with_ddp or parameters_as_bucket_view, not both: updates during the backward "
+                "pass are sent by buckets of the gradients"
+            )
+        Joinable.__init__(self)
+        super().__init__(params if isinstance(params, torch.Tensor) else list(params), defaults)
+        _check_kinds(self.param_groups)
+        self._device: torch.device = self._parameters()[0].device
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self._agree(self.param_groups)
+        self._partition = Partition(self.process_group.size())
+        self._owners: dict[torch.Tensor, int] = {}
+        self._global_state: dict[int, Any] | None = None
+        self._messages: list[CoalescedBroadcast] | None = None
+        self._trained: list[bool] = []
+        self._has_state = False  # on any rank; this one may own nothing
+        self.has_hook = False
+        """Whether a communication hook updates the parameters."""
+        for group in self.param_groups:
+            self._deal(group["params"])
+        self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
+        self.defaults = {**self.optim.defaults, **defaults}
+        self._take_options()
+        self.state = self.optim.state
+        self._ready = True
+
+    # ---- parameters and ranks ----------------------------------------------------------------------------
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _agree(self, groups: Sequence[Group]) -> None:
+        """Checks that all ranks have the same parameters."""
+        tensors = {
+            f"{place}.{index}": parameter
+            for place, group in enumerate(groups)
+            for index, parameter in enumerate(group["params"])
+        }
+        options = {
+            "parameters_as_bucket_view": self.parameters_as_bucket_view,
+            "overlap_with_ddp": self.overlap_with_ddp,
+        }
+        rows = describe_model(tensors, {}, options)
+        verify_agreement(self.process_group, rows, self._device, type(self).__name__)
+
+    def _deal(self, parameters: Sequence[torch.Tensor], parts: Sequence[Sequence[int]] = ()) -> None:
+        """Gives parameters to ranks.
+
+        Args:
+            parameters: the parameters.
+            parts: places of those that stay together; empty to deal out each by itself.
+        """
+        parts = parts or [[place] for place in range(len(parameters))]
+        sizes = [sum(parameters[place].numel() for place in part) for part in parts]
+        kinds = [parameters[part[0]].requires_grad for part in parts]
+        for part, owner in zip(parts, self._partition.deal(sizes, kinds), strict=True):
+            self._owners.update({parameters[place]: owner for place in part})
+
+    def _own_part(self, group: Group) -> Group:
+        """Returns a parameter group of what this rank owns of another one."""
+        rank = self.process_group.rank()
+        part = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        part["params"] = [parameter for parameter in group["params"] if self._owners[parameter] == rank]
+        return part
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """Returns the rank, within the group, that updates a parameter; ``None`` where none does."""
+        return self._owners.get(parameter)
+
+    def assign_together(self, parts: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Deals the parameters out anew, so that one rank owns all of each part; called on all ranks.
+
+        Args:
+            parts: parameters that stay together; those that are in none are dealt out by themselves.
+
+        Raises:
+            RuntimeError: there was a step or ``load_state_dict()``, so that state might have to move; raised
+                on all ranks, those that own nothing among them.
+        """
+        if self._has_state:
+            raise RuntimeError(
+                f"[rank {self.process_group.rank()}] parameters cannot be dealt out anew, as there may be "
+                "optimizer state; do so before the first step and before load_state_dict()"
+            )
+        parameters = self._parameters()
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        together = [[places[p] for p in part if p in places] for part in parts]
+        alone = sorted(set(range(len(parameters))).difference(*together))
+        self._partition = Partition(self.process_group.size())
+        self._deal(parameters, [part for part in together if part] + [[place] for place in alone])
+        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
+            own["params"] = self._own_part(group)["params"]
+        self._messages = None
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a parameter group; called by all ranks. Blocks. What ranks own already stays theirs.
+
+        Args:
+            param_group: ``"params"`` and options, as for any optimizer.
+
+        Raises:
+            ValueError: a parameter is in another group, or is of another kind.
+            ModelMismatchError: ranks add different parameters; raised on all ranks.
+        """
+        super().add_param_group(param_group)
+        if not self._ready:
+            return
+        group = self.param_groups[-1]
+        try:
+            _check_kinds(self.param_groups)
+            self._agree([group])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._deal(group["params"])
+        self.optim.add_param_group(self._own_part(group))
+        self._take_options()
+        self._global_state = None
+        self._messages = None
+
+    # ---- options of the groups ---------------------------------------------------------------------------
+
+    def _give_options(self) -> None:
+        """Gives the inner optimizer the options that the user, or a scheduler, has set."""
+        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(group, own)
+
+    def _take_options(self) -> None:
+        """Takes over options that the inner optimizer has set."""
+        for group, own in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _copy_options(own, group)
+
+    # ---- step --------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates this rank's part of the parameters and gives all ranks all parameters; called by all.
+
+        Blocks until all parameters are here. With ``overlap_with_ddp``, nothing is left to do. Where the
+        wrapped optimizer of one rank raises, so does that rank alone, after it has sent its parameters as
+        they are: no rank waits for it, and all have the same parameters.
+
+        Args:
+            closure: computes the gradients and returns the loss; called once, before the update.
+            kwargs: further arguments for the wrapped optimizer.
+
+        Returns:
+            What the wrapped optimizer returns: the loss where there is a closure.
+
+        Raises:
+            RuntimeError: ``overlap_with_ddp`` is set, but no communication hook was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            kwargs["closure"] = lambda: loss
+        if self.overlap_with_ddp:
+            if not self.has_hook:
+                raise RuntimeError(
+                    f"[rank {self.process_group.rank()}] overlap_with_ddp is set, but nothing updates the "
+                    "parameters: register a hook from hook_with_zero_step() on the model"
+                )
+            return loss
+        Join.notify_join_context(self)
+        return self._step(**kwargs)
+
+    def _step(self, **kwargs: Any) -> Any:
+        self._has_state = True
+        messages = self._current_messages()  # before the step, as they may move the parameters
+        self._give_options()
+        try:
+            result = self.optim.step(**kwargs)
+        except Exception:
+            _send(messages)
+            raise
+        self._take_options()
+        _send(messages)
+        return result
+
+    def send_parameters(self) -> None:
+        """Gives all ranks the parameters of their owners; called by all of them. Blocks. For hooks."""
+        _send(self._current_messages())
+
+    def _current_messages(self) -> Sequence[CoalescedBroadcast]:
+        """Returns a message of each rank's parameters."""
+        trained = self._trainable()
+        if self._messages is None or trained != self._trained:
+            self._messages = self._make_messages()
+            self._trained = trained
+        return self._messages
+
+    def _trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters()]
+
+    @torch.no_grad()
+    def _make_messages(self) -> list[CoalescedBroadcast]:
+        messages = []
+        for rank in range(self.process_group.size()):
+            own = [p for p in self._parameters() if p.requires_grad and self._owners[p] == rank]
+            tensors = pack(own) if self.parameters_as_bucket_view else own
+            messages.append(CoalescedBroadcast(self.process_group, tensors, rank))
+        return messages
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Updates those parameters that this rank owns; does not communicate. For communication hooks.
+
+        Args:
+            gradients: averaged gradients by parameter, used instead of ``.grad``.
+        """
+        self._has_state = True
+        mine = {p: grad for p, grad in gradients.items() if self._owners.get(p) == self.process_group.rank()}
+        if not mine:
+            return
+        self._give_options()
+        owned = [group["params"] for group in self.optim.param_groups]
+        kept = {parameter: parameter.grad for parameter in mine}
+        try:
+            for group, parameters in zip(self.optim.param_groups, owned, strict=True):
+                group["params"] = [parameter for parameter in parameters if parameter in mine]
+            for parameter, grad in mine.items():
+                parameter.grad = grad.to(parameter.dtype)
+            self.optim.step()
+        finally:
+            for group, parameters in zip(self.optim.param_groups, owned, strict=True):
+                group["params"] = parameters
+            for parameter, before in kept.items():
+                parameter.grad = before
+        self._take_options()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers the shards of all ranks on one, for :meth:`state_dict` there; called by all ranks. Blocks.
+
+        They are kept in CPU memory until the next call, or until ``load_state_dict()``.
+
+        Args:
+            to: rank within the group that gets them.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= to < self.process_group.size():
+            raise ValueError(
+                f"[rank {self.process_group.rank()}] consolidate_state_dict: rank {to} is not in "
+                f"{self.process_group.describe()}"
+            )
+        places = {parameter: place for place, parameter in enumerate(self._parameters())}
+        shard = {places[parameter]: state for parameter, state in self.state.items()}
+        shards = gather_shards(self.process_group, shard, to, self._device)
+        self._global_state = None
+        if shards is not None:
+            merged = {place: state for part in shards for place, state in part.items()}
+            self._global_state = dict(sorted(merged.items()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the last consolidated state of all parameters, in the form of the wrapped optimizer's.
+
+        Raises:
+            RuntimeError: the state was not consolidated on this rank.
+        """
+        if self._global_state is None:
+            rank = self.process_group.rank()
+            raise RuntimeError(
+                f"[rank {rank}] this rank has only its part of the optimizer state; call "
+                f"consolidate_state_dict(to={rank}) on all ranks before, or state_dict() on the rank that it "
+                "was consolidated on"
+            )
+        state = super().state_dict()
+        state["state"] = dict(self._global_state)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads this rank's part of a global state; called by all ranks, does not communicate.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned, of any number of ranks, or the wrapped optimizer's
+                own; it is not kept.
+
+        Raises:
+            ValueError: it is for other parameter groups.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        self._has_state = True
+        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        keys = dict(zip(self._parameters(), saved, strict=True))
+        own = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+        shard = {
+            place: copy.deepcopy(state_dict["state"][keys[parameter]])
+            for place, parameter in enumerate(own)
+            if keys[parameter] in state_dict["state"]
+        }
+        self._give_options()
+        form = self.optim.state_dict()["param_groups"]
+        self.optim.load_state_dict({"state": shard, "param_groups": form})
+        self._take_options()
+        self.state = self.optim.state
+        self._global_state = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses to be pickled or copied: that would need the group.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be pickled or copied; save state_dict()")
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002
+        """Returns what a rank without inputs does in place of this optimizer; called by :class:`Join`.
+
+        It updates its part of the parameters by the gradients that stand in ``.grad``, as those of a
+        DistributedDataParallel in the same context, which is to be shadowed before.
+
+        Args:
+            kwargs: for other joinables.
+        """
+        return _StepHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the first parameter."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks, as torch's group where the optimizer was given one."""
+        return self._given_group
+
+
+class _StepHook(JoinHook):
+    """Stands in for an optimizer on a rank that has joined."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Takes part in a step."""
+        if not self._optimizer.overlap_with_ddp:
+            self._optimizer._step()
+
+
+@torch.no_grad()
+def _send(messages: Sequence[CoalescedBroadcast]) -> None:
+    for message in messages:
+        message.start()
+    for message in messages:
+        message.finish()
+
+
+def _check_class(optimizer_class: object) -> None:
+    """Checks that an optimizer can be dealt out.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError(
+            f"{optimizer_class.__name__} looks at all parameters together and evaluates the model as often "
+            "as it needs, which differs between ranks; use another optimizer"
+        )
+
+
+def _copy_options(source: Group, target: Group) -> None:
+    for key, value in source.items():
+        if key not in {"params", "param_names"}:
+            target[key] = value
+
+
+def _check_kinds(groups: Iterable[Group]) -> None:
+    """Checks that parameters can be dealt out.
+
+    Raises:
+        ValueError: they are not all dense, of one data type, on one kind of device.
+    """
+    kinds: dict[str, str] = {}
+    for place, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            name = f"parameter {index} of group {place}"
+            if parameter.layout is not torch.strided:
+                raise ValueError(f"{name} has layout {parameter.layout}; parameters must be dense")
+            kinds.setdefault(f"{parameter.dtype} on {parameter.device.type}", name)
+    if len(kinds) > 1:
+        raise ValueError(
+            "parameters must be of one data type and on one kind of device, but "
+            + ", ".join(f"{name} is {kind}" for kind, name in kinds.items())
+            + "; make an optimizer for each"
+        )

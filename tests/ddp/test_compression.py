@@ -1,0 +1,405 @@
+"""Hooks that gather encoded gradients: quantization, one bit, the largest elements, adaptive precision."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from given_gradients import Given, averaged, random_gradients
+from harness import run_ranks
+
+from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp.hooks.adaptive_hook import LEVELS, AdaptiveState, adaptive_hook
+from collectives.ddp.hooks.codecs import Affine, LargestElements, OfEach, Signs
+from collectives.ddp.hooks.default_hooks import bf16_compress_wrapper
+from collectives.ddp.hooks.one_bit_hook import OneBitState, one_bit_hook
+from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState
+from collectives.ddp.hooks.quantization_hooks import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
+
+SHAPES = {"m": (40, 30), "bias": (7,), "scale": (), "none": (0, 3)}
+SIZES = [1, 7, 8, 513, 5000]
+
+
+def decoded(codec, values):
+    found = torch.zeros_like(values)
+    codec.add_to(found, codec.encode(values), 1.0)
+    return found
+
+
+def numbers(size, seed=0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("block", [None, 64])
+def test_levels_are_within_half_a_step(size, bits, block) -> None:
+    values = numbers(size)
+    codec = Affine(bits, block)
+    for part, found in zip(
+        values.split(block or size), decoded(codec, values).split(block or size), strict=True
+    ):
+        step = (part.max() - part.min()) / (2**bits - 1)
+        assert float((part - found).abs().max()) <= float(step) * 0.51 + 1e-6
+    blocks = -(-size // (block or size))
+    width = min(block or size, size)
+    assert codec.encode(values).numel() <= blocks * (8 + width * bits / 8) + 8
+    assert torch.equal(decoded(codec, torch.full((size,), 0.3)), torch.full((size,), 0.3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_signs_stand_for_two_means(size) -> None:
+    values = numbers(size)
+    for part, found in zip(values.split(64), decoded(Signs(64), values).split(64), strict=True):
+        for chosen in (part >= 0, part < 0):
+            if chosen.any():
+                mean = part[chosen].mean()
+                torch.testing.assert_close(found[chosen], mean.expand(int(chosen.sum())))
+    assert Signs(64).encode(values).numel() <= -(-size // 8) + 8 * -(-size // 64) + 16
+
+
+def test_small_values_of_one_sign_keep_their_mean_beside_large_ones_of_the_other() -> None:
+    for sign in (1, -1):
+        values = torch.cat([torch.full((40,), sign * 1e6), torch.full((24,), -sign * 1e-3)])
+        assert torch.equal(decoded(Signs(64), values), values)
+
+
+def test_tensors_of_different_scales_do_not_share_their_means() -> None:
+    sizes = [3, 0, 100, 64, 1]
+    values = torch.cat([numbers(size) * 10.0**n for n, size in enumerate(sizes)])
+    codec = Signs(64)
+    found = decoded(OfEach(codec, sizes), values).split(sizes)
+    for part, its in zip(values.split(sizes), found, strict=True):
+        assert torch.equal(its, decoded(codec, part) if part.numel() else part)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 200_000])
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
+def test_the_largest_elements_arrive_exactly(size, ratio) -> None:
+    values = numbers(size)
+    codec = LargestElements(ratio)
+    found = decoded(codec, values)
+    count = codec.count(size)
+    assert int((found != 0).sum()) == count
+    kept = found != 0
+    assert torch.equal(found[kept], values[kept])
+    if count < size:
+        assert values[~kept].abs().max() <= values[kept].abs().min()
+    equal = torch.ones(size)
+    assert int((decoded(codec, equal) != 0).sum()) == count
+
+
+HOOKS = {
+    "pertensor": (lambda group: group, quantization_pertensor_hook, 0.01),
+    "perchannel": (lambda group: group, quantization_perchannel_hook, 0.01),
+    "one bit": (lambda group: OneBitState(group, block=64), one_bit_hook, 0.8),
+    "top k": (lambda group: TopKState(group, 0.05), top_k_hook, 0.95),
+    "adaptive": (lambda group: AdaptiveState(group, interval=2), adaptive_hook, 0.6),
+}
+
+
+def wrapped(group, name, wrapper=None, dtype=torch.float32, **options):
+    make, hook, _ = HOOKS[name]
+    state = make(group)
+    parallel = DistributedDataParallel(Given(SHAPES, dtype), process_group=group, **options)
+    parallel.register_comm_hook(state, hook if wrapper is None else wrapper(hook))
+    return parallel, state
+
+
+def same_on_all_ranks(group, tensor):
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    group.allgather(found, tensor).wait()
+    return all(torch.equal(tensor, other) for other in found)
+
+
+def each_hook(group):
+    """Returns, by hook, the relative distance of the sum of all averages from the truth."""
+    found = {}
+    for name in HOOKS:
+        for options in ({}, {"bucket_cap_mb": 0, "gradient_as_bucket_view": True}):
+            parallel, state = wrapped(group, name, **options)
+            total, truth, last = torch.zeros(40, 30), torch.zeros(40, 30), 0.0
+            for step in range(8):
+                before = copy.deepcopy(getattr(state, "error_dict", {}))
+                result = averaged(parallel, random_gradients(SHAPES, group.rank(), step))
+                assert all(same_on_all_ranks(group, tensor) for tensor in result.values()), name
+                given = [random_gradients(SHAPES, rank, step)["m"] for rank in range(group.size())]
+                total += result["m"]
+                truth += sum(given) / group.size()
+                if before:  # what all ranks left out, and what came out, is what went in
+                    rest = [torch.empty(1200) for _ in range(group.size())]
+                    group.allgather(rest, state.error_dict["m"] - before["m"]).wait()
+                    kept = result["m"].flatten() + sum(rest) / group.size()
+                    mean = (sum(given) / group.size()).flatten()
+                    torch.testing.assert_close(kept, mean, rtol=1e-4, atol=1e-5)
+                last = float((result["m"] - sum(given) / group.size()).norm() / truth.norm())
+            found[name] = last, float((total - truth).norm() / truth.norm())
+    return found
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 2)])
+def test_each_hook_averages_in_the_long_run(backend, ranks) -> None:
+    for found in run_ranks(each_hook, ranks, backend=backend):
+        for name, (last, total) in found.items():
+            assert 0 < total < HOOKS[name][2], (name, last, total)
+
+
+def other_types(group):
+    found = {}
+    for name in HOOKS:
+        parallel, _ = wrapped(group, name, bf16_compress_wrapper)
+        result = averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
+        found[name, "bf16"] = all(t.isfinite().all() and t.dtype is torch.float32 for t in result.values())
+        parallel, _ = wrapped(group, name, dtype=torch.complex64)
+        given = random_gradients(SHAPES, group.rank(), 0, torch.complex64)
+        result = averaged(parallel, {key: value.conj() for key, value in given.items()})
+        both = [random_gradients(SHAPES, rank, 0, torch.complex64)["m"] for rank in range(2)]
+        distance = (result["m"] - sum(both) / 2).norm() / sum(both).norm()
+        found[name, "complex"] = float(distance) < 0.7 and bool(result["m"].imag.any())
+    return found
+
+
+def test_other_data_types() -> None:
+    for found in run_ranks(other_types, 2, backend="host"):
+        assert all(found.values()), found
+
+
+def overflow(group):
+    found = {}
+    for name in HOOKS:
+        parallel, _ = wrapped(group, name)
+        averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
+        gradients = random_gradients(SHAPES, group.rank(), 1)
+        if group.rank() == 1:
+            gradients["m"][2, 3] = torch.nan
+        bad = averaged(parallel, gradients)
+        good = averaged(parallel, random_gradients(SHAPES, group.rank(), 2))
+        found[name] = bool(bad["m"].isfinite().all()), all(bool(t.isfinite().all()) for t in good.values())
+    return found
+
+
+def test_an_overflow_is_passed_on_once() -> None:
+    for found in run_ranks(overflow, 2, backend="host"):
+        assert all(value == (False, True) for value in found.values()), found
+
+
+def beyond_the_message(group):
+    """Finite gradients that are infinite in a message of float32, or in a sum on the way to it."""
+    found = {}
+    for name in HOOKS:
+        if "per" in name:  # keep no errors
+            continue
+        for dtype, large in ((torch.float64, 1e300), (torch.float32, 3e38)):
+            parallel, state = wrapped(group, name, dtype=dtype)
+            for step in range(4):
+                given = random_gradients(SHAPES, group.rank(), step, dtype)
+                if step == 2:
+                    given["m"][:20], given["m"][20:] = large, -large
+                result = averaged(parallel, given)
+            finite = [t.isfinite().all() for t in (*result.values(), *state.error_dict.values())]
+            found[name, str(dtype)] = bool(torch.stack(finite).all())
+    return found
+
+
+def test_what_a_message_cannot_hold_leaves_nothing_behind() -> None:
+    for found in run_ranks(beyond_the_message, 2, backend="host"):
+        assert len(found) == 6
+        assert all(found.values()), found
+
+
+def goes_on_with_another_model(group):
+    """Returns whether errors go on in another data type, and how another shape is refused."""
+    found = {}
+    for name in ("one bit", "top k", "adaptive"):
+        parallel, state = wrapped(group, name)
+        averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
+        wider = DistributedDataParallel(Given(SHAPES, torch.float64), process_group=group)
+        hook = HOOKS[name][1]
+        wider.register_comm_hook(state, hook)
+        before = copy.deepcopy(state.error_dict)
+        averaged(wider, random_gradients(SHAPES, group.rank(), 1, torch.float64))
+        assert {error.dtype for error in state.error_dict.values()} == {torch.float64}
+        assert name == "adaptive" or before["m"].any()  # adaptive has sent all of its first bucket
+        other = DistributedDataParallel(Given({**SHAPES, "m": (41, 30)}), process_group=group)
+        other.register_comm_hook(state, hook)
+        with pytest.raises(GradientSyncError) as caught:
+            averaged(other, random_gradients({**SHAPES, "m": (41, 30)}, group.rank(), 0))
+        found[name] = str(caught.value)
+    return found
+
+
+def test_a_state_goes_on_in_another_data_type_and_refuses_another_model() -> None:
+    for found in run_ranks(goes_on_with_another_model, 2, backend="host"):
+        for message in found.values():
+            assert "an error of 1200 elements for m, whose gradient has 1230" in message
+
+
+def adapt(group):
+    """Returns the level of each of two buckets: one like a normal distribution, one of two values."""
+    shapes = {"signs": (64, 64), "normal": (64, 64)}
+    found = {}
+    for tolerance in (0.001, 0.05, 0.2, 0.7):
+        state = AdaptiveState(group, tolerance=tolerance, start_iter=1, interval=3)
+        parallel = DistributedDataParallel(Given(shapes), process_group=group, bucket_cap_mb=0)
+        parallel.register_comm_hook(state, adaptive_hook)
+        for step in range(4):
+            given = random_gradients(shapes, group.rank(), step)
+            given["signs"] = given["signs"].sign()
+            averaged(parallel, given)
+            if step == 1:
+                assert not state.levels
+        state = pickle.loads(pickle.dumps(state))
+        found[tolerance] = {keys[0]: level for keys, level in state.levels.items()}
+    return found
+
+
+def test_precision_follows_the_gradients_and_is_agreed() -> None:
+    ranks = run_ranks(adapt, 2, backend="host")
+    assert ranks[0] == ranks[1]
+    levels = {tolerance: found["normal"] for tolerance, found in ranks[0].items()}
+    assert levels == {0.001: "32 bits", 0.05: "8 bits", 0.2: "4 bits", 0.7: "1 bit"}
+    assert all(found["signs"] == "1 bit" for found in ranks[0].values())
+    assert set(levels.values()) <= set(LEVELS)
+
+
+def only_one_rank_has_outliers(group):
+    state = AdaptiveState(group, tolerance=0.7)
+    parallel = DistributedDataParallel(Given({"m": (64, 64)}), process_group=group)
+    parallel.register_comm_hook(state, adaptive_hook)
+    for step in range(2):
+        given = random_gradients({"m": (64, 64)}, group.rank(), step)
+        if group.rank() == 1:
+            given["m"] = given["m"] ** 9
+        averaged(parallel, given)
+    return list(state.levels.values())
+
+
+def test_the_rank_with_the_largest_error_counts() -> None:
+    ranks = run_ranks(only_one_rank_has_outliers, 2, backend="host")
+    assert ranks[0] == ranks[1] != ["1 bit"]
+
+
+def looks(group, first):
+    """Returns the level of each step when the first two gradients are special, far from the next look."""
+    state = AdaptiveState(group, tolerance=0.2, interval=50)
+    parallel = DistributedDataParallel(Given({"m": (64, 64)}), process_group=group)
+    parallel.register_comm_hook(state, adaptive_hook)
+    seen = []
+    for step in range(5):
+        given = random_gradients({"m": (64, 64)}, group.rank(), step)
+        if step < 2 and first == "zeros":
+            given["m"].zero_()
+        elif step < 2 and group.rank() == 1:
+            given["m"][0, 0] = torch.inf
+        averaged(parallel, given)
+        seen.append(next(iter(state.levels.values()), None))
+    return seen
+
+
+def test_looks_at_gradients_that_say_nothing_are_taken_again() -> None:
+    assert run_ranks(looks, 2, "zeros", backend="host") == [[None, "1 bit", "1 bit", *["4 bits"] * 2]] * 2
+    assert run_ranks(looks, 2, "overflow", backend="host") == [[None, None, None, *["4 bits"] * 2]] * 2
+
+
+def warm_up(group):
+    found = {}
+    for make, hook in (
+        (lambda: OneBitState(group, start_iter=2), one_bit_hook),
+        (lambda: TopKState(group, start_iter=2), top_k_hook),
+        (lambda: AdaptiveState(group, start_iter=2, tolerance=0.7), adaptive_hook),
+    ):
+        parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
+        parallel.register_comm_hook(make(), hook)
+        exact = []
+        for step in range(4):
+            result = averaged(parallel, random_gradients(SHAPES, group.rank(), step))["m"]
+            given = [random_gradients(SHAPES, rank, step)["m"] for rank in range(2)]
+            exact.append(torch.equal(result, (given[0] + given[1]) / 2))
+        found[hook.__name__] = exact
+    return found
+
+
+def test_the_first_iterations_average_exactly() -> None:
+    for found in run_ranks(warm_up, 2, backend="host"):
+        assert found["one_bit_hook"] == found["top_k_hook"] == [True, True, False, False]
+        assert found["adaptive_hook"] == [True, True, True, False]
+
+
+def different_states(group):
+    parallel = DistributedDataParallel(Given(SHAPES), process_group=group)
+    parallel.register_comm_hook(TopKState(group, ratio=0.1 * (group.rank() + 1)), top_k_hook)
+    with pytest.raises(GradientSyncError) as caught:
+        averaged(parallel, random_gradients(SHAPES, group.rank(), 0))
+    return str(caught.value)
+
+
+def test_states_that_differ_are_refused_on_all_ranks() -> None:
+    for message in run_ranks(different_states, 2, backend="host"):
+        assert "TopKState over host group" in message
+        assert "ratio: 0.1 on rank 0, 0.2 on rank 1" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopKState(None, 0), "ratio must be above 0 and at most 1, but is 0"),
+        (lambda: TopKState(None, 1.5), "but is 1.5"),
+        (lambda: OneBitState(None, block=12), "block must be a positive multiple of 8, but is 12"),
+        (lambda: OneBitState(None, -1), "start_iter must be 0 or more, but is -1"),
+        (lambda: AdaptiveState(None, tolerance=0), "tolerance must be above 0, but is 0"),
+        (lambda: AdaptiveState(None, interval=0), "interval must be 1 or more, but is 0"),
+        (
+            lambda: quantization_perchannel_hook(None, None, bucket_size=0),
+            "bucket_size must be 1 or more, but is 0",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopKState(None, 0.1, np.int64(1)),
+        lambda: AdaptiveState(None, interval=2.5),
+        lambda: PostLocalSGDState(None, None, True),
+        lambda: OneBitState(None, block=64.0),
+    ],
+)
+def test_settings_that_are_no_integers_are_refused(make) -> None:
+    with pytest.raises(TypeError, match="must be an integer, but is"):
+        make()
+
+
+def levels_of_new_buckets(group):
+    """A state goes on with the same parameters in other buckets."""
+    shapes = dict.fromkeys("abcd", (16, 16))
+    state = AdaptiveState(group)
+    for cap in (25, 0):
+        parallel = DistributedDataParallel(Given(shapes), process_group=group, bucket_cap_mb=cap)
+        parallel.register_comm_hook(state, adaptive_hook)
+        for step in range(3):
+            averaged(parallel, random_gradients(shapes, group.rank(), step))
+    return sorted(name for keys in state.levels for name in keys)
+
+
+def test_levels_of_buckets_that_are_gone_are_forgotten() -> None:
+    assert run_ranks(levels_of_new_buckets, 2, backend="host") == [list("abcd")] * 2
+
+
+def test_the_largest_elements_hold_what_is_not_a_number() -> None:
+    """Also where the threshold is guessed from a sample, in which it is not."""
+    values = numbers(200_000)
+    values[12345] = torch.nan
+    found = decoded(LargestElements(0.01), values)
+    assert found[12345].isnan()
+    assert int(found.isnan().sum()) == 1

@@ -1,0 +1,52 @@
+"""Training at debug level DETAIL: groups that compare calls compare those of the wrapper, too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from ddp_oracle import data, equal, grads, naive_average, pair
+from harness import current_store, run_ranks
+from torch import nn
+
+import collectives
+from collectives import CollectiveMismatchError
+from collectives.ddp import DistributedDataParallel
+
+OPTIONS = [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}, {"static_graph": True}]
+
+
+def compared(rank, size):
+    """Returns whether training went well, and what ranks are told whose models differ in a shape."""
+    collectives.set_debug_level(collectives.DebugLevel.DETAIL)
+    try:
+        collectives.init_process_group(
+            "gloo", store=current_store(), rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
+    finally:
+        collectives.set_debug_level(collectives.DebugLevel.OFF)
+    group = collectives.group.WORLD
+    same = []
+    for options in OPTIONS:
+        ours, naive = pair(group, bucket_cap_mb=0, **options)
+        for step in range(3):
+            for model in (ours, naive):
+                model.zero_grad()
+                model(data(rank, step)).square().sum().backward()
+            naive_average(naive.parameters(), group)
+            same.append(equal(grads(ours.module), grads(naive)))
+    other = DistributedDataParallel(nn.Linear(3, 3 + rank), init_sync=False)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        other(data(rank)).sum().backward()
+    collectives.destroy_process_group()
+    return type(group).__name__, same, str(caught.value)
+
+
+def test_what_the_wrapper_sends_is_compared() -> None:
+    """Features DB-12 and DB-13."""
+    for kind, same, message in run_ranks(compared, 2):
+        assert kind == "CheckedGroup"
+        assert same == [True] * 3 * len(OPTIONS)
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert "all_reduce" in message

@@ -1,0 +1,159 @@
+"""Backward passes that fail: exceptions, ranks that die or do not come, ranks out of step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from ddp_oracle import Chain, Marked, data, equal, grads, naive_average, pair
+from harness import Died, current_store, run_ranks
+
+from collectives import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
+from collectives.ddp import GradientSyncError
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+
+
+def broken_off(group, culprits, options, hook):
+    """The user's own backward raises on some ranks; returns what each saw and whether the next works."""
+    Marked.log = []
+    ours, naive = pair(group, Chain, **options)
+    if hook:
+        ours.register_comm_hook(group, allreduce_hook)
+    seen = []
+    for step, words in enumerate((("x", "boom", "x"), ("boom", "x", "x"), ("x", "x", "boom"))):
+        mine = words if group.rank() in culprits else ("x", "x", "x")
+        try:
+            ours(data(group.rank(), step), mine).sum().backward()
+        except (ValueError, GradientSyncError) as error:
+            seen.append(error.reasons if isinstance(error, GradientSyncError) else str(error))
+        for model in (ours, naive):
+            model.zero_grad()
+            model(data(group.rank(), step)).sum().backward()
+        naive_average(naive.parameters(), group)
+        seen.append(equal(grads(ours.module), grads(naive)))
+        ours.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 0, "gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("culprits", [[1], [0, 1]], ids=["one rank", "all ranks"])
+def test_an_exception_in_the_users_backward_reaches_the_peers_and_training_goes_on(
+    culprits, options, hook
+) -> None:
+    reason = "its backward pass was broken off by an exception, which is raised there"
+    for rank, seen in enumerate(run_ranks(broken_off, 2, culprits, options, hook, backend="host")):
+        assert seen[0::2] == ["in the user's own backward" if rank in culprits else {1: reason}] * 3
+        assert seen[1::2] == [True] * 3
+
+
+class Doing(torch.autograd.Function):
+    """Does something when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.act()
+        return grad, None
+
+
+KINDS = pytest.mark.parametrize(
+    ("options", "hook"),
+    [
+        ({}, False),
+        ({"gradient_as_bucket_view": True}, True),
+        ({"find_unused_parameters": True}, False),
+        ({"static_graph": True}, False),
+    ],
+    ids=str,
+)
+
+
+def acting_within_backward(group, options, hook, act):
+    """Runs a good pass, then one of which rank 1 does something between the gradients of two layers."""
+    ours, _ = pair(group, Chain, bucket_cap_mb=0, **options)
+    if hook:
+        ours.register_comm_hook(group, allreduce_hook)
+    Marked.log = []
+    x = data(group.rank())
+    ours(x).sum().backward()
+    handle = ours.module.a.register_forward_hook(
+        lambda *call: Doing.apply(call[2], act if group.rank() == 1 else lambda: None)
+    )
+    loss = ours(x).sum()
+    handle.remove()
+    return loss
+
+
+def dying(group, options, hook):
+    loss = acting_within_backward(group, options, hook, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(PeerLostError) as caught:
+        loss.backward()
+    return caught.value.rank
+
+
+@KINDS
+def test_a_rank_that_is_killed_within_the_pass_is_named_by_that_of_its_peers(options, hook) -> None:
+    results = run_ranks(dying, 3, options, hook, backend="host", isolated=True, lost={1}, timeout=40)
+    assert isinstance(results[1], Died)
+    assert [results[0], results[2]] == [1, 1]
+
+
+def stalling(group, options, hook):
+    store = current_store()
+    keys = [f"gave up {rank}" for rank in (0, 2)]
+    loss = acting_within_backward(group, options, hook, lambda: store.wait(keys))
+    if group.rank() == 1:
+        with pytest.raises(DistError):  # comes back to a group that the others gave up
+            loss.backward()
+        return None
+    with pytest.raises((CollectiveTimeoutError, GroupAbortedError), match=r"timeout of 2\.0 s") as caught:
+        loss.backward()
+    store.set(f"gave up {group.rank()}", "")
+    return str(caught.value)
+
+
+@KINDS
+def test_a_rank_that_does_not_come_is_a_time_out_of_the_same_pass(options, hook) -> None:
+    results = run_ranks(
+        stalling, 3, options, hook, backend="host", isolated=True, group_timeout=timedelta(seconds=2)
+    )
+    for message in (results[0], results[2]):
+        assert "rank 1" in message
+
+
+def out_of_step(group, more):
+    parallel, _ = pair(group)
+    rank = group.rank()
+    parallel(data(rank)).sum().backward()
+    if rank == 1:
+        for _ in range(more):
+            with parallel.no_sync():  # a pass that the other rank does not run
+                parallel(data(rank)).sum().backward()
+    with pytest.raises(GradientSyncError, match="Ranks averaged gradients of different passes") as caught:
+        parallel(data(rank)).sum().backward()
+    return caught.value.reasons
+
+
+@pytest.mark.parametrize("more", [1, 4, 20, 35])
+def test_ranks_out_of_step_learn_it_in_the_same_pass(more):
+    for reasons in run_ranks(out_of_step, 2, more, backend="host"):
+        assert list(reasons) == [0, 1]
+        assert reasons[0].startswith("ran 1 forwards and 0 backward passes under no_sync")
+        assert reasons[1].startswith(f"ran {1 + more} forwards and {more} backward passes under no_sync")

@@ -1,0 +1,142 @@
+"""Copies and pickles of the wrapper, and what is left of it when it is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from ddp_oracle import averages
+from harness import run_ranks, run_world
+from torch import nn
+
+import collectives
+from collectives.ddp import DistributedDataParallel, MixedPrecision
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+
+
+def copies(rank, size):
+    world = collectives.GroupMember.WORLD
+    ours = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True, find_unused_parameters=True)
+    found = [averages(ours, world)]
+    twin = copy.deepcopy(ours)
+    found += [twin.process_group is world, twin.module.weight is not ours.module.weight]
+    found += [averages(twin, world), averages(ours, world)]
+    restored = pickle.loads(pickle.dumps(ours))
+    found += [restored.gradient_as_bucket_view, restored.find_unused_parameters, averages(restored, world)]
+
+    other = collectives.new_group(list(range(size)))
+    special = DistributedDataParallel(nn.Linear(2, 2), process_group=other)
+    found += [averages(copy.deepcopy(special), other)]
+    with pytest.raises(TypeError, match="not the default group, cannot be pickled; save state_dict"):
+        pickle.dumps(special)
+    ours.register_comm_hook(world, allreduce_hook)
+    with pytest.raises(TypeError, match="communication hook cannot be pickled"):
+        pickle.dumps(ours)
+    with pytest.raises(TypeError, match=r"deep-copy \.module"):
+        copy.deepcopy(ours)
+    return found
+
+
+def test_copies_and_pickles_work_or_say_why_not() -> None:
+    assert run_world(copies, 2) == [[True] * 9] * 2
+
+
+def lifetime(group):
+    gc.collect()
+    gc.disable()
+    try:
+        module = nn.Linear(2, 2)
+        ours = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+        loss = ours(torch.ones(1, 2)).sum()
+        loss.backward()
+        watched = [weakref.ref(ours), weakref.ref(ours.reducer)]
+        gradients = weakref.ref(ours.reducer.gradients)
+        del ours
+        dead = [ref() is None for ref in (*watched, gradients)]
+        with contextlib.suppress(AttributeError):
+            dead.append(not module.weight._post_accumulate_grad_hooks)
+        module.zero_grad()
+        module(torch.full((1, 2), float(group.rank()))).sum().backward()
+        local = module.weight.grad.tolist() == [[float(group.rank())] * 2] * 2
+        again = DistributedDataParallel(module, process_group=group)
+        return dead, local, averages(again, group)
+    finally:
+        gc.enable()
+
+
+def test_nothing_outlives_the_wrapper() -> None:
+    """Without the garbage collector, with a loss still around, and the module can be wrapped again."""
+    for dead, local, again in run_ranks(lifetime, 2, backend="host"):
+        assert dead == [True] * len(dead)
+        assert local
+        assert again
+
+
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in the user's own backward")
+
+
+def forgotten(group):
+    """Returns, for ways to use a wrapper, what of it and of its module is still there afterwards."""
+    left = {}
+
+    def use(ours, way):
+        for _ in range(3):
+            with ours.join() if way == "join" else contextlib.nullcontext():
+                if way == "forward fails":
+                    with contextlib.suppress(TypeError):
+                        ours("no tensor")
+                    continue
+                out = ours(torch.ones(2, 3))
+                if way == "backward fails":
+                    with contextlib.suppress(ValueError):
+                        Breaking.apply(out).sum().backward()
+                elif way != "no backward":
+                    out.sum().backward()
+            ours.zero_grad()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for way in (
+            {"gradient_as_bucket_view": True},
+            {"find_unused_parameters": True},
+            {"skip_all_reduce_unused_params": True},
+            {"static_graph": True},
+            {"mixed_precision": MixedPrecision(torch.bfloat16)},
+            "hook",
+            "join",
+            "forward fails",
+            "backward fails",
+            "no backward",
+        ):
+            module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+            ours = DistributedDataParallel(
+                module, process_group=group, **(way if isinstance(way, dict) else {})
+            )
+            if way == "hook":
+                ours.register_comm_hook(group, allreduce_hook)
+            use(ours, way)
+            watched = [weakref.ref(thing) for thing in (module, ours, ours.reducer, module[0].weight)]
+            del module, ours
+            left[str(way)] = [type(thing).__name__ for ref in watched if (thing := ref()) is not None]
+    finally:
+        gc.enable()
+    return left
+
+
+def test_nothing_keeps_a_wrapper_or_its_module_however_it_was_used() -> None:
+    for left in run_ranks(forgotten, 2, backend="host"):
+        assert len(left) == 10
+        assert {way: things for way, things in left.items() if things} == {}

@@ -1,0 +1,287 @@
+"""Model averagers and PostLocalSGDOptimizer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from harness import run_ranks, run_world
+from torch import nn
+
+import collectives as dist
+from collectives.ddp import DistributedDataParallel
+from collectives.ddp.errors import ModelMismatchError
+from collectives.ddp.model_averaging import (
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    average_parameters,
+    average_parameters_or_parameter_groups,
+    get_params_to_average,
+)
+from collectives.ddp.optim import PostLocalSGDOptimizer
+
+
+def parameters(rank):
+    """Parameters whose values are the rank, of several kinds; the last one has no gradient."""
+    made = [
+        nn.Parameter(torch.full((3, 2), float(rank))),
+        nn.Parameter(torch.full((2, 3, 2, 2), float(rank)).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.full((5,), float(rank), dtype=torch.bfloat16)),
+        nn.Parameter(torch.full((2,), complex(rank, 1))),
+        nn.Parameter(torch.full((2,), float(rank))),
+    ]
+    for parameter in made[:-1]:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
+
+
+def means(group):
+    rank, mean = group.rank(), (group.size() - 1) / 2
+    made = parameters(rank)
+    before = [(p.data_ptr(), p.stride(), p.dtype) for p in made]
+    average_parameters_or_parameter_groups(
+        [{"params": made[:2], "lr": 1.0}, {"params": iter(made[2:])}], group
+    )
+    assert before == [(p.data_ptr(), p.stride(), p.dtype) for p in made]
+    assert [p.flatten()[0].item() for p in made] == [mean, mean, mean, complex(mean, 1), rank]
+    assert all((p == p.flatten()[0]).all() for p in made)
+    again = parameters(rank)
+    average_parameters(iter(again), group)
+    assert again[-1].tolist() == [mean] * 2
+    assert len(get_params_to_average(again)) == 4
+    average_parameters([], group)
+    outside = parameters(rank)
+    average_parameters(outside, dist.GroupMember.NON_GROUP_MEMBER)
+    assert outside[0][0, 0].item() == rank
+    with pytest.raises(TypeError, match="int"):
+        get_params_to_average([3])
+    return True
+
+
+@pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
+def test_means_of_parameters(backend) -> None:
+    assert run_ranks(means, 3, backend=backend) == [True] * 3
+
+
+def different_parameters(group):
+    """Ranks have gradients of different parameters, of one size."""
+    made = [nn.Parameter(torch.full((2,), float(group.rank()))) for _ in range(2)]
+    made[group.rank()].grad = torch.zeros(2)
+    with pytest.raises(ModelMismatchError) as caught:
+        PeriodicModelAverager(2, process_group=group).average_parameters(made)
+    assert all((p == group.rank()).all() for p in made)
+    average_parameters(made, group)
+    return str(caught.value), [p.tolist() for p in made]
+
+
+def test_ranks_that_would_average_different_parameters_are_told() -> None:
+    for message, values in run_ranks(different_parameters, 2, backend="host"):
+        assert "0: float32[2] on rank 0; absent on rank 1" in message
+        assert "give those that are not used on all ranks one of zeros" in message
+        assert values == [[0.5] * 2] * 2
+
+
+def steps_with(averager, rank, steps):
+    """Returns the values of a parameter that grows by its rank in each step, and is averaged now and then."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    values = []
+    for _ in range(steps):
+        with torch.no_grad():
+            parameter += rank
+        averager.average_parameters([parameter])
+        values.append(parameter.item())
+    return values
+
+
+def periodic(group):
+    averager = PeriodicModelAverager(period=3, warmup_steps=2, process_group=group)
+    values = steps_with(averager, group.rank(), 9)
+    with pytest.warns(UserWarning, match="every step"):
+        PeriodicModelAverager(1, process_group=group)
+    for wrong in ({"period": 0}, {"period": -1}, {"period": 2, "warmup_steps": -1}):
+        with pytest.raises(ValueError, match="must be"):
+            PeriodicModelAverager(process_group=group, **wrong)
+    return values, averager.step
+
+
+def test_periodic_averages_begin_after_the_warm_up() -> None:
+    """Averages at steps 2, 5 and 8 of ranks 0 and 1: each goes on from the mean of both."""
+    (zero, step), (one, _) = run_ranks(periodic, 2, backend="host")
+    assert zero == [0, 0, 1.5, 1.5, 1.5, 3.0, 3.0, 3.0, 4.5]
+    assert one == [1, 2, 1.5, 2.5, 3.5, 3.0, 4.0, 5.0, 4.5]
+    assert step == 9
+
+
+def hierarchical(rank, size):
+    averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup_steps=1)
+    sizes = [group.size() for group in averager.period_process_group_dict.values()]
+    pair = averager.period_process_group_dict[2]
+    given = HierarchicalModelAverager({2: pair, 4: dist.GroupMember.WORLD}, warmup_steps=1)
+    wrong = [
+        (None, "empty"),
+        ({}, "empty"),
+        ({2: 2, 4: 2}, "last size must be 4"),
+        ({2: 3, 4: 4}, "divide"),
+        ({0: 2, 4: 4}, "ascending"),
+        ({4: 2, 2: 4}, "ascending"),
+    ]
+    for groups, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            HierarchicalModelAverager(groups)
+    with pytest.raises(ValueError, match="warmup_steps"):
+        HierarchicalModelAverager({2: 4}, warmup_steps=-1)
+    with pytest.warns(UserWarning, match="every step"):
+        HierarchicalModelAverager({1: 4})
+    return steps_with(averager, rank, 5), steps_with(given, rank, 5), sizes
+
+
+def test_hierarchical_averages_are_those_of_the_largest_period() -> None:
+    """Ranks 0 to 3 grow by their rank; pairs average at step 2, all at step 4; step 0 is warm-up."""
+    results = run_world(hierarchical, 4)
+    for rank, (values, given, sizes) in enumerate(results):
+        first = rank // 2 * 2
+        at_two = (2 * first + 1) / 2 * 3
+        assert sizes == [2, 4]
+        assert values == given
+        assert values[:4] == [rank, 2 * rank, at_two, at_two + rank]
+        assert values[4] == 7.5
+
+
+# ---- PostLocalSGDOptimizer -----------------------------------------------------------------------------
+
+
+def net():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch(rank, step):
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def bits(module):
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def make(group, warmup=2):
+    module = net()
+    inner = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    return module, PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, warmup, group))
+
+
+def train(module, optimizer, rank, steps, first=0):
+    values = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        module(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        values.append(bits(module))
+    return values
+
+
+def local_sgd(group):
+    """Equals steps on each rank by itself with a mean at steps 2, 4, 6; goes on so from a checkpoint."""
+    rank = group.rank()
+    module, optimizer = make(group)
+    got = train(module, optimizer, rank, 7)
+    naive = net()
+    inner = torch.optim.SGD(naive.parameters(), lr=0.05, momentum=0.9)
+    expected = []
+    for step in range(7):
+        train(naive, inner, rank, 1, step)
+        if step >= 2 and step % 2 == 0:
+            average_parameters(naive.parameters(), group)
+        expected.append(bits(naive))
+    assert all(map(torch.equal, got, expected))
+
+    module, optimizer = make(group)
+    train(module, optimizer, rank, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["step"] == 3
+    _, other = make(group, warmup=2)
+    copied = copy.deepcopy(module)
+    inner = torch.optim.SGD(copied.parameters(), lr=9.0, momentum=0.9)
+    other = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, 2, group))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(state)
+    assert other.averager.step == 3
+    assert torch.equal(train(copied, other, rank, 4, 3)[-1], got[-1])
+    del state["step"]
+    with pytest.warns(UserWarning, match="begins at step 0"):
+        other.load_state_dict(state)
+    assert other.averager.step == 0
+    assert other.param_groups is inner.param_groups
+    assert other.state is inner.state
+    assert repr(other) == repr(inner)
+    return got
+
+
+def options(group):
+    """Closures, schedulers and parameter groups are those of the wrapped optimizer."""
+    module, optimizer = make(group, warmup=100)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = module(batch(group.rank(), 0)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(2)]
+    scheduler.step()
+    assert optimizer.optim.param_groups[0]["lr"] == 0.025
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.optim.param_groups) == 2
+    with pytest.raises(TypeError, match="Optimizer"):
+        PostLocalSGDOptimizer(module, optimizer.averager)
+    with pytest.raises(TypeError, match="ModelAverager"):
+        PostLocalSGDOptimizer(optimizer.optim, None)
+    return losses[1] < losses[0]
+
+
+def hooks_of_steps_and_states(group):
+    module, optimizer = make(group)
+    module(batch(group.rank(), 0)).square().mean().backward()
+    seen = []
+    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
+    for name in ("load_state_dict_pre", "load_state_dict_post"):
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: seen.append(name))
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ]
+
+
+def with_ddp(group):
+    """Within DistributedDataParallel over half of the ranks, averages over all."""
+    module = net()
+    ddp = DistributedDataParallel(module, process_group=group)
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, 0, group))
+    return train(ddp, optimizer, group.rank(), 4)[-1]
+
+
+def all_of_it(group):
+    hooks_of_steps_and_states(group)
+    return local_sgd(group), options(group), with_ddp(group)
+
+
+def test_post_local_sgd() -> None:
+    (one, fine, ddp_one), (two, also, ddp_two) = run_ranks(all_of_it, 2, backend="host")
+    assert fine
+    assert also
+    same = [torch.equal(a, b) for a, b in zip(one, two, strict=True)]
+    assert same == [False, False, True, False, True, False, True]
+    assert torch.equal(ddp_one, ddp_two)

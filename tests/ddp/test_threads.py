@@ -1,0 +1,81 @@
+"""Several models on one rank: in one backward pass, and trained by several threads at the same time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from ddp_oracle import Chain, data, equal, grads, naive_average, pair
+from harness import run_world
+
+import collectives
+from collectives.ddp import GradientSyncError
+
+STEPS = 20
+
+
+def two_threads(rank, size):
+    """Trains two models over two groups, each by a thread of its own."""
+    groups = [collectives.new_group(list(range(size))) for _ in range(2)]
+    pairs = [
+        pair(groups[0], Chain, bucket_cap_mb=0),
+        pair(groups[1], Chain, gradient_as_bucket_view=True, find_unused_parameters=True),
+    ]
+    found = [[], []]
+
+    def train(number):
+        ours, naive = pairs[number]
+        for step in range(STEPS):
+            for model in (ours, naive):
+                model.zero_grad()
+                model(data(rank, step + number)).square().sum().backward()
+            naive_average(naive.parameters(), groups[number])
+            found[number].append(equal(grads(ours.module), grads(naive)))
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_train_models_over_groups_of_their_own() -> None:
+    for found in run_world(two_threads, 2):
+        assert found == [[True] * STEPS] * 2
+
+
+def one_pass(rank, size):
+    """Two models in one backward pass; then all ranks leave two layers of the second one out, once."""
+    group = collectives.group.WORLD
+    first, naive_first = pair(group, Chain, bucket_cap_mb=0)
+    second, naive_second = pair(group, Chain)
+    same = []
+
+    def both(step):
+        for one, two in ((first, second), (naive_first, naive_second)):
+            one.zero_grad()
+            two.zero_grad()
+            (two(one(data(rank, step))) * one(data(rank, step + 1))).sum().backward()
+        for naive in (naive_first, naive_second):
+            naive_average(naive.parameters(), group)
+        same.append(
+            equal(grads(first.module), grads(naive_first))
+            and equal(grads(second.module), grads(naive_second))
+        )
+
+    both(0)
+    both(1)
+    x = data(rank)
+    loss = first(x).sum() + second.module.b(second(x).detach()).sum()
+    with pytest.raises(GradientSyncError) as caught:
+        loss.backward()
+    both(2)
+    return same, str(caught.value)
+
+
+def test_two_models_in_one_pass_and_an_error_of_one_of_them() -> None:
+    for same, message in run_world(one_pass, 2):
+        assert same == [True] * 3
+        for other in range(2):
+            assert f"rank {other}: 4 of 6 parameters got no gradient: a.weight, a.bias, c.weight" in message
