@@ -16,6 +16,7 @@ PROGRAMS = {
     "allreduce": "collectives.bench.allreduce",
     "collectives": "collectives.bench.every_operation",
     "ddp": "collectives.bench.ddp",
+    "hooks": "collectives.bench.hooks",
     "model": "collectives.bench.predict",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

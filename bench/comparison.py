@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from collectives.bench import mpi4py_peer, patterns
+from collectives.backends.nccl import providers
+from collectives.bench import mpi4py_peer, patterns, torch_peer
+from collectives.bench.arguments import (
+    add_iterations,
+    add_json,
+    add_team,
+    at_least,
+    check_plot,
+    failing_as_command,
+    parse_counts,
+    parse_names,
+    parse_sizes_argument,
+    show_progress,
+)
+from collectives.bench.devices import DEVICES
 from collectives.bench.goals import goal_lines, parse_goal
-from collectives.bench.machine import describe_machine, memory_available_bytes, usable_cores
+from collectives.bench.launching import NEEDS_MPIRUN
+from collectives.bench.machine import describe_machine, usable_cores
 from collectives.bench.mpi4py_peer import MPI4PY
 from collectives.bench.namespaces import NamespacesUnavailableError
 from collectives.bench.operations import OPERATIONS, rounded_count
@@ -31,19 +44,16 @@ from collectives.bench.sizes import format_bytes, parse_sizes
 from collectives.bench.sweep import Schedule, sweep
 from collectives.bench.table import brief_line, header_lines, report_lines, skipped_lines
 from collectives.cli import CommandError
+from collectives.mpi_job import usual_ranks
 from collectives.registry import backend_names, backend_spec, why_unavailable
 
 __all__ = [
     "DTYPES",
     "Options",
     "add_arguments",
-    "at_least",
     "available_backends",
     "measure",
-    "parse_names",
-    "parse_sizes_argument",
     "run",
-    "show_progress",
 ]
 
 READING = """\
@@ -81,7 +91,8 @@ class Options:
     """What is measured.
 
     Attributes:
-        backends: names of backends; ``None`` for all that serve CPU tensors, and plain mpi4py.
+        backends: names of backends, and of peers such as ``torch:gloo``; ``None`` for all backends that serve
+            tensors on the device, and plain mpi4py or ``torch:nccl``.
         ranks: numbers of ranks; one run each.
         sizes: sizes of the arrays in bytes, ascending; rounded up to a whole part for each rank.
         operations: names of the operations.
@@ -99,10 +110,14 @@ class Options:
         machines: number of network namespaces that play machines, with equal shares of the ranks; 1 for
             none.
         link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
+        device: type of the device that the tensors are on, a name of
+            :data:`~collectives.bench.devices.DEVICES`.
+        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
 
     Raises:
         ValueError: a backend or an operation is not known, a goal cannot be read, a size is no multiple of
-            the element's, there is too little memory or too few cores, or the machines do not fit the ranks.
+            the element's, there is no such device or provider, too little memory or too few cores, or the
+            machines do not fit the ranks or the device.
     """
 
     backends: tuple[str, ...] | None = None
@@ -121,12 +136,14 @@ class Options:
     goals: tuple[str, ...] = ()
     machines: int = 1
     link: str | None = None
+    device: str = "cpu"
+    provider: str | None = None
 
     def __post_init__(self) -> None:
         for module in self.imports:
             importlib.import_module(module)
         for name in self.backends or ():
-            if name != MPI4PY:
+            if name != MPI4PY and not name.startswith(torch_peer.PREFIX):
                 backend_spec(name)
         for name in self.operations:
             if name not in OPERATIONS:
@@ -145,13 +162,16 @@ class Options:
                 f"{max(self.ranks)} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
             )
         self._check_machines()
-        needed = max(ranks * memory_bytes(self.workload((), ranks)) for ranks in self.ranks)
-        available = memory_available_bytes()
-        if needed > available:
-            raise ValueError(
-                f"{max(self.ranks)} ranks with tensors of {format_bytes(max(self.sizes))} need "
-                f"{needed / 2**30:.1f} GiB of memory, but {available / 2**30:.1f} GiB are available"
-            )
+        self._check_device()
+        for ranks in self.ranks:
+            needed = memory_bytes(self.workload((), ranks))
+            available = DEVICES[self.device].memory_per_rank_bytes(ranks)
+            if needed > available:
+                raise ValueError(
+                    f"{ranks} ranks with tensors of {format_bytes(max(self.sizes))} need "
+                    f"{ranks * needed / 2**30:.1f} GiB of memory, but {ranks * available / 2**30:.1f} GiB "
+                    "are available"
+                )
 
     def _check_machines(self) -> None:
         for ranks in self.ranks:
@@ -159,6 +179,21 @@ class Options:
                 raise ValueError(f"{ranks} ranks cannot be shared equally among {self.machines} machines")
         if self.link is not None and self.machines == 1:
             raise ValueError("a link joins machines; ask for 2 or more of them")
+        if self.machines > 1 and self.device != "cpu":
+            raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
+
+    def _check_device(self) -> None:
+        if self.device not in DEVICES:
+            raise ValueError(f"unknown device {self.device!r}; known are {', '.join(DEVICES)}")
+        reason = DEVICES[self.device].why_unavailable()
+        if reason is not None:
+            raise ValueError(f"tensors on {self.device} cannot be measured here: {reason}")
+        if self.provider is not None and self.provider not in providers.PROVIDERS:
+            raise ValueError(
+                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
+            )
+        if self.provider is not None and self.device == "cpu":
+            raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
 
     def workload(self, backends: Sequence[str], ranks: int) -> Workload:
         """Returns what so many ranks measure with these peers."""
@@ -179,39 +214,58 @@ class Options:
             self.bind,
             self.machines,
             self.link,
+            device=self.device,
+            provider=self.provider,
         )
 
 
-def available_backends(names: Sequence[str] | None) -> tuple[list[str], list[Skipped]]:
+def available_backends(
+    names: Sequence[str] | None, device: str = "cpu", provider: str | None = None
+) -> tuple[list[str], list[Skipped]]:
     """Returns the backends that this machine can run, and the others with reasons.
 
     Args:
-        names: backends to look at, in order; ``None`` for all, and plain mpi4py.
+        names: backends and other peers to look at, in order; ``None`` for all backends, and plain mpi4py or
+            torch's NCCL.
+        device: type of the tensors' device, which must be there.
+        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
 
     Raises:
         ValueError: a name is not known.
     """
     if names is None:
-        names = [*sorted(backend_names(), key=lambda name: (name != "host", name)), MPI4PY]
+        first, other = {"cpu": ("host", MPI4PY), "cuda": ("nccl", torch_peer.NCCL)}[device]
+        names = [*sorted(backend_names(), key=lambda name: (name != first, name)), other]
     available: list[str] = []
     skipped: list[Skipped] = []
     for name in dict.fromkeys(names):
-        if name == MPI4PY:
-            reason = mpi4py_peer.why_unavailable()
-            if reason is None:
-                available.append(name)
-            else:
-                skipped.append(Skipped(name, reason, mpi4py_peer.INSTALL))
-            continue
-        spec = backend_spec(name)
-        reason = why_unavailable(name)
-        if reason is None and "cpu" not in spec.devices:
-            reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on the CPU"
+        is_backend = name != MPI4PY and not name.startswith(torch_peer.PREFIX)
+        peer = backend_spec(name).name if is_backend else name
+        reason, install = _why_not_here(peer, device, provider)
         if reason is None:
-            available.append(spec.name)
+            available.append(peer)
         else:
-            skipped.append(Skipped(spec.name, reason, spec.install))
+            skipped.append(Skipped(peer, reason, install))
     return available, skipped
+
+
+def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | None, str]:
+    """Returns why a peer cannot be measured, ``None`` where it can, and the command that would add it."""
+    if name.startswith(torch_peer.PREFIX):
+        return torch_peer.why_unavailable(name, device), ""
+    here = "the CPU" if device == "cpu" else device
+    if name == MPI4PY:
+        if device != "cpu":
+            return f"serves tensors on cpu, and this measures tensors on {here}", ""
+        return mpi4py_peer.why_unavailable(), mpi4py_peer.INSTALL
+    spec = backend_spec(name)
+    chosen = name == "nccl" and provider is not None
+    reason = providers.unavailable(provider) if chosen else why_unavailable(name)
+    if reason is None and device not in spec.devices:
+        reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
+    if reason is None and name == NEEDS_MPIRUN:
+        reason = mpi4py_peer.why_unavailable()
+    return reason, spec.install
 
 
 def measure(
@@ -232,12 +286,14 @@ def measure(
         RankFailedError: a rank failed.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    backends, skipped = available_backends(options.backends)
-    if options.machines > 1 and MPI4PY in backends:
-        backends.remove(MPI4PY)
-        skipped.append(Skipped(MPI4PY, "mpirun would start its ranks on one machine only", ""))
+    backends, skipped = available_backends(options.backends, options.device, options.provider)
+    for name in (MPI4PY, NEEDS_MPIRUN):
+        if options.machines > 1 and name in backends:
+            backends.remove(name)
+            skipped.append(Skipped(name, "mpirun would start its ranks on one machine only", ""))
     versions: dict[str, str] = {}
-    environment = {**describe_machine(), "peers": versions}
+    described = DEVICES[options.device].describe(options.ranks)
+    environment = {**describe_machine(), **described, "peers": versions}
     report = Report(program, environment, asdict(options), skipped=skipped)
     schedule = Schedule(options.sizes, options.calls, options.warmup, options.budget_s)
     if backends or options.limit:
@@ -261,10 +317,28 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         "--backends",
         type=parse_names,
         metavar="NAME,...",
-        help="backends, and mpi4py for plain mpi4py under mpirun (default: all usable here)",
+        help="backends, torch:NAME for torch's functions on its backend NAME, and mpi4py for plain mpi4py "
+        "under mpirun (default: all backends usable here, and mpi4py or torch:nccl)",
     )
     parser.add_argument(
-        "--nproc", type=_counts, default=(2,), metavar="N,...", help="numbers of ranks (default: 2)"
+        "--device",
+        choices=tuple(DEVICES),
+        default="cpu",
+        help="where the tensors are; on cuda a call is over when the device is, and ranks share GPUs where "
+        "there are fewer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--provider",
+        choices=providers.PROVIDERS,
+        help=f"package by which the nccl backend calls NCCL (default: {providers.PROVIDER_VARIABLE}, or else "
+        "the first that works)",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=parse_counts(1),
+        default=(usual_ranks(),),
+        metavar="N,...",
+        help="numbers of ranks (default: 2, or what mpirun started)",
     )
     parser.add_argument(
         "--sizes",
@@ -285,18 +359,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     parser.add_argument(
         "--op", choices=patterns.OPERATIONS, default="sum", help="reduction (default: %(default)s)"
     )
-    parser.add_argument(
-        "--iters",
-        type=at_least(1),
-        metavar="N",
-        help="calls of each peer at each size (default: 5 to 200, as the budget allows)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=at_least(2),
-        metavar="N",
-        help="calls before, not timed (default: 2 to 5, as the budget allows)",
-    )
+    add_iterations(parser, "calls of each peer at each size", None, "2 to 5, as the budget allows")
     parser.add_argument(
         "--budget",
         type=float,
@@ -308,17 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         action="store_true",
         help="measure the memory limit too: tensor.add_(0) on all ranks at the same time",
     )
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        type=parse_names,
-        default=(),
-        metavar="MODULE,...",
-        help="modules that register further backends",
-    )
-    parser.add_argument(
-        "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
-    )
+    add_team(parser)
     parser.add_argument(
         "--machines",
         type=at_least(1),
@@ -340,7 +393,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         metavar="GOAL",
         help="what a peer's time must not exceed; the summary tells which goals are met (see above)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    add_json(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size into FILE (PNG)"
     )
@@ -357,13 +410,12 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
     Raises:
         CommandError: the arguments do not fit together, or a rank failed.
     """
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
+    check_plot(arguments.plot)
     if arguments.plot is not None and set(operations) == {"barrier"}:
         raise CommandError("--plot draws over sizes, but a barrier has none")
     quick: bool = arguments.quick
     budget = arguments.budget or (QUICK_BUDGET_S if quick else arguments.default_budget)
-    try:
+    with failing_as_command(ValueError):
         options = Options(
             backends=arguments.backends,
             ranks=arguments.nproc,
@@ -381,15 +433,11 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
             goals=tuple(arguments.goals),
             machines=arguments.machines,
             link=arguments.link,
+            device=arguments.device,
+            provider=arguments.provider,
         )
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    try:
+    with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress, _show_point if quick else None, program)
-    except (RankFailedError, NamespacesUnavailableError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        show_progress("")
     header = header_lines(report)
     print("\n".join([*header, *(skipped_lines(report.skipped) if quick else report_lines(report))]))
     verdicts, goals_met = goal_lines([parse_goal(goal) for goal in options.goals], report.records)
@@ -406,42 +454,3 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
 def _show_point(records: Sequence[Record]) -> None:
     show_progress("")
     print(brief_line(records), flush=True)
-
-
-def show_progress(line: str) -> None:
-    """Shows a line in place of the last where stderr is a terminal, else nothing; an empty one wipes it."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Returns the names of a command-line argument, separated by commas."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
-    return names
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(at_least(1)(part) for part in text.split(","))
-
-
-def parse_sizes_argument(text: str) -> tuple[int, ...]:
-    """Returns the sizes of a command-line argument, as :func:`~collectives.bench.sizes.parse_sizes`."""
-    try:
-        return tuple(parse_sizes(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Returns a converter of command-line arguments to whole numbers that are not smaller than ``least``."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, but is {value}")
-        return value
-
-    number.__name__ = "int"  # argparse names it in messages
-    return number

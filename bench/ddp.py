@@ -4,10 +4,13 @@ Every peer trains the same model on the same random data in processes of its own
 run. The ranks leave a barrier of the bench's own together before every iteration, each takes its durations
 with its own clock, and the slowest rank's count. One thread on each rank.
 
-Peers are named KIND:BACKEND+HOOK: ``ours:host`` is this package's DistributedDataParallel over the host
+Peers are named KIND:BACKEND+WORD: ``ours:host`` is this package's DistributedDataParallel over the host
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
 torch.distributed, ``alone`` the bare model. Hooks: ``+noop`` (no communication: the best that is possible),
-``+fp16``, ``+bf16``.
+``+fp16``, ``+bf16``. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many
+tensors:
+
+    collectives bench ddp --models layers500 --peers ours:host,ours:host+unused,torch:gloo,torch:gloo+unused
 
 An iteration is zero_grad, forward, loss, backward and the optimizer's step.
 """
@@ -21,10 +24,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from collectives.bench.comparison import at_least, parse_names, show_progress
+from collectives.bench.arguments import (
+    add_iterations,
+    add_json,
+    add_ranks,
+    add_team,
+    at_least,
+    failing_as_command,
+    parse_names,
+    show_progress,
+)
 from collectives.bench.groups import parent_store
 from collectives.bench.lockstep import create_board
 from collectives.bench.machine import describe_machine, memory_available_bytes, usable_cores
@@ -32,9 +43,9 @@ from collectives.bench.models import MODELS, Model, install_command, why_unavail
 from collectives.bench.ranks import RankFailedError, SpawnedTeam, Team
 from collectives.bench.records import Skipped, Timing, write_json
 from collectives.bench.table import header_lines
-from collectives.bench.trainer import OPTIMIZERS, Assignment, End, Ready, Times, parse_peer, train
+from collectives.bench.trainer import OPTIMIZERS, Assignment, End, Ready, Times, train
+from collectives.bench.training_peers import Peer
 from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
-from collectives.cli import CommandError
 from collectives.registry import backend_spec
 from collectives.registry import why_unavailable as why_no_backend
 from collectives.store import TCPStore
@@ -107,9 +118,9 @@ class Options:
         for module in self.imports:
             importlib.import_module(module)
         for peer in self.peers:
-            kind, backend, _ = parse_peer(peer)
-            if kind == "ours":
-                backend_spec(backend)
+            parsed = Peer.parse(peer)
+            if parsed.kind == "ours":
+                backend_spec(parsed.backend)
         for name in self.models or ():
             if name not in MODELS:
                 raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
@@ -128,17 +139,17 @@ class Options:
         }
 
 
-class _Peer:
-    """One peer with its ranks.
+class _Ranks:
+    """The ranks of one peer.
 
     Args:
-        name: its name.
+        peer: the peer.
         team: the ranks, which first run one iteration; blocks until they have.
         store: where they met; kept as long as they live.
     """
 
-    def __init__(self, name: str, team: Team, store: TCPStore) -> None:
-        self.name = name
+    def __init__(self, peer: Peer, team: Team, store: TCPStore) -> None:
+        self.peer = peer
         self.team = team
         self.store = store
         self.ready: list[Ready] = team.gather()
@@ -186,30 +197,29 @@ def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
     return chosen
 
 
-def _usable_peers(options: Options, skipped: list[Skipped]) -> list[str]:
+def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     usable = []
-    for peer in dict.fromkeys(options.peers):
-        kind, backend, _ = parse_peer(peer)
-        reason = why_no_backend(backend) if kind == "ours" else None
+    for peer in dict.fromkeys(map(Peer.parse, options.peers)):
+        reason = why_no_backend(peer.backend) if peer.kind == "ours" else None
         if reason is None:
             usable.append(peer)
         else:
-            skipped.append(Skipped(peer, reason, backend_spec(backend).install))
+            skipped.append(Skipped(str(peer), reason, backend_spec(peer.backend).install))
     return usable
 
 
 def _measure_model(
-    model: Model, names: Sequence[str], options: Options, progress: Progress | None
+    model: Model, peers: Sequence[Peer], options: Options, progress: Progress | None
 ) -> list[TrainingRecord]:
     """Measures all peers with one model; each round begins with another peer."""
     say = progress or (lambda _: None)
     batch, length = options.batch or model.batch, options.tokens or model.length
-    peers: list[_Peer] = []
+    teams: list[_Ranks] = []
     with ExitStack() as stack:
-        for name in names:
-            say(f"{model.name}: starting {name}")
+        for peer in peers:
+            say(f"{model.name}: starting {peer}")
             given = Assignment(
-                name,
+                peer,
                 model.name,
                 batch,
                 length,
@@ -222,79 +232,79 @@ def _measure_model(
             stack.callback(os.close, descriptor)
             store = parent_store()
             team = SpawnedTeam(options.ranks, train, (options.ranks, given, board, store.port))
-            peers.append(_Peer(name, stack.enter_context(team), store))
-            _check_memory(model, peers, names)
-        _play(peers, model, options, say)
-        ends: dict[str, list[End]] = {peer.name: peer.team.ask(0) for peer in peers}
-    norms = _agreed_norms(peers)
-    return [_record(peer, model, (batch, length), ends[peer.name], norms) for peer in peers]
+            teams.append(_Ranks(peer, stack.enter_context(team), store))
+            _check_memory(model, teams, len(peers))
+        _play(teams, model, options, say)
+        ends: list[list[End]] = [ranks.team.ask(0) for ranks in teams]
+    norms = _agreed_norms(teams)
+    return [
+        _record(ranks, model, (batch, length), end, norms) for ranks, end in zip(teams, ends, strict=True)
+    ]
 
 
-def _check_memory(model: Model, peers: Sequence[_Peer], names: Sequence[str]) -> None:
+def _check_memory(model: Model, teams: Sequence[_Ranks], wanted: int) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
-    ready = peers[0].ready
+    ready = teams[0].ready
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
-    needed = (len(names) - len(peers)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
+    needed = (wanted - len(teams)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
     available = memory_available_bytes()
     if needed > available:
         raise MemoryError(
-            f"{len(names)} peers with {model.name} need {needed / 2**30:.1f} GiB more memory, but "
+            f"{wanted} peers with {model.name} need {needed / 2**30:.1f} GiB more memory, but "
             f"{available / 2**30:.1f} GiB are available; name fewer at once by --peers"
         )
 
 
-def _play(peers: Sequence[_Peer], model: Model, options: Options, say: Progress) -> None:
+def _play(teams: Sequence[_Ranks], model: Model, options: Options, say: Progress) -> None:
     begin = time.monotonic()
-    for peer in peers:
-        say(f"{model.name}: warming {peer.name} up")
-        peer.run(max(1, options.warmup - 1), timed=False)  # one more was run already
+    for ranks in teams:
+        say(f"{model.name}: warming {ranks.peer} up")
+        ranks.run(max(1, options.warmup - 1), timed=False)  # one more was run already
     each_s = (time.monotonic() - begin) / max(1, options.warmup - 1)
     wanted = options.iterations
     if wanted is None:
         wanted = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
     rounds = min(ROUNDS, wanted)
     for this in range(rounds):
-        first = this % len(peers)
+        first = this % len(teams)
         say(f"{model.name}: round {this + 1} of {rounds}")
-        for peer in [*peers[first:], *peers[:first]]:
-            peer.run(wanted * (this + 1) // rounds - wanted * this // rounds)
+        for ranks in [*teams[first:], *teams[:first]]:
+            ranks.run(wanted * (this + 1) // rounds - wanted * this // rounds)
 
 
-def _agreed_norms(peers: Sequence[_Peer]) -> Mapping[str, float]:
+def _agreed_norms(teams: Sequence[_Ranks]) -> Mapping[str, float]:
     """Returns, by hook, the gradients' norm that peers must agree with: the first peer's with that hook."""
     norms: dict[str, float] = {}
-    for peer in peers:
-        norms.setdefault(parse_peer(peer.name)[2], peer.ready[0].grad_norm)
+    for ranks in teams:
+        norms.setdefault(ranks.peer.hook, ranks.ready[0].grad_norm)
     return norms
 
 
 def _record(
-    peer: _Peer, model: Model, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
+    ranks: _Ranks, model: Model, shape: tuple[int, int], ends: Sequence[End], norms: Mapping[str, float]
 ) -> TrainingRecord:
-    kind, _, hook = parse_peer(peer.name)
-    first = peer.ready[0]
-    communicates = kind != "alone" and hook != "noop"
+    peer, first = ranks.peer, ranks.ready[0]
     identical = len({end.checksum for end in ends}) == 1
-    near = abs(first.grad_norm - norms[hook]) <= TOLERANCE * norms[hook]
+    near = abs(first.grad_norm - norms[peer.hook]) <= TOLERANCE * norms[peer.hook]
     fattest = max(range(len(ends)), key=lambda rank: ends[rank].peak_memory_bytes)
     timing = {
-        field: Timing.of([getattr(times, f"{field}_ns") for times in peer.times])
+        field: Timing.of([getattr(times, f"{field}_ns") for times in ranks.times])
         for field in ("iteration", "forward", "backward", "step")
     }
     return TrainingRecord(
-        peer=peer.name,
+        peer=str(peer),
         model=model.name,
-        ranks=peer.team.size,
+        ranks=ranks.team.size,
         batch=shape[0],
         length=shape[1],
         parameters=first.parameters,
         parameter_tensors=first.parameter_tensors,
         peak_memory_bytes=ends[fattest].peak_memory_bytes,
-        start_memory_bytes=peer.ready[fattest].start_memory_bytes,
-        communicates=communicates,
+        start_memory_bytes=ranks.ready[fattest].start_memory_bytes,
+        communicates=peer.communicates,
         ranks_identical=identical,
         grad_norm=first.grad_norm,
-        agrees=not communicates or (identical and near),
+        agrees=not peer.communicates or (identical and near),
         **timing,
     )
 
@@ -305,12 +315,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models",
         type=parse_names,
         metavar="NAME,...",
-        help=f"of {', '.join(MODELS)} (default: all but small, or small where transformers is missing)",
+        help=f"of {', '.join(MODELS)} (default: those of transformers, or small where it is missing)",
     )
     parser.add_argument(
         "--peers", type=parse_names, default=PEERS, metavar="PEER,...", help=f"default: {','.join(PEERS)}"
     )
-    parser.add_argument("--nproc", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
+    add_ranks(parser)
     parser.add_argument(
         "--batch", type=at_least(1), metavar="N", help="samples of each rank (default: each model's own)"
     )
@@ -320,19 +330,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="sgd", help="which, or none (default: %(default)s)"
     )
-    parser.add_argument(
-        "--iters",
-        type=at_least(1),
-        metavar="N",
-        help="iterations of each peer (default: 5 to 200, as the budget allows)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=at_least(2),
-        default=WARMUP,
-        metavar="N",
-        help="iterations before, not timed (default: %(default)s)",
-    )
+    add_iterations(parser, "iterations of each peer", WARMUP, str(WARMUP))
     parser.add_argument(
         "--budget",
         type=float,
@@ -346,18 +344,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--find-unused", action="store_true", help="find_unused_parameters=True for all wrappers"
     )
     parser.add_argument("--static", action="store_true", help="static_graph=True for all wrappers")
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        type=parse_names,
-        default=(),
-        metavar="MODULE,...",
-        help="modules that register further backends",
-    )
-    parser.add_argument(
-        "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    add_team(parser)
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -366,7 +354,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    try:
+    with failing_as_command(ValueError):
         options = Options(
             models=arguments.models,
             peers=arguments.peers,
@@ -384,14 +372,8 @@ def run(arguments: argparse.Namespace) -> int:
             imports=arguments.imports,
             bind=arguments.bind,
         )
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    try:
+    with failing_as_command(RankFailedError, MemoryError):
         report = measure(options, show_progress)
-    except (RankFailedError, MemoryError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        show_progress("")
     print("\n".join([*header_lines(report), *report_lines(report)]))
     if arguments.json is not None:
         write_json(arguments.json, report.as_json())

@@ -25,7 +25,8 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.comparison import Options, at_least, measure, parse_sizes_argument, show_progress
+from collectives.bench.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
+from collectives.bench.comparison import Options, measure
 from collectives.bench.digits import (
     Recipe,
     accuracy,
@@ -95,9 +96,7 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's options to a parser."""
-    parser.add_argument(
-        "--nproc", type=at_least(1), default=2, metavar="N", help="number of ranks (default: 2)"
-    )
+    add_ranks(parser)
     parser.add_argument(
         "--steps", type=at_least(1), default=300, metavar="N", help="optimizer steps (default: %(default)s)"
     )

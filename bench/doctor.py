@@ -19,8 +19,9 @@ import collectives
 from collectives.bench import patterns
 from collectives.bench.comparison import available_backends
 from collectives.bench.groups import initialize, parent_store
+from collectives.bench.launching import start_ranks
 from collectives.bench.machine import describe_machine
-from collectives.bench.ranks import RankFailedError, SpawnedTeam
+from collectives.bench.ranks import RankFailedError
 from collectives.registry import backend_names
 
 __all__ = ["add_arguments", "run"]
@@ -153,7 +154,7 @@ def _own_name() -> str:
 
 def _smoke(backend: str) -> str:
     store = parent_store()
-    with SpawnedTeam(2, _reduce, (backend, store.port)) as team:
+    with start_ranks([backend], 2, _reduce, (backend, store.port)) as team:
         wrong = sum(team.gather())
     if wrong:
         raise RuntimeError(f"{wrong} elements of the results are wrong")

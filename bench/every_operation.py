@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 
 from collectives.bench import comparison
-from collectives.bench.comparison import READING, parse_names
+from collectives.bench.arguments import parse_names
+from collectives.bench.comparison import READING
 from collectives.bench.operations import OPERATIONS
 
 __all__ = ["add_arguments", "run"]

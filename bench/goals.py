@@ -22,7 +22,7 @@ from collectives.bench.sizes import format_bytes, parse_bytes
 
 __all__ = ["Check", "Goal", "check", "goal_lines", "parse_goal"]
 
-_TERM = r"(?P<{0}>[\w-]+?)(?:\.(?P<{0}_kind>\w+))?"
+_TERM = r"(?P<{0}>[\w:-]+?)(?:\.(?P<{0}_kind>\w+))?"
 _PATTERN = re.compile(
     r"\s*"
     + _TERM.format("peer")

@@ -1,7 +1,7 @@
 """The models that training is measured with: random weights, no files and no network.
 
 Those of the field are built from the configurations in the package transformers, with its default sizes; the
-one called ``small`` needs torch alone.
+others need torch alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Model:
         name: as the command line calls it.
         about: what it is.
         batch: samples of a rank in an iteration where the user names no number.
-        length: of a sample where the user names none: width and height of an image, tokens of a text.
+        length: of a sample where the user names none: width and height of an image, tokens of a text,
+            rows of a table.
         build: returns it with fresh random weights, in training mode.
         inputs: returns random keyword arguments of its forward for so many samples of such length, drawn from
             the generator.
@@ -145,6 +146,28 @@ def _small() -> nn.Module:
     return _Small().train()
 
 
+DEPTH = 500
+WIDTH = 64
+
+
+class _Layers(nn.Module):
+    """Many small layers, each of which adds a little to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the input's shape."""
+        for layer in self.layers:
+            rows = rows + layer(rows) / DEPTH
+        return rows
+
+
+def _rows(batch: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"rows": torch.randn(batch, length, WIDTH, generator=generator)}
+
+
 _MINI = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 
 MODELS = {
@@ -184,6 +207,14 @@ MODELS = {
             64,
             _small,
             _images,
+        ),
+        Model(
+            "layers500",
+            "500 linear layers of width 64, 2.1 M parameters in 1000 tensors",
+            4,
+            64,
+            lambda: _Layers().train(),
+            _rows,
         ),
     )
 }

@@ -24,7 +24,7 @@ from collectives.bench.peers import Bind, ping_pong
 from collectives.bench.player import Introduction, Workload, serve
 from collectives.bench.ranks import CommandTeam, connect
 
-__all__ = ["INSTALL", "MPI4PY", "start_team", "why_unavailable"]
+__all__ = ["INSTALL", "MPI4PY", "launch_environment", "launcher", "start_team", "why_unavailable"]
 
 MPI4PY = "mpi4py"
 """Name of the peer."""
@@ -38,20 +38,20 @@ def why_unavailable() -> str | None:
     """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it."""
     if importlib.util.find_spec("mpi4py") is None:
         return "needs mpi4py, not installed"
-    launcher = _launcher()
-    if launcher is None:
+    program = launcher()
+    if program is None:
         return "needs an MPI, but there is no mpirun beside the Python interpreter or in PATH"
-    command = [launcher, "-n", "2", sys.executable, "-c", PROBE]
+    command = [program, "-n", "2", sys.executable, "-c", PROBE]
     try:
         done = subprocess.run(
-            command, env=_environment(2), capture_output=True, text=True, timeout=60, check=False
+            command, env=launch_environment(2), capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"{launcher} did not start two ranks within a minute"
+        return f"{program} did not start two ranks within a minute"
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         why = said[-1] if said else "the ranks do not see each other"
-        return f"{launcher} and mpi4py do not work together: {why}"
+        return f"{program} and mpi4py do not work together: {why}"
     return None
 
 
@@ -66,12 +66,12 @@ def start_team(ranks: int, workload: Workload, board: str) -> CommandTeam:
     Raises:
         RankFailedError: they could not be started.
     """
-    launcher = _launcher()
-    if launcher is None:
+    program = launcher()
+    if program is None:
         raise FileNotFoundError("there is no mpirun")
     # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
     command = [
-        launcher,
+        program,
         "-n",
         str(ranks),
         sys.executable,
@@ -80,16 +80,17 @@ def start_team(ranks: int, workload: Workload, board: str) -> CommandTeam:
         "-m",
         "collectives.bench.mpi4py_peer",
     ]
-    return CommandTeam(ranks, command, _environment(ranks), (ranks, workload, board))
+    return CommandTeam(ranks, command, launch_environment(ranks), (ranks, workload, board))
 
 
-def _launcher() -> str | None:
+def launcher() -> str | None:
+    """Returns the program that starts ranks, beside the interpreter or in PATH; ``None`` without one."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return shutil.which("mpirun", path=beside) or shutil.which("mpiexec", path=beside)
 
 
-def _environment(ranks: int) -> Mapping[str, str]:
-    """Returns the environment; Open MPI refuses root and more ranks than cores unless told."""
+def launch_environment(ranks: int) -> Mapping[str, str]:
+    """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
     extra: dict[str, str] = {}
     if os.geteuid() == 0:
         extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

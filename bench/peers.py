@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 import collectives
 from collectives.bench.operations import ROOT, Operation, partner
 
-__all__ = ["Bind", "add_zero", "group_peer", "why_not"]
+__all__ = ["Bind", "add_zero", "function_peer", "group_peer", "why_not"]
 
 Call = Callable[[], object]
 
@@ -41,13 +41,17 @@ _FUNCTIONS = {
 
 
 def why_not(
-    group: collectives.ProcessGroup, operation: Operation, dtype: torch.dtype, op: collectives.ReduceOp
+    group: collectives.ProcessGroup,
+    operation: Operation,
+    dtype: torch.dtype,
+    op: collectives.ReduceOp,
+    device: str = "cpu",
 ) -> str | None:
-    """Returns why a group cannot do an operation on tensors of the CPU, ``None`` where it can."""
+    """Returns why a group cannot do an operation on tensors of a device type, ``None`` where it can."""
     for name in _FUNCTIONS.get(operation.name, (operation.name,)):
         reason = group.capabilities.why_not(
             name,
-            device=None if operation.name == "barrier" else "cpu",
+            device=None if operation.name == "barrier" else device,
             dtype=None if operation.name == "barrier" else dtype,
             op=op if operation.reduces else None,
         )
@@ -63,29 +67,45 @@ def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp) -> Bin
         group: the group; its ranks are those of the default group.
         op: the reduction of operations that reduce.
     """
+    return function_peer(collectives, group, op)
+
+
+def function_peer(module: Any, group: Any, op: Any) -> Bind:
+    """Returns the peer that calls the functions of ``collectives``, or those of ``torch.distributed``.
+
+    Args:
+        module: what has the functions.
+        group: a group of it; its ranks are those of the default group.
+        op: the reduction of operations that reduce.
+    """
     rank, ranks = group.rank(), group.size()
 
     def ping(given: torch.Tensor, result: torch.Tensor) -> Call:
-        return ping_pong(rank, ranks, partial(_send, group, given), partial(_receive, group, result))
+        return ping_pong(
+            rank,
+            ranks,
+            lambda other: module.send(given, other, group),
+            lambda other: module.recv(result, other, group),
+        )
 
     def at_root(tensor: torch.Tensor) -> list[torch.Tensor] | None:
         return list(tensor.chunk(ranks)) if rank == ROOT else None
 
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Call]] = {
-        "all_reduce": lambda _, result: partial(collectives.all_reduce, result, op, group),
-        "reduce": lambda _, result: partial(collectives.reduce, result, ROOT, op, group),
-        "broadcast": lambda _, result: partial(collectives.broadcast, result, ROOT, group),
-        "all_gather": lambda given, result: partial(collectives.all_gather_single, result, given, group),
+        "all_reduce": lambda _, result: partial(module.all_reduce, result, op, group),
+        "reduce": lambda _, result: partial(module.reduce, result, ROOT, op, group),
+        "broadcast": lambda _, result: partial(module.broadcast, result, ROOT, group),
+        "all_gather": lambda given, result: partial(module.all_gather_into_tensor, result, given, group),
         "reduce_scatter": lambda given, result: partial(
-            collectives.reduce_scatter_single, result, given, op, group
+            module.reduce_scatter_tensor, result, given, op, group
         ),
         "all_to_all": lambda given, result: partial(
-            collectives.all_to_all_single, result, given, None, None, group
+            module.all_to_all_single, result, given, None, None, group
         ),
-        "gather": lambda given, result: partial(collectives.gather, given, at_root(result), ROOT, group),
-        "scatter": lambda given, result: partial(collectives.scatter, result, at_root(given), ROOT, group),
+        "gather": lambda given, result: partial(module.gather, given, at_root(result), ROOT, group),
+        "scatter": lambda given, result: partial(module.scatter, result, at_root(given), ROOT, group),
         "sendrecv": ping,
-        "barrier": lambda *_: partial(collectives.barrier, group),
+        "barrier": lambda *_: partial(module.barrier, group),
     }
     return lambda operation, given, result: calls[operation.name](given, result)
 
@@ -109,14 +129,6 @@ def ping_pong(rank: int, ranks: int, send: Callable[[int], object], receive: Cal
         second(other)
 
     return call
-
-
-def _send(group: collectives.ProcessGroup, tensor: torch.Tensor, other: int) -> None:
-    collectives.send(tensor, other, group)
-
-
-def _receive(group: collectives.ProcessGroup, tensor: torch.Tensor, other: int) -> None:
-    collectives.recv(tensor, other, group)
 
 
 def add_zero(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Call:  # noqa: ARG001

@@ -14,7 +14,9 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.bench import patterns
+from collectives.backends.nccl import providers
+from collectives.bench import patterns, torch_peer
+from collectives.bench.devices import DEVICES
 from collectives.bench.groups import LOCALHOST, initialize
 from collectives.bench.lockstep import Lockstep
 from collectives.bench.machine import bind_to_core
@@ -68,6 +70,9 @@ class Workload:
         link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
         host: where the parent's store listens.
         namespaces: the network namespace of each rank, where there are machines.
+        device: type of the device that the tensors are on, a name of
+            :data:`~collectives.bench.devices.DEVICES`.
+        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
     """
 
     dtype: str
@@ -83,6 +88,8 @@ class Workload:
     link: str | None = None
     host: str = LOCALHOST
     namespaces: tuple[str, ...] = ()
+    device: str = "cpu"
+    provider: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,20 +181,22 @@ class Player:
     ) -> None:
         self._rank, self._size = rank, size
         self._workload = workload
-        self._barrier = barrier
+        self._device = DEVICES[workload.device]
+        self._barrier = self._device.starting(barrier)
         self._peers = peers
         self._dtype = getattr(torch, workload.dtype)
         self._prepared: tuple[str, int] | None = None
-        self._nothing = torch.empty(0, dtype=self._dtype)
+        place = self._device.kind
+        self._nothing = torch.empty(0, dtype=self._dtype, device=place)
         self._values = _Values(self._nothing, None)
         self._full = self._nothing  # a whole array of known values, for the memory limit
         self._hot = [
-            torch.empty(-(-workload.max_bytes // self._dtype.itemsize), dtype=self._dtype)
+            torch.empty(-(-workload.max_bytes // self._dtype.itemsize), dtype=self._dtype, device=place)
             for _ in range(_buffers(workload))
         ]
         # Two calls of the largest always fit.
         largest = 2 * _buffers(workload) * _stride(workload.max_bytes)
-        self._arena = torch.zeros(max(largest, ARENA_MIN_BYTES), dtype=torch.uint8)
+        self._arena = torch.zeros(max(largest, ARENA_MIN_BYTES), dtype=torch.uint8, device=place)
         self._offset = 0  # where the next buffer of the rotation begins
         self._crossings = 0
 
@@ -218,10 +227,12 @@ class Player:
         self._full = self._nothing
         self._values = _Values(self._nothing, None)  # the old and the new at once would be twice as much
         what = (operation, self._workload.redop, self._dtype, count, self._rank, self._size)
-        self._values = _Values(input_values(*what), wanted_values(*what))
+        given, wanted = input_values(*what), wanted_values(*what)
+        place = self._device.kind
+        self._values = _Values(given.to(place), None if wanted is None else wanted.to(place))
         whole = [each for each in (self._values.given, self._values.wanted) if each is not None]
         whole = [each for each in whole if each.numel() == count]
-        self._full = whole[0] if whole else input_values(ADD, *what[1:])
+        self._full = whole[0] if whole else input_values(ADD, *what[1:]).to(place)
         self._prepared = (operation.name, count)
 
     def _play_cold(self, operation: Operation, turn: Turn, values: _Values) -> tuple[list[int], int]:
@@ -234,7 +245,9 @@ class Player:
                 if given is not result:
                     result.zero_()
                 given.copy_(values.given)
-            calls = [self._bind(operation, turn, given, result) for given, result in pairs]
+            calls = [
+                self._device.completing(self._bind(operation, turn, given, result)) for given, result in pairs
+            ]
             durations += [self._timed(operation, call) for call in calls]
             for given, result in pairs:
                 wrong += values.count_wrong(result)
@@ -251,14 +264,16 @@ class Player:
             values = _Values(rest, None if values.wanted is None else rest)
         given.copy_(values.given)
         call = self._bind(operation, turn, given, result)
-        durations = [self._timed(operation, call) for _ in range(turn.hot_calls)]
+        complete = self._device.completing(call)
+        durations = [self._timed(operation, complete) for _ in range(turn.hot_calls)]
         loop: list[int] = []
         if turn.loop_calls:
-            calls = range(turn.loop_calls)
+            calls = range(turn.loop_calls - 1)
             self._barrier()
             begin = time.perf_counter_ns()
             for _ in calls:
                 call()
+            complete()
             took = time.perf_counter_ns() - begin
             loop.append(took // turn.loop_calls // (2 if operation.halved else 1))
         called = turn.hot_calls or turn.loop_calls
@@ -266,7 +281,8 @@ class Player:
 
     def _cross_late(self, turn: Turn) -> list[tuple[int, int]]:
         """Passes the barrier once more with one rank late; returns when this rank came and left."""
-        call = self._peers[turn.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
+        bound = self._peers[turn.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
+        call = self._device.completing(bound)
         late = self._crossings % self._size
         self._crossings += 1
         self._barrier()
@@ -351,6 +367,9 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         port: of the parent's store.
     """
     torch.set_num_threads(1)
+    DEVICES[workload.device].take(rank, size)
+    if workload.provider is not None:
+        os.environ[providers.PROVIDER_VARIABLE] = workload.provider
     if workload.namespaces:
         enter(workload.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
@@ -358,12 +377,17 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         bind_to_core(rank)
     for module in workload.imports:
         importlib.import_module(module)
-    if workload.backends:
-        initialize(rank, size, port, workload.backends[0], workload.host)
+    ours = [name for name in workload.backends if not name.startswith(torch_peer.PREFIX)]
+    if ours:
+        initialize(rank, size, port, ours[0], workload.host)
+    if len(ours) < len(workload.backends):
+        torch_peer.initialize(rank, size, port, workload.host)
     peers, introduction = _peers(workload)
     serve(connection, rank, size, workload, board, peers, introduction)
-    if workload.backends:
+    if ours:
         collectives.destroy_process_group()
+    if len(ours) < len(workload.backends):
+        torch_peer.close()
 
 
 def serve(
@@ -403,18 +427,29 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
     dtype = getattr(torch, workload.dtype)
     peers: dict[str, Bind] = {}
     refused: dict[tuple[str, str], str] = {}
+    versions: dict[str, str] = {}
     for name in workload.backends:
-        group = collectives.new_group(backend=name)
-        reasons = {word: why_not(group, OPERATIONS[word], dtype, op) for word in workload.operations}
+        if name.startswith(torch_peer.PREFIX):
+            peer = torch_peer.open_peer(name, workload.redop)
+            ask = partial(torch_peer.why_not, peer, dtype=dtype, device=workload.device)
+            if name == torch_peer.NCCL:
+                versions[name] = torch_peer.nccl_version()
+        else:
+            group = collectives.new_group(backend=name)
+            peer = group_peer(group, op)
+            ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device)
+            if name == "nccl":
+                versions[name] = providers.describe()
+        reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():
-            peers[name] = group_peer(group, op)
+            peers[name] = peer
     if workload.limit:
         try:
-            torch.zeros(1, dtype=dtype).add_(0)
+            torch.zeros(1, dtype=dtype, device=workload.device).add_(0)
         except RuntimeError:
             reason = f"tensor.add_(0) is not defined for {dtype}"
             refused |= {(LIMIT, word): reason for word in workload.operations}
         else:
             peers[LIMIT] = add_zero
-    return peers, Introduction(refused, {})
+    return peers, Introduction(refused, versions)

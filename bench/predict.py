@@ -29,12 +29,19 @@ time. Algorithms with a * are ours.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from collectives.bench.arguments import (
+    at_least,
+    check_plot,
+    failing_as_command,
+    parse_counts,
+    parse_sizes_argument,
+    show_progress,
+)
 from collectives.bench.calibration import (
     MEMORY,
     NETWORK,
@@ -47,7 +54,7 @@ from collectives.bench.calibration import (
     points_of_records,
     split,
 )
-from collectives.bench.comparison import Options, at_least, measure, parse_sizes_argument, show_progress
+from collectives.bench.comparison import Options, measure
 from collectives.bench.machine import usable_cores
 from collectives.bench.model import Parameters, Scale
 from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
@@ -57,7 +64,6 @@ from collectives.bench.records import KINDS, Record, Report, read_report, write_
 from collectives.bench.scaling import ends, ours, predictions, scales_up_to
 from collectives.bench.sizes import parse_sizes
 from collectives.bench.table import header_lines
-from collectives.cli import CommandError
 
 __all__ = ["add_arguments", "run"]
 
@@ -78,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nproc",
-        type=lambda text: tuple(at_least(2)(part) for part in text.split(",")),
+        type=parse_counts(2),
         default=(2, 3, 4),
         metavar="N,...",
         help="numbers of ranks to measure here (default: 2,3,4)",
@@ -165,11 +171,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: a file cannot be used, a rank failed, or matplotlib is missing.
     """
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
+    check_plot(arguments.plot)
     given = _given(arguments)
     start = replace(Parameters(cores=usable_cores()), **given)
-    try:
+    with failing_as_command(OSError, KeyError, TypeError, ValueError, RankFailedError):
         reports = [read_report(path) for path in arguments.record] or [_measure(arguments)]
         start = replace(start, cores=int(reports[0].environment["cores_usable"]))
         points = []
@@ -187,10 +192,6 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 parameters = fit(seen, parameters, NETWORK)
             used, kept = [*used, *seen], [*kept, *unseen]
-    except (OSError, KeyError, TypeError, ValueError, RankFailedError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        show_progress("")
     # A bucket belongs to the links that were measured; those of real machines have none.
     target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine, burst_bytes=0.0)
     target = replace(target, **given)

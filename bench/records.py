@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from collectives.bench.operations import bus_factor
 
-__all__ = ["KINDS", "SCHEMA", "Record", "Report", "Skipped", "Timing", "read_report", "write_json"]
+__all__ = [
+    "KINDS",
+    "SCHEMA",
+    "BaseReport",
+    "Record",
+    "Report",
+    "Skipped",
+    "Timing",
+    "read_report",
+    "write_json",
+]
 
 SCHEMA = 1
 """Version of the JSON form; grows when a field changes its meaning or goes."""
@@ -74,6 +85,7 @@ class Record:
         root: the rank that is special; -1 where none is.
         compared_as: the operation whose peers this one took turns with; the same as ``operation`` but for the
             memory limit, and so where it is empty.
+        device: type of the device that the tensors were on.
     """
 
     operation: str
@@ -91,6 +103,7 @@ class Record:
     loop: Timing | None = None
     root: int = -1
     compared_as: str = ""
+    device: str = "cpu"
 
     @property
     def question(self) -> str:
@@ -144,9 +157,12 @@ class Skipped:
     operation: str = ""
 
 
+_R = TypeVar("_R")
+
+
 @dataclass(slots=True)
-class Report:
-    """All that a program found out.
+class BaseReport(ABC, Generic[_R]):
+    """All that a program found out, in records of one kind.
 
     Attributes:
         program: its name.
@@ -159,7 +175,7 @@ class Report:
     program: str
     environment: Mapping[str, Any]
     options: Mapping[str, Any]
-    records: list[Record] = field(default_factory=list)
+    records: list[_R] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -169,9 +185,23 @@ class Report:
             "program": self.program,
             "environment": dict(self.environment),
             "options": dict(self.options),
-            "records": [record.as_json() for record in self.records],
+            "records": [self.record_as_json(record) for record in self.records],
             "skipped": [asdict(skipped) for skipped in self.skipped],
         }
+
+    @abstractmethod
+    def record_as_json(self, record: _R) -> dict[str, Any]:
+        """Returns a record as plain values."""
+
+
+class Report(BaseReport[Record]):
+    """All that a comparison of peers found out."""
+
+    __slots__ = ()
+
+    def record_as_json(self, record: Record) -> dict[str, Any]:
+        """Returns a record as plain values, with its bandwidths."""
+        return record.as_json()
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:

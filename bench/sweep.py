@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from collectives.bench.groups import parent_store
+from collectives.bench.launching import start_ranks
 from collectives.bench.lockstep import create_board
 from collectives.bench.mpi4py_peer import MPI4PY, start_team
 from collectives.bench.namespaces import Machines
 from collectives.bench.operations import ADD, OPERATIONS, ROOT, rounded_count
 from collectives.bench.player import LIMIT, Introduction, Turn, TurnResult, Workload, play
-from collectives.bench.ranks import SpawnedTeam, Team
+from collectives.bench.ranks import Team
 from collectives.bench.records import Record, Skipped, Timing
 
 __all__ = ["MAX_CALLS", "MIN_CALLS", "ROUNDS", "Findings", "Point", "Schedule", "points_of", "sweep"]
@@ -168,7 +169,7 @@ def sweep(
         teams: list[Team] = []
         if own.backends or own.limit:
             args = (ranks, own, _board(stack, ranks), store.port)
-            teams.append(stack.enter_context(SpawnedTeam(ranks, play, args)))
+            teams.append(stack.enter_context(start_ranks(own.backends, ranks, play, args)))
         if MPI4PY in workload.backends:
             other = replace(workload, backends=(MPI4PY,), limit=False)
             teams.append(stack.enter_context(start_team(ranks, other, _board(stack, ranks))))
@@ -298,4 +299,5 @@ def _record(ranks: int, workload: Workload, peer: _Peer) -> Record:
         loop=Timing.of(peer.loop) if peer.loop_calls else None,
         root=ROOT if operation.rooted else -1,
         compared_as=peer.point.operation,
+        device=workload.device,
     )

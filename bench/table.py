@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from collectives.bench.records import KINDS, Record, Report, Skipped, Timing
+from collectives.bench.records import KINDS, BaseReport, Record, Report, Skipped, Timing
 from collectives.bench.sizes import format_bytes
 
 __all__ = [
-    "Described",
     "brief_line",
     "comparison_lines",
     "header_lines",
@@ -42,23 +42,7 @@ _COLD = slice(5, 12)
 _HOT = slice(12, 16)
 
 
-class Described(Protocol):
-    """A report of any program."""
-
-    @property
-    def program(self) -> str:
-        """Its name."""
-
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """Machine and versions."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What the program was asked to do."""
-
-
-def header_lines(report: Described) -> list[str]:
+def header_lines(report: BaseReport[Any]) -> list[str]:
     """Returns the program, the versions, the machine and the options."""
     machine, options = report.environment, dict(report.options)
     cache = machine["cache_last_level_bytes"]
@@ -82,9 +66,22 @@ def header_lines(report: Described) -> list[str]:
     return [
         f"# {report.program}: {versions}",
         f"# machine: {', '.join(where)}",
+        *_gpu_lines(machine),
         *([f"# peers: {peers}"] if peers else []),
         "# options: " + "; ".join(f"{name} {_plain(value)}" for name, value in options.items()),
     ]
+
+
+def _gpu_lines(machine: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the GPUs that tensors are on, and how ranks share them."""
+    if "gpus" not in machine:
+        return
+    names = ", ".join(f"{number} x {name}" for name, number in Counter(machine["gpus"]).items())
+    yield f"# gpus: {names}, driver {machine['gpu_driver']}, CUDA {machine['cuda']}"
+    if "gpus_shared_by_ranks" in machine:
+        runs = ",".join(map(str, machine["gpus_shared_by_ranks"]))
+        words = " ".join(f"{name}={value}" for name, value in machine["gpus_shared_environment"].items())
+        yield f"# ranks share gpus in runs of {runs} ranks, with {words}; that tells nothing of bandwidths"
 
 
 def _plain(value: object) -> str:

@@ -21,26 +21,19 @@ from collectives.bench.lockstep import Lockstep
 from collectives.bench.machine import bind_to_core
 from collectives.bench.models import MODELS, loss_of
 from collectives.bench.ranks import commands
+from collectives.bench.training_peers import Peer
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks import debugging_hooks, default_hooks
 
 __all__ = [
-    "HOOKS",
-    "KINDS",
     "OPTIMIZERS",
     "Assignment",
     "End",
     "Ready",
     "Times",
     "Trainer",
-    "parse_peer",
     "train",
 ]
-
-KINDS = ("ours", "torch", "alone")
-"""Whose wrapper: this package's, torch's, none at all."""
-
-HOOKS = ("", "noop", "fp16", "bf16")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
@@ -49,37 +42,22 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
 }
 
 
-def parse_peer(peer: str) -> tuple[str, str, str]:
-    """Returns kind, backend and hook of a peer named ``KIND:BACKEND+HOOK``; ``alone`` has neither.
-
-    Raises:
-        ValueError: there is no such kind or hook, or the name has another form.
-    """
-    kind, colon, rest = peer.partition(":")
-    backend, plus, hook = rest.partition("+")
-    if kind not in KINDS or (kind == "alone") == bool(colon) or (kind != "alone" and not backend):
-        raise ValueError(f"peer {peer!r} must be alone, ours:BACKEND or torch:BACKEND, with +HOOK if wanted")
-    if hook not in HOOKS or bool(plus) != bool(hook):
-        raise ValueError(f"peer {peer!r} has no known hook; known are +{', +'.join(HOOKS[1:])}")
-    return kind, backend, hook
-
-
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What a rank trains.
 
     Attributes:
-        peer: name of the peer.
+        peer: the peer.
         model: name of the model.
         batch: samples of each rank in an iteration.
         length: of a sample: width and height of an image, tokens of a text.
         optimizer: name of the optimizer.
-        arguments: keyword arguments of the wrapper.
+        arguments: keyword arguments of the wrapper, but for what the peer says itself.
         imports: modules to import first, which register further backends.
         bind: whether each rank, with all its threads, stays on a core of its own.
     """
 
-    peer: str
+    peer: Peer
     model: str
     batch: int
     length: int
@@ -248,16 +226,19 @@ def _join(
     given: Assignment, rank: int, size: int, port: int
 ) -> tuple[Callable[[nn.Module], nn.Module], Callable[[], None]]:
     """Makes the peer's group; returns the function that wraps a model, and the one that leaves the group."""
-    kind, backend, hook = parse_peer(given.peer)
-    if kind == "alone":
+    peer = given.peer
+    arguments = dict(given.arguments)
+    if peer.find_unused:
+        arguments["find_unused_parameters"] = True
+    if peer.kind == "alone":
         return (lambda model: model), (lambda: None)
-    if kind == "ours":
-        initialize(rank, size, port, backend)
+    if peer.kind == "ours":
+        initialize(rank, size, port, peer.backend)
 
         def wrap_ours(model: nn.Module) -> nn.Module:
-            parallel = DistributedDataParallel(model, **given.arguments)
-            if hook:
-                parallel.register_comm_hook(None, _hook(hook, default_hooks, debugging_hooks))
+            parallel = DistributedDataParallel(model, **arguments)
+            if peer.hook:
+                parallel.register_comm_hook(None, _hook(peer.hook, default_hooks, debugging_hooks))
             return parallel
 
         return wrap_ours, collectives.destroy_process_group
@@ -267,12 +248,12 @@ def _join(
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
     store = torch._C._distributed_c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(peer.backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
     def wrap_torch(model: nn.Module) -> nn.Module:
-        parallel = nn.parallel.DistributedDataParallel(model, **given.arguments)
-        if hook:
-            parallel.register_comm_hook(None, _hook(hook, torch_default, torch_debugging))
+        parallel = nn.parallel.DistributedDataParallel(model, **arguments)
+        if peer.hook:
+            parallel.register_comm_hook(None, _hook(peer.hook, torch_default, torch_debugging))
         return parallel
 
     return wrap_torch, dist.destroy_process_group

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.records import SCHEMA, Skipped, Timing
+from collectives.bench.records import BaseReport, Timing
 from collectives.bench.table import skipped_lines
+from collectives.bench.training_peers import BASELINE, Peer
 
-__all__ = ["BASELINE", "TrainingRecord", "TrainingReport", "base_of", "report_lines", "without_communication"]
-
-BASELINE = "torch:gloo"
-"""The peer that others are compared with: what users have without this package."""
-
-_NOOP = "+noop"
-
-
-def without_communication(peer: str) -> str:
-    """Returns the name of the peer that does the same with a hook that does nothing."""
-    return peer.partition("+")[0] + _NOOP
-
-
-def base_of(peer: str) -> str:
-    """Returns the name of the peer among torch's over Gloo that a peer is compared with: same hook."""
-    _, plus, hook = peer.partition("+")
-    return BASELINE + plus + hook
+__all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +22,7 @@ class TrainingRecord:
         model: name of the model.
         ranks: number of ranks.
         batch: samples of each rank in an iteration.
-        length: of a sample: width and height of an image, tokens of a text.
+        length: of a sample: width and height of an image, tokens of a text, rows of a table.
         parameters: number of trained parameters.
         parameter_tensors: number of tensors they lie in.
         iteration: whole iterations.
@@ -73,57 +58,39 @@ class TrainingRecord:
     agrees: bool
 
 
-@dataclass(slots=True)
-class TrainingReport:
-    """All that the program found out.
+class TrainingReport(BaseReport[TrainingRecord]):
+    """All that the program found out."""
 
-    Attributes:
-        program: its name.
-        environment: machine and versions.
-        options: what the program was asked to do.
-        records: measurements, in order.
-        skipped: peers and models that were not measured.
-    """
+    __slots__ = ()
 
-    program: str
-    environment: Mapping[str, Any]
-    options: Mapping[str, Any]
-    records: list[TrainingRecord] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the report as plain values, every record with its ratios."""
-        return {
-            "schema": SCHEMA,
-            "program": self.program,
-            "environment": dict(self.environment),
-            "options": dict(self.options),
-            "records": [{**asdict(record), "ratios": self.ratios(record)} for record in self.records],
-            "skipped": [asdict(skipped) for skipped in self.skipped],
-        }
+    def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
+        """Returns a record as plain values, with its ratios."""
+        return {**asdict(record), "ratios": self.ratios(record)}
 
     def ratios(self, record: TrainingRecord) -> dict[str, float | None]:
         """Returns how a record compares with others of the same model; ``None`` where those are missing.
 
         ``time_over_noop``: its iteration over that of the same peer with a no-op hook.
-        ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook.
+        ``time_over_plain``: over that of the same peer that does not look for unused parameters.
+        ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook and options.
         ``memory_over_torch``: its peak of memory over the peak there.
         """
-        noop = self._find(record, without_communication(record.peer))
-        base = self._find(record, base_of(record.peer))
-        mine = record.iteration.median_us
+        peer = Peer.parse(record.peer)
+        noop = self._find(record, peer.without_communication())
+        plain = self._find(record, peer.plain())
+        base = self._find(record, peer.base())
         return {
-            "time_over_noop": mine / noop.iteration.median_us if noop and noop is not record else None,
-            "time_over_torch": mine / base.iteration.median_us if base and base is not record else None,
-            "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes
-            if base and base is not record
-            else None,
+            "time_over_noop": record.iteration.median_us / noop.iteration.median_us if noop else None,
+            "time_over_plain": record.iteration.median_us / plain.iteration.median_us if plain else None,
+            "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
+            "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
         }
 
-    def _find(self, like: TrainingRecord, peer: str) -> TrainingRecord | None:
+    def _find(self, like: TrainingRecord, peer: Peer) -> TrainingRecord | None:
+        """Returns another record of the same model by its peer."""
         for record in self.records:
-            if (record.peer, record.model, record.ranks) == (peer, like.model, like.ranks):
-                return record
+            if (record.peer, record.model, record.ranks) == (str(peer), like.model, like.ranks):
+                return None if record is like else record
         return None
 
 
@@ -137,6 +104,7 @@ _COLUMNS = (
     ("backward", "(ms)", 10),
     ("step", "(ms)", 8),
     ("/no-op", "(time)", 9),
+    ("/plain", "(time)", 9),
     ("/torch", "(time)", 9),
     ("peak", "(MiB)", 9),
     ("/torch", "(memory)", 10),
@@ -153,7 +121,8 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
     if report.records:
         yield ""
         yield "# /no-op: iteration over that of the same peer with a no-op hook (what communication costs)."
-        yield f"# /torch: over {BASELINE} with the same hook; less than 1 is faster, or smaller."
+        yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
+        yield f"# /torch: over {BASELINE} with the same words; less than 1 is faster, or smaller."
         yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
     if report.skipped:
         yield ""
@@ -180,6 +149,7 @@ def _table(report: TrainingReport, records: Sequence[TrainingRecord]) -> Iterato
             _ms(record.iteration.min_us),
             *(_ms(timing.median_us) for timing in (record.forward, record.backward, record.step)),
             _ratio(ratios["time_over_noop"]),
+            _ratio(ratios["time_over_plain"]),
             _ratio(ratios["time_over_torch"]),
             f"{record.peak_memory_bytes / 2**20:.0f}",
             _ratio(ratios["memory_over_torch"]),

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from collectives.backends import host_tuning
-from collectives.bench.comparison import at_least, show_progress
+from collectives.bench.arguments import parse_counts, show_progress
 from collectives.bench.ranks import RankFailedError
 from collectives.bench.sizes import format_bytes
 from collectives.bench.tuning_ranks import Rig
@@ -132,4 +132,4 @@ def table(outcome: Outcome) -> list[str]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({at_least(2)(part) for part in text.split(",")}))
+    return tuple(sorted(set(parse_counts(2)(text))))

@@ -10,7 +10,7 @@ import torch
 from collectives.bench import ddp, models
 from collectives.bench.models import MODELS, loss_of
 from collectives.bench.records import Timing
-from collectives.bench.trainer import parse_peer
+from collectives.bench.training_peers import Peer
 from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
 from collectives.cli import main
 
@@ -53,10 +53,31 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     medians = {name: record["iteration"]["median_us"] for name, record in records.items()}
     assert ours["ratios"] == {
         "time_over_noop": medians["ours:host"] / medians["ours:host+noop"],
+        "time_over_plain": None,
         "time_over_torch": medians["ours:host"] / medians["torch:gloo"],
         "memory_over_torch": ours["peak_memory_bytes"] / torchs["peak_memory_bytes"],
     }
     assert torchs["ratios"]["time_over_noop"] is None
+
+
+def test_the_cost_of_looking_for_unused_parameters(tmp_path):
+    path = tmp_path / "out.json"
+    peers = "ours:host,ours:host+unused+noop,ours:host+unused"
+    status = main(
+        ["bench", "ddp", "--models", "layers500", "--peers", peers, "--iters", "2", "--warmup", "2",
+         "--json", str(path)]
+    )  # fmt: skip
+    assert status == 0
+    plain, noop, unused = json.loads(path.read_text())["records"]
+    assert [one["peer"] for one in (plain, noop, unused)] == [
+        "ours:host", "ours:host+noop+unused", "ours:host+unused",
+    ]  # fmt: skip
+    assert plain["parameter_tensors"] == 1000
+    assert plain["grad_norm"] == unused["grad_norm"]
+    assert unused["ratios"]["time_over_plain"] == (
+        unused["iteration"]["median_us"] / plain["iteration"]["median_us"]
+    )
+    assert plain["ratios"]["time_over_plain"] is noop["ratios"]["time_over_plain"] is None
 
 
 def record(peer, milliseconds, **changes):
@@ -77,7 +98,7 @@ def test_ratios_compare_like_with_like():
         record("ours:host", 70, model="other"),
     ])  # fmt: skip
     assert report.ratios(report.records[0]) == {
-        "time_over_noop": 1.1, "time_over_torch": 0.5, "memory_over_torch": 1.0,
+        "time_over_noop": 1.1, "time_over_plain": None, "time_over_torch": 0.5, "memory_over_torch": 1.0,
     }  # fmt: skip
     assert report.ratios(report.records[1])["time_over_torch"] == 2.0
     assert set(report.ratios(report.records[4]).values()) == {None}
@@ -98,8 +119,8 @@ def test_without_transformers_the_small_model_is_measured_and_the_command_is_nam
 def test_peers_that_disagree_are_told():
     peers = []
     for name, norm in (("ours:host", 1.0), ("torch:gloo", 1.0005), ("torch:collectives", 1.01)):
-        peer = object.__new__(ddp._Peer)
-        peer.name = name
+        peer = object.__new__(ddp._Ranks)
+        peer.peer = Peer.parse(name)
         peer.ready = [ddp.Ready(10, 2, norm, 0)] * 2
         peer.times = [ddp.Times([5], [5], [5], [5])] * 2
         peer.team = type("Team", (), {"size": 2})
@@ -123,7 +144,8 @@ def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
     [
         (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
         (["--peers", "alone:host"], "must be alone"),
-        (["--peers", "ours:host+zip"], "has no known hook; known are +noop, +fp16, +bf16"),
+        (["--peers", "ours:host+zip"], "has no known hook or option; known are +noop, +fp16"),
+        (["--peers", "ours:host+noop+fp16"], "has a word twice, or two hooks"),
         (["--peers", "ours:hots"], "unknown backend 'hots'"),
         (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
     ],
@@ -134,8 +156,13 @@ def test_arguments_that_do_not_fit(arguments, message, capsys):
 
 
 def test_names_of_peers():
-    assert parse_peer("torch:gloo+fp16") == ("torch", "gloo", "fp16")
-    assert parse_peer("alone") == ("alone", "", "")
+    peer = Peer.parse("torch:gloo+unused+fp16")
+    assert peer == Peer("torch", "gloo", "fp16", find_unused=True)
+    assert str(peer) == "torch:gloo+fp16+unused"
+    assert str(peer.plain()) == "torch:gloo+fp16"
+    assert str(Peer("ours", "host", "noop", find_unused=True).base()) == "torch:gloo+noop+unused"
+    assert str(Peer.parse("alone")) == "alone"
+    assert not Peer.parse("alone").communicates
 
 
 def test_every_output_takes_part_in_the_loss():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+from mpi_team import VARIABLE, find_installations
 
 from collectives.bench import mpi4py_peer
 from collectives.bench.records import read_report
@@ -40,11 +42,16 @@ def test_an_mpi_that_does_not_work_is_named(said, why, monkeypatch, tmp_path):
     assert why in reason
 
 
-@pytest.fixture(scope="module")
-def mpi():
-    reason = mpi4py_peer.why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+@pytest.fixture(
+    params=find_installations() or [None], ids=lambda installation: getattr(installation, "name", "none")
+)
+def mpi(request, monkeypatch, tmp_path):
+    """Each MPI of the tests in turn, where the command looks for one."""
+    if request.param is None:
+        pytest.skip(f"needs an MPI: no installation in this environment and none in {VARIABLE}")
+    for name, value in request.param.environment(str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(request.param.prefix / "bin"), prepend=os.pathsep)
 
 
 def test_turns_with_a_backend(mpi, tmp_path):
