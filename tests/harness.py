@@ -41,7 +41,17 @@ from rank_server import Outcome, Task, current_store
 if TYPE_CHECKING:
     from collectives.bench.namespaces import Machines
 
-__all__ = ["Died", "RankFailedError", "RankTimeoutError", "close", "current_store", "run_ranks", "run_world"]
+__all__ = [
+    "Died",
+    "RankFailedError",
+    "RankProcess",
+    "RankTimeoutError",
+    "close",
+    "current_store",
+    "run_on",
+    "run_ranks",
+    "run_world",
+]
 
 SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 """Environment variable that marks all descendants of this pytest process."""
@@ -83,17 +93,20 @@ class Died:
     exitcode: int
 
 
-class _Rank:
-    """A process that plays ranks, seen from here."""
+class RankProcess:
+    """A process that plays ranks, seen from here.
 
-    def __init__(self, server: _ForkServer, folder: Path, number: int) -> None:
-        self._server = server
-        self._log = folder / f"{number}.log"
-        ours, theirs = socket.socketpair()
-        with theirs, self._log.open("wb") as log:
-            self.pid = server.fork(theirs.fileno(), log.fileno())
-        self.connection = mp_connection.Connection(ours.detach())
-        self.pidfd = os.pidfd_open(self.pid)
+    Args:
+        connection: where it gets tasks and answers.
+        pid: its number.
+        log: file with its output.
+    """
+
+    def __init__(self, connection: mp_connection.Connection, pid: int, log: Path) -> None:
+        self.connection = connection
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self._log = log
         self._seen = 0
 
     def start(self, task: Task) -> None:
@@ -108,6 +121,18 @@ class _Rank:
 
     def send_signal(self, number: int) -> None:
         signal.pidfd_send_signal(self.pidfd, number)
+
+
+class _Rank(RankProcess):
+    """One that the fork server makes."""
+
+    def __init__(self, server: _ForkServer, folder: Path, number: int) -> None:
+        self._server = server
+        log_file = folder / f"{number}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, log_file.open("wb") as log:
+            pid = server.fork(theirs.fileno(), log.fileno())
+        super().__init__(mp_connection.Connection(ours.detach()), pid, log_file)
 
     def close(self, kill: bool, patience: float = 0.0) -> int:
         """Ends the process; returns its exit status.
@@ -308,25 +333,79 @@ def _run(
     machines: tuple[Machines, Sequence[int]] | None,
     placement: str,
 ) -> list[Any]:
-    global _harness
     __tracebackhide__ = True
-    if "<" in function.__qualname__:
-        raise TypeError(f"ranks run functions of module level, but {function.__qualname__} is none")
-    if rank_server.is_rank():
-        raise RuntimeError("a rank cannot start ranks; is there a call at the level of a module?")
     if lost and not isolated:
         raise ValueError("lost ranks need isolated=True")
     if machines is not None and not isolated:
         raise ValueError("ranks on machines need isolated=True")
     if placement and len(placement) != world_size:
         raise ValueError(f"placement {placement!r} is for {len(placement)} ranks, but there are {world_size}")
+    running = _running()
+    store = running.address if machines is None else running.address_on(machines[0].host)
+    namespaces = None if machines is None else [machines[0].namespace(place) for place in machines[1]]
+    tasks = _tasks(function, world_size, args, about, store, namespaces, placement)
+    ranks = running.take(world_size, isolated)
+    healthy = False
+    try:
+        results = _play(function, ranks, tasks, timeout, lost)
+        healthy = True
+    finally:
+        if healthy and not isolated:
+            running.give_back(ranks)
+        else:
+            codes = [rank.close(True, 0.3 if number in lost else 0.0) for number, rank in enumerate(ranks)]
+    if isolated:
+        results = [Died(codes[r]) if isinstance(value, Died) else value for r, value in enumerate(results)]
+    return results
+
+
+def run_on(
+    ranks: Sequence[RankProcess],
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = None,
+    timeout: float = 60.0,
+    lost: Collection[int] = (),
+    env: dict[str, str | None] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Runs a function as :func:`run_ranks` does, on processes that somebody else has started.
+
+    Ranks of ``lost`` need not answer; the caller ends them.
+    """
+    __tracebackhide__ = True
+    if "group_timeout" in options:
+        options["timeout"] = options.pop("group_timeout")
+    about = {"backend": backend, "options": options, "env": env or {}}
+    tasks = _tasks(function, len(ranks), args, about, _running().address)
+    return _play(function, ranks, tasks, timeout, lost)
+
+
+def _running() -> _Harness:
+    """Returns the harness of this pytest process."""
+    global _harness
+    if rank_server.is_rank():
+        raise RuntimeError("a rank cannot start ranks; is there a call at the level of a module?")
     if _harness is None:
         _harness = _Harness()
-    call = f"call{next(_harness.calls)}"
-    payload = pickle.dumps(args)
-    modules = _modules_of(function, args)
-    store = _harness.address if machines is None else _harness.address_on(machines[0].host)
-    tasks = [
+    return _harness
+
+
+def _tasks(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    about: dict[str, Any],
+    store: tuple[str, int],
+    namespaces: Sequence[str] | None = None,
+    placement: str = "",
+) -> list[Task]:
+    """Returns the task of every rank."""
+    if "<" in function.__qualname__:
+        raise TypeError(f"ranks run functions of module level, but {function.__qualname__} is none")
+    call = f"call{next(_running().calls)}"
+    modules, payload = _modules_of(function, args), pickle.dumps(args)
+    return [
         Task(
             rank,
             world_size,
@@ -336,28 +415,26 @@ def _run(
             payload,
             store,
             call,
-            namespace=None if machines is None else machines[0].namespace(machines[1][rank]),
+            namespace=None if namespaces is None else namespaces[rank],
             **{**about, "env": {**about["env"], _MACHINE_LABEL: placement[rank] if placement else None}},
         )
         for rank in range(world_size)
     ]
-    ranks = _harness.take(world_size, isolated)
-    healthy = False
-    try:
-        for rank, task in zip(ranks, tasks, strict=True):
-            rank.start(task)
-        results = _Watch(f"{function.__qualname__} on {world_size} ranks", ranks, set(lost)).until(
-            time.monotonic() + timeout, timeout
-        )
-        healthy = True
-    finally:
-        if healthy and not isolated:
-            _harness.give_back(ranks)
-        else:
-            codes = [rank.close(True, 0.3 if number in lost else 0.0) for number, rank in enumerate(ranks)]
-    if isolated:
-        results = [Died(codes[r]) if isinstance(value, Died) else value for r, value in enumerate(results)]
-    return results
+
+
+def _play(
+    function: Callable[..., Any],
+    ranks: Sequence[RankProcess],
+    tasks: Sequence[Task],
+    timeout: float,
+    lost: Collection[int],
+) -> list[Any]:
+    """Has the ranks carry out their tasks, and returns the results."""
+    __tracebackhide__ = True
+    for rank, task in zip(ranks, tasks, strict=True):
+        rank.start(task)
+    what = f"{function.__qualname__} on {len(ranks)} ranks"
+    return _Watch(what, ranks, set(lost)).until(time.monotonic() + timeout, timeout)
 
 
 def _modules_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, str]]:
@@ -375,7 +452,7 @@ def _modules_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tup
 class _Watch:
     """Waits for the outcomes of one call."""
 
-    def __init__(self, what: str, ranks: list[_Rank], lost: set[int]) -> None:
+    def __init__(self, what: str, ranks: Sequence[RankProcess], lost: set[int]) -> None:
         self._what = what
         self._ranks = ranks
         self._lost = lost

@@ -203,7 +203,8 @@ def serve_rank(connection: Connection) -> None:
         connection.send_bytes(answer)
 
 
-def _be_rank(connection_fd: int, log_fd: int) -> None:
+def be_rank(connection: Connection, log_fd: int) -> None:
+    """Makes this process a rank: its output goes to a log, and it ends with its parent or the connection."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -213,7 +214,7 @@ def _be_rank(connection_fd: int, log_fd: int) -> None:
     warnings.filterwarnings("error", module=r"collectives(\.|$)")
     # torch says so once for any use of complex32, a data type that the backends must move and reduce.
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
-    serve_rank(Connection(connection_fd))
+    serve_rank(connection)
     gc.collect()
 
 
@@ -247,7 +248,8 @@ def serve_forks(control: socket.socket) -> None:
             status = 1
             try:
                 control.close()
-                _be_rank(*fds)
+                connection_fd, log_fd = fds
+                be_rank(Connection(connection_fd), log_fd)
                 status = 0
             except BaseException:  # noqa: BLE001 - a forked process must not go on in the server's code
                 traceback.print_exc()

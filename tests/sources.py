@@ -13,6 +13,8 @@ FOLDERS = {
     "bench": "collectives.bench",
 }
 """The package that each top-level folder is."""
+BESIDE = ROOT / "collectives" / "bridge" / "collectives_registration"
+"""A package of its own, which torch loads by entry point without an import of ``collectives``."""
 
 
 def modules() -> dict[str, Path]:
@@ -20,6 +22,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+            top, name = (BESIDE, BESIDE.name) if BESIDE in path.parents else (ROOT / folder, package)
+            parts = path.relative_to(top).with_suffix("").parts
+            found[".".join([name, *(part for part in parts if part != "__init__")])] = path
     return found

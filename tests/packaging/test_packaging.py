@@ -116,10 +116,13 @@ def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
-def test_wheel_holds_one_package_without_sources_of_the_core(wheel: Path) -> None:
+def test_wheel_holds_the_packages_without_sources_of_the_core(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     roots = {name.split("/")[0] for name in names}
-    assert {root for root in roots if not root.endswith(".dist-info")} == {"collectives"}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {
+        "collectives",
+        "collectives_registration",
+    }
     assert "collectives/py.typed" in names
     assert "collectives/_native.pyi" in names
     for part in ("store", "backends", "ddp", "bench"):
