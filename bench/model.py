@@ -51,7 +51,7 @@ LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
 CHUNKS_WANTED = 4
 RING_BYTES = 1 << 20
 """Defaults of the host backend: ``transport/tuning.cpp``; between machines, ``control_page.cpp`` there and
-``algorithms/between_machines.cpp``."""
+``algorithms/machine_parts.hpp``."""
 
 HEAD_BYTES, ENTRY_BYTES = 16, 40
 """Of a frame of the leaders' meeting (``transport/exchange.hpp``): its head, and what tells of each rank."""

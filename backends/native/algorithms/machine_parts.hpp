@@ -1,0 +1,51 @@
+// How long collectives between machines are cut up, and which rank speaks for a machine.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "algorithms/collectives.hpp"
+#include "algorithms/round.hpp"
+
+namespace collectives {
+
+inline constexpr std::size_t kLeastChunk = 64 << 10;
+inline constexpr std::size_t kMostChunk = 256 << 10;
+// Chunks that a message should have, so that the stages overlap.
+inline constexpr std::size_t kChunksWanted = 8;
+
+inline std::size_t as_index(int number) { return static_cast<std::size_t>(number); }
+
+// By machine.
+inline std::vector<int> leaders_of(const Placement& placement) {
+  std::vector<int> leaders;
+  for (const auto& machine : placement.machines) leaders.push_back(machine.front());
+  return leaders;
+}
+
+inline bool all_alone(const Placement& placement) {
+  return placement.count() == static_cast<int>(placement.machine_of.size());
+}
+
+inline bool alone(const Placement& placement, std::size_t machine) {
+  return placement.machines[machine].size() == 1;
+}
+
+// `total` in as many parts of equal length, each but the last a multiple of a line.
+inline Pieces parted(std::size_t total, std::size_t parts) {
+  return {.total = total, .step = round_up((total + parts - 1) / parts, kSliceAlignment)};
+}
+
+// Bytes of a chunk of a message that is not reduced.
+inline std::size_t moved_chunk(std::size_t bytes) {
+  return round_up(std::clamp(bytes / kChunksWanted, kLeastChunk, kMostChunk), kPage);
+}
+
+inline std::size_t longest_bytes(const std::vector<Part>& parts) {
+  std::size_t longest = 0;
+  for (const Part& part : parts) longest = std::max(longest, part.bytes);
+  return longest;
+}
+
+}  // namespace collectives
