@@ -32,6 +32,7 @@ from collectives.backends.gloo_torch import (
     break_connections,
     byte_count,
     gloo_options,
+    option_names,
 )
 from collectives.backends.gloo_work import CollectiveGlooWork, MessageGlooWork
 from collectives.backends.liveness import Liveness
@@ -58,7 +59,7 @@ from collectives.types import (
 )
 from collectives.work import CoalescedWork, CompletedWork, FinishingWork, Work
 
-__all__ = ["ProcessGroupGloo", "capabilities", "create", "unavailable"]
+__all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
 
@@ -88,7 +89,7 @@ def create(options: GroupOptions) -> ProcessGroupGloo:
 
     Args:
         options: ``pg_options`` may be a ``torch.distributed.ProcessGroupGloo._Options`` with the number of
-            threads and the devices.
+            threads and the devices, or a dict of its fields ``_threads`` and ``_devices``.
 
     Raises:
         TypeError: ``pg_options`` are something else.

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as torch_distributed
 from collectives.backends.gloo_failures import TIMED_OUT
 from collectives.dtypes import native_count
 from collectives.errors import DistBackendError
-from collectives.registry import GroupOptions
+from collectives.registry import GroupOptions, refuse_unknown_options
 
 __all__ = [
     "TorchGroup",
@@ -28,12 +28,18 @@ __all__ = [
     "byte_count",
     "connects_on_demand",
     "gloo_options",
+    "option_names",
 ]
 
 _ABORT_TAG = 2**31 - 2
 
 _CONNECTING_SECONDS = 1.0
 """How long an end waits for connections that are made only to be closed."""
+
+
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the options, which are those of torch."""
+    return ("_threads", "_devices")
 
 
 def gloo_options(options: GroupOptions) -> Any:
@@ -44,6 +50,10 @@ def gloo_options(options: GroupOptions) -> Any:
     """
     kind: Any = torch_distributed.ProcessGroupGloo._Options  # type: ignore[attr-defined]
     given = options.pg_options
+    if isinstance(given, Mapping):
+        where = f"[rank {options.rank}] pg_options of the gloo backend:"
+        refuse_unknown_options(given, option_names(), where)
+        given = _from_fields(kind(), given, where)
     if given is not None and not isinstance(given, kind):
         raise TypeError(
             f"[rank {options.rank}] pg_options of the gloo backend must be a "
@@ -55,6 +65,17 @@ def gloo_options(options: GroupOptions) -> Any:
     if not made._devices:
         made._devices = [_device(name) for name in _interfaces()]
     return made
+
+
+def _from_fields(record: Any, given: Mapping[str, Any], where: str) -> Any:
+    """Returns torch's record with some of its fields set."""
+    name = ""
+    try:
+        for name in given:
+            setattr(record, name, given[name])
+    except TypeError as error:
+        raise TypeError(f"{where} {name} cannot be {given[name]!r}: {error}") from error
+    return record
 
 
 def agree_on_devices(options: GroupOptions, count: int) -> None:

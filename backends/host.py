@@ -37,7 +37,7 @@ from collectives.types import (
 )
 from collectives.work import CompletedWork, Work
 
-__all__ = ["ProcessGroupHost", "capabilities", "create"]
+__all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
 
 _CODES = NATIVE_CODES
 _SUM = ReduceOp.SUM.code
@@ -524,6 +524,11 @@ def _nanoseconds(timeout: timedelta) -> int:
 def capabilities() -> Capabilities:
     """Returns what groups can do."""
     return _CAPABILITIES
+
+
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the backend's own options: none."""
+    return ()
 
 
 def create(options: GroupOptions) -> ProcessGroupHost:

@@ -19,7 +19,7 @@ import torch.distributed as torch_distributed
 from torch.futures import Future
 
 from collectives import ProcessGroup, Work, _native
-from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, options_of
+from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin_work import LaneWork, tell_lane
 from collectives.capabilities import Capabilities, by_device, in_common
 from collectives.errors import (
@@ -48,6 +48,7 @@ __all__ = [
     "RoundRobinOptions",
     "capabilities",
     "create",
+    "option_names",
     "round_robin_process_groups",
 ]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from collectives.registry import backend_spec
+from collectives.registry import backend_spec, refuse_unknown_options
 
-__all__ = ["RoundRobinOptions", "lanes_of", "options_of"]
+__all__ = ["RoundRobinOptions", "lanes_of", "option_names", "options_of"]
 
 _LANES = "COLLECTIVES_ROUND_ROBIN_LANES"
 _BACKEND = "COLLECTIVES_ROUND_ROBIN_BACKEND"
@@ -33,6 +33,11 @@ class RoundRobinOptions:
     _timeout = None  # DeviceMesh of torch reads it from every backend's options: the time limit of the group
 
 
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the options."""
+    return tuple(field.name for field in fields(RoundRobinOptions))
+
+
 def options_of(given: object, where: str) -> RoundRobinOptions:
     """Returns what the user gave as options.
 
@@ -48,10 +53,7 @@ def options_of(given: object, where: str) -> RoundRobinOptions:
     if given is None:
         return _from_environment(where)
     if isinstance(given, Mapping):
-        known = [field.name for field in fields(RoundRobinOptions)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise TypeError(f"{where} unknown are {', '.join(unknown)}; known are {', '.join(known)}")
+        refuse_unknown_options(given, option_names(), where)
         return replace(_from_environment(where), **given)
     if not isinstance(given, RoundRobinOptions):
         raise TypeError(f"{where} they must be RoundRobinOptions, but are of type {type(given).__name__}")

@@ -157,7 +157,9 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
                 return func(about, options.pg_options)
             return func(options.store, options.rank, options.size, options.timeout)
 
-        registry.register_backend_spec(registry.BackendSpec(lower, tuple(served), make))
+        # A function without the extended interface is given no options.
+        spec = registry.BackendSpec(lower, tuple(served), make, option_names=None if extended_api else ())
+        registry.register_backend_spec(spec)
         cls._plugins[name.upper()] = _Plugin(func, extended_api)
 
     @classmethod

@@ -7,7 +7,7 @@ The current group is a property of the thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -57,6 +57,9 @@ class ProcessGroupFactory(Protocol):
         ...
 
 
+_FIELDS = ("group_name", "group_desc", "pg_options")
+"""What every backend of the registry takes beside its own options."""
+
 _factories: dict[str, ProcessGroupFactory] = {}
 _current = threading.local()
 
@@ -82,18 +85,24 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         backend: name.
         timeout: time limit for ranks to come and of operations.
         device: device of the tensors.
-        kwargs: options of the backend itself.
+        kwargs: options of the backend itself by their names, the same on every rank. Those of the registry
+            also take ``group_name``, ``group_desc`` and ``pg_options``: the options as
+            ``init_process_group`` takes them, which stand alone.
 
     Raises:
         ValueError: the backend is not known, or does not serve the device.
+        TypeError: it has no such option; raised before ranks meet.
     """
     place = torch.device(device)
     seconds(timeout)
-    if backend not in _factories and place.type not in registry.backend_spec(backend).devices:
-        served = ", ".join(registry.backend_spec(backend).devices)
-        raise ValueError(f"backend {backend!r} does not serve {place}, only {served}")
+    if backend not in _factories:
+        served = registry.backend_spec(backend).devices
+        if place.type not in served:
+            raise ValueError(f"backend {backend!r} does not serve {place}, only {', '.join(served)}")
+        _check_options(backend, kwargs)
     base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     base.set_timeout(timeout)
+    name, desc, record = (kwargs.pop(field, None) for field in _FIELDS)
     number = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
     store = PrefixStore(f"{KEYS}/{number}", base)
     if backend in _factories:
@@ -105,12 +114,28 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
             rank=rank,
             size=size,
             timeout=timeout,
-            group_name=f"dist2.{number}",
+            group_name=f"dist2.{number}" if name is None else str(name),
+            group_desc="" if desc is None else str(desc),
             global_ranks=tuple(range(size)),
             device_id=place,
-            pg_options=kwargs or None,
+            pg_options=(kwargs or None) if record is None else record,
         ),
     )
+
+
+def _check_options(backend: str, given: Mapping[str, object]) -> None:
+    """Raises TypeError where a backend of the registry does not take options of these names."""
+    where = f"options of a {backend} group:"
+    own = {name: value for name, value in given.items() if name not in _FIELDS}
+    record = given.get("pg_options")
+    if own and record is not None:
+        raise TypeError(f"{where} pg_options stand alone, but {', '.join(sorted(own))} came with them")
+    known = registry.option_names(backend)
+    if known is not None:
+        registry.refuse_unknown_options(own, (*known, *_FIELDS), where)
+        registry.refuse_unknown_options(
+            record if isinstance(record, Mapping) else {}, known, f"pg_options of a {backend} group:"
+        )
 
 
 def current_process_group() -> ProcessGroup | None:

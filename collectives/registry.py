@@ -5,14 +5,15 @@ something to say,
 
 - ``unavailable() -> str | None``: why it cannot be used on this machine, although it is installed;
 - ``capabilities() -> Capabilities``: what its groups can do with their default options. It needs neither
-  the hardware nor the optional packages of the backend.
+  the hardware nor the optional packages of the backend;
+- ``option_names() -> tuple[str, ...]``: names of its own options, of which ``pg_options`` may be a dict.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,8 @@ __all__ = [
     "backend_spec",
     "capabilities_of",
     "create_group",
+    "option_names",
+    "refuse_unknown_options",
     "register_backend_spec",
     "watch_backends",
     "why_unavailable",
@@ -84,6 +87,7 @@ class BackendSpec:
         init_method: where ranks meet if neither the user nor the environment says it.
         meeting: module whose import makes the scheme of ``init_method`` known to
             :func:`collectives.store.rendezvous`.
+        option_names: names of its own options; ``None`` leaves it to the module's ``option_names``.
     """
 
     name: str
@@ -95,6 +99,7 @@ class BackendSpec:
     composite: bool = False
     init_method: str = ""
     meeting: str = ""
+    option_names: tuple[str, ...] | None = None
 
 
 _specs: dict[str, BackendSpec] = {
@@ -205,6 +210,38 @@ def capabilities_of(name: str) -> Capabilities | None:
         except ImportError:
             return None
     return None if state is None else state()
+
+
+def option_names(name: str) -> tuple[str, ...] | None:
+    """Returns the names of a backend's own options; ``None`` where the backend does not state them.
+
+    Raises:
+        ValueError: the backend is not known.
+    """
+    spec = backend_spec(name)
+    if spec.option_names is not None or not isinstance(spec.factory, str):
+        return spec.option_names
+    try:
+        state = getattr(importlib.import_module(spec.factory), "option_names", None)
+    except ImportError:
+        return None
+    return None if state is None else state()
+
+
+def refuse_unknown_options(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises where options have a name that is not known.
+
+    Args:
+        given: the options by name.
+        known: the names that there are.
+        where: what stands in front of the message.
+
+    Raises:
+        TypeError: a name is not known; the message lists those that are.
+    """
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise TypeError(f"{where} unknown are {', '.join(unknown)}; known are {', '.join(known)}")
 
 
 def create_group(name: str, options: GroupOptions) -> ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collectives.backends.mpi.group import ProcessGroupMPI, capabilities, create
+from collectives.backends.mpi.group import ProcessGroupMPI, capabilities, create, option_names
 from collectives.backends.mpi.runtime import unavailable
 
-__all__ = ["ProcessGroupMPI", "capabilities", "create", "unavailable"]
+__all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names", "unavailable"]

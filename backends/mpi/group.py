@@ -51,7 +51,7 @@ from collectives.types import (
 )
 from collectives.work import CompletedWork, Work
 
-__all__ = ["ProcessGroupMPI", "capabilities", "create"]
+__all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
 _ALL_REDUCE = _native.COLLECTIVES["all_reduce"]
@@ -491,6 +491,11 @@ class ProcessGroupMPI(ProcessGroup):
 def capabilities() -> Capabilities:
     """Returns what groups of this backend can do."""
     return _CAPABILITIES
+
+
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the backend's own options: none."""
+    return ()
 
 
 def create(options: GroupOptions) -> ProcessGroupMPI:

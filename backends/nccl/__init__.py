@@ -12,12 +12,12 @@ from collectives.backends.nccl import providers
 from collectives.backends.nccl.config import NcclConfig
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.options import checked_options
+from collectives.backends.nccl.options import checked_options, option_names
 from collectives.backends.nccl.reductions import capabilities_on
 from collectives.capabilities import Capabilities
 from collectives.registry import GroupOptions
 
-__all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "unavailable"]
+__all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "option_names", "unavailable"]
 
 
 def unavailable() -> str | None:
@@ -36,7 +36,7 @@ def create(options: GroupOptions) -> ProcessGroupNCCL:
     With ``device_id``, blocks until they are connected; without, the first operation does that.
 
     Args:
-        options: ``pg_options`` may be :class:`ProcessGroupNCCL.Options`.
+        options: ``pg_options`` may be :class:`ProcessGroupNCCL.Options` or a dict of their fields.
 
     Raises:
         TypeError: ``pg_options`` are something else.

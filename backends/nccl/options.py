@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from collectives.backends.nccl.config import NcclConfig
+from collectives.registry import refuse_unknown_options
 
-__all__ = ["Options", "checked_options"]
+__all__ = ["Options", "checked_options", "option_names"]
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -41,14 +43,22 @@ class Options:
         return os.environ.get(_BLOCKING_WAIT, "").strip().lower() in {"1", "t", "true", "y", "yes"}
 
 
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the options."""
+    return tuple(option.name for option in fields(Options))
+
+
 def checked_options(given: Any, rank: int) -> Options:
-    """Returns the options that a user gave, or the default ones.
+    """Returns the options that a user gave, as a record or as a dict of some fields, or the default ones.
 
     Raises:
         TypeError: they are something else.
     """
     if given is None:
         return Options()
+    if isinstance(given, Mapping):
+        refuse_unknown_options(given, option_names(), f"[rank {rank}] pg_options of the nccl backend:")
+        given = Options(**given)
     if not isinstance(given, Options):
         raise TypeError(
             f"[rank {rank}] pg_options of the nccl backend must be ProcessGroupNCCL.Options of collectives, "

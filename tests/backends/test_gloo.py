@@ -216,6 +216,8 @@ def test_an_interface_that_is_not_there() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(TypeError, match=r"\[rank 0\] pg_options of the gloo backend must be .*but is 3"):
         create_group("gloo", GroupOptions(dist.HashStore(), 0, 1, pg_options=3))
+    with pytest.raises(TypeError, match=r"\[rank 0\] .* unknown are lanes; known are _threads, _devices"):
+        create_group("gloo", GroupOptions(dist.HashStore(), 0, 1, pg_options={"lanes": 3}))
 
 
 def own_options(rank: int, size: int) -> tuple[int, timedelta]:

@@ -13,9 +13,11 @@ from harness import run_ranks
 
 import collectives as dist
 from collectives import dist2
+from collectives.backends.round_robin import RoundRobinOptions
 from collectives.registry import GroupOptions, create_group
 
 LIMIT = timedelta(seconds=30)
+PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 def free_port() -> int:
@@ -80,5 +82,73 @@ def groups(rank: int, size: int, port: int) -> None:
 
 
 def test_groups_without_a_world() -> None:
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    run_ranks(groups, 3, free_port(), isolated=True, env=dict.fromkeys(names))
+    run_ranks(groups, 3, free_port(), isolated=True, env=dict.fromkeys(PLACE))
+
+
+def options_of_backends(rank: int, size: int, port: int) -> None:
+    # Before ranks meet: nobody else is there.
+    fields = "group_name, group_desc, pg_options"
+    for backend, wrong, known in (
+        ("host", {"colour": "red", "lanes": 2}, fields),
+        ("gloo", {"colour": 1, "lanes": 2}, f"_threads, _devices, {fields}"),
+        ("round_robin", {"colour": 1, "lanes": 2}, f"lanes, backend, lane_options, {fields}"),
+    ):
+        unknown = "colour, lanes" if backend != "round_robin" else "colour"
+        with pytest.raises(
+            TypeError, match=rf"options of a {backend} group: unknown are {unknown}; known are {known}$"
+        ):
+            dist2.new_group(backend, LIMIT, "cpu", **wrong)
+    with pytest.raises(
+        TypeError, match=r"pg_options of a gloo group: unknown are colour; known are _threads"
+    ):
+        dist2.new_group("gloo", LIMIT, "cpu", pg_options={"colour": 1})
+    with pytest.raises(TypeError, match="pg_options stand alone, but lanes came with them"):
+        dist2.new_group("round_robin", LIMIT, "cpu", lanes=2, pg_options=RoundRobinOptions(2))
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    made = [dist2.new_group("host", LIMIT, "cpu", group_name="mine", group_desc="by hand", pg_options=None)]
+    assert (made[0].group_name, made[0].group_desc) == ("mine", "by hand")
+    for fields_given in ({"_threads": 5}, {"pg_options": {"_threads": 5}, "group_desc": "five"}):
+        made.append(dist2.new_group("gloo", LIMIT, "cpu", **fields_given))
+        assert made[-1]._torch.inner.options._threads == 5
+    assert made[-1].group_desc == "five"
+    with pytest.raises(
+        TypeError, match=rf"\[rank {rank}\] pg_options of the gloo .* _threads cannot be 'many'"
+    ):
+        dist2.new_group("gloo", LIMIT, "cpu", _threads="many")
+    for fields_given in (
+        {"lanes": 2, "lane_options": {"_threads": 3}, "pg_options": None},
+        {"pg_options": {"lanes": 2, "backend": "gloo", "lane_options": {"_threads": 3}}},
+        {"pg_options": RoundRobinOptions(2, "gloo", {"_threads": 3})},
+    ):
+        os.environ["COLLECTIVES_ROUND_ROBIN_BACKEND"] = "gloo" if "lanes" in fields_given else "host"
+        made.append(dist2.new_group("round_robin", LIMIT, "cpu", **fields_given))
+        assert [lane._torch.inner.options._threads for lane in made[-1].lanes] == [3, 3]
+
+    seen = []
+
+    def extended(options: dist.DistributedBackendOptions, pg_options: object) -> dist.ProcessGroup:
+        seen.append(pg_options)
+        return create_group("host", GroupOptions(options.store, options.group_rank, options.group_size))
+
+    def plain(store: object, group_rank: int, group_size: int, timeout: timedelta) -> dist.ProcessGroup:
+        return create_group("host", GroupOptions(store, group_rank, group_size, timeout))
+
+    dist.Backend.register_backend("extended", extended, extended_api=True, devices="cpu")
+    dist.Backend.register_backend("plain", plain, devices="cpu")
+    made.append(dist2.new_group("extended", LIMIT, "cpu", colour="red"))
+    made.append(dist2.new_group("extended", LIMIT, "cpu"))
+    made.append(dist2.new_group("plain", LIMIT, "cpu"))
+    assert seen == [{"colour": "red"}, None]
+    with pytest.raises(TypeError, match=f"unknown are colour; known are {fields}$"):
+        dist2.new_group("plain", LIMIT, "cpu", colour="red")
+    for group in made:
+        tensor = torch.ones(3)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [size] * 3
+        group.shutdown()
+
+
+def test_options_go_to_the_backend() -> None:
+    env = dict.fromkeys((*PLACE, "COLLECTIVES_ROUND_ROBIN_LANES", "COLLECTIVES_ROUND_ROBIN_BACKEND"))
+    run_ranks(options_of_backends, 2, free_port(), isolated=True, env=env)

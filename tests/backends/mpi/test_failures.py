@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from collectives import (
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
+    dist2,
 )
 from collectives.registry import GroupOptions, create_group
 from collectives.store import PrefixStore
@@ -148,6 +151,31 @@ def never_comes(rank: int, size: int) -> None:
             create_group("mpi", options)
     with pytest.raises(TypeError, match="no options"):
         create_group("mpi", GroupOptions(current_store(), rank, size, pg_options=3))
+
+
+def independent(rank: int, size: int) -> None:
+    """A group of dist2, which meets at the address that the environment names."""
+    limit = timedelta(seconds=20)
+    for wrong in ({"colour": 1}, {"pg_options": {"colour": 1}}):
+        with pytest.raises(TypeError, match="of a mpi group: unknown are colour; known are"):
+            dist2.new_group("mpi", limit, "cpu", **wrong)
+    store = current_store()
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            store.set("port", str(probe.getsockname()[1]))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.get("port").decode()}
+    with mock.patch.dict(os.environ, {**place, "RANK": str(rank), "WORLD_SIZE": str(size)}):
+        group = dist2.new_group("mpi", limit, "cpu", group_desc="by name", pg_options=None)
+    assert (group.name(), group.group_desc, group.timeout) == ("mpi", "by name", limit)
+    x = torch.ones(2)
+    group.allreduce(x).wait()
+    assert x.tolist() == [size] * 2
+    group.shutdown()
+
+
+def test_options_by_name(mpi: Teams) -> None:
+    mpi.run(independent, 2, backend=None)
 
 
 def test_groups_that_cannot_be_formed(mpi: Teams) -> None:

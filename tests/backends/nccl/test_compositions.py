@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as torch_dist
+from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, make_group, run_over_double
 
 import collectives
-from collectives import P2POp, ProcessGroup, ReduceOp
+from collectives import P2POp, ProcessGroup, ReduceOp, dist2
+from collectives.backends import nccl
 from collectives.backends.by_device import ProcessGroupByDevice
-from collectives.backends.nccl import providers
+from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.codes import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
 from collectives.registry import BackendSpec, register_backend_spec
 
 ROWS, LANES = 24, 3
+LIMIT = timedelta(seconds=30)
 
 
 def network() -> torch.nn.Module:
@@ -159,7 +167,42 @@ def mixed(group: Any) -> None:
     assert y.tolist() == [1.0] * 2
 
 
+def by_dist2(group: Any) -> None:
+    """The backend itself, on the double's devices, with its options by name."""
+    rank, size = group.rank(), group.size()
+    for wrong in ({"colour": 1}, {"pg_options": {"colour": 1}}):
+        with pytest.raises(
+            TypeError, match="unknown are colour; known are is_high_priority_stream, config, provider"
+        ):
+            dist2.new_group("nccl", LIMIT, "cuda", **wrong)
+    config = NcclConfig(split_share=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        group.get_group_store().set(f"port{rank}", str(probe.getsockname()[1]))
+        port = group.get_group_store().get("port0").decode()
+        group.barrier().wait()
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    over_double = partial(ProcessGroupNCCL, devices=DoubleDevice)
+    with (
+        mock.patch.dict(os.environ, here),
+        mock.patch.multiple(nccl, unavailable=lambda: None, ProcessGroupNCCL=over_double),
+    ):
+        for given in (
+            {"provider": "cupy", "blocking_wait": True, "config": config},
+            {"pg_options": {"provider": "cupy", "blocking_wait": True, "config": config}},
+            {"pg_options": ProcessGroupNCCL.Options(provider="cupy", blocking_wait=True, config=config)},
+        ):
+            made = dist2.new_group("nccl", LIMIT, "cuda", group_desc="by name", **given)
+            assert made.options == ProcessGroupNCCL.Options(False, config, "cupy", True)
+            assert (made.group_desc, made.timeout) == ("by name", LIMIT)
+            x = torch.ones(2)
+            made.allreduce(x).wait()
+            assert x.tolist() == [size] * 2
+            made.shutdown()
+
+
 def compositions(group: Any, path: Path) -> None:
+    by_dist2(group)
     trains_as_one_process(group)
     mixed(group)
     on_a_world(group, path)
