@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from collectives.backends.algorithms import ALGORITHMS
 from collectives.backends.nccl import providers
 from collectives.bench import mpi4py_peer, patterns, torch_peer
+from collectives.bench.algorithm_peer import split_name
 from collectives.bench.arguments import (
     add_iterations,
     add_json,
@@ -31,7 +33,7 @@ from collectives.bench.arguments import (
 )
 from collectives.bench.devices import DEVICES
 from collectives.bench.goals import goal_lines, parse_goal
-from collectives.bench.launching import NEEDS_MPIRUN
+from collectives.bench.launching import needs_mpirun
 from collectives.bench.machine import describe_machine, usable_cores
 from collectives.bench.mpi4py_peer import MPI4PY
 from collectives.bench.namespaces import NamespacesUnavailableError
@@ -91,8 +93,8 @@ class Options:
     """What is measured.
 
     Attributes:
-        backends: names of backends, and of peers such as ``torch:gloo``; ``None`` for all backends that serve
-            tensors on the device, and plain mpi4py or ``torch:nccl``.
+        backends: names of backends, and of peers such as ``torch:gloo`` and ``host:ring``; ``None`` for all
+            backends that serve tensors on the device, and plain mpi4py or ``torch:nccl``.
         ranks: numbers of ranks; one run each.
         sizes: sizes of the arrays in bytes, ascending; rounded up to a whole part for each rank.
         operations: names of the operations.
@@ -143,8 +145,8 @@ class Options:
         for module in self.imports:
             importlib.import_module(module)
         for name in self.backends or ():
-            if name != MPI4PY and not name.startswith(torch_peer.PREFIX):
-                backend_spec(name)
+            if _is_ours(name):
+                backend_spec(split_name(name)[0])
         for name in self.operations:
             if name not in OPERATIONS:
                 raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
@@ -239,14 +241,24 @@ def available_backends(
     available: list[str] = []
     skipped: list[Skipped] = []
     for name in dict.fromkeys(names):
-        is_backend = name != MPI4PY and not name.startswith(torch_peer.PREFIX)
-        peer = backend_spec(name).name if is_backend else name
+        peer = _full_name(name) if _is_ours(name) else name
         reason, install = _why_not_here(peer, device, provider)
         if reason is None:
             available.append(peer)
         else:
             skipped.append(Skipped(peer, reason, install))
     return available, skipped
+
+
+def _is_ours(name: str) -> bool:
+    """Returns whether a peer's name is that of a backend of ours, or of an algorithm over it."""
+    return name != MPI4PY and not name.startswith(torch_peer.PREFIX)
+
+
+def _full_name(name: str) -> str:
+    backend, algorithm = split_name(name)
+    spelled = backend_spec(backend).name
+    return spelled if algorithm is None else f"{spelled}:{algorithm}"
 
 
 def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | None, str]:
@@ -258,12 +270,15 @@ def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | N
         if device != "cpu":
             return f"serves tensors on cpu, and this measures tensors on {here}", ""
         return mpi4py_peer.why_unavailable(), mpi4py_peer.INSTALL
-    spec = backend_spec(name)
-    chosen = name == "nccl" and provider is not None
-    reason = providers.unavailable(provider) if chosen else why_unavailable(name)
+    backend, algorithm = split_name(name)
+    spec = backend_spec(backend)
+    chosen = spec.name == "nccl" and provider is not None
+    reason = providers.unavailable(provider) if chosen else why_unavailable(spec.name)
     if reason is None and device not in spec.devices:
         reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
-    if reason is None and name == NEEDS_MPIRUN:
+    if reason is None and algorithm is not None and device != "cpu":
+        reason = f"reduces tensors on the CPU, and this measures tensors on {here}"
+    if reason is None and needs_mpirun(name):
         reason = mpi4py_peer.why_unavailable()
     return reason, spec.install
 
@@ -287,8 +302,8 @@ def measure(
         NamespacesUnavailableError: there can be no network namespaces here.
     """
     backends, skipped = available_backends(options.backends, options.device, options.provider)
-    for name in (MPI4PY, NEEDS_MPIRUN):
-        if options.machines > 1 and name in backends:
+    for name in list(backends):
+        if options.machines > 1 and (name == MPI4PY or needs_mpirun(name)):
             backends.remove(name)
             skipped.append(Skipped(name, "mpirun would start its ranks on one machine only", ""))
     versions: dict[str, str] = {}
@@ -317,8 +332,9 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         "--backends",
         type=parse_names,
         metavar="NAME,...",
-        help="backends, torch:NAME for torch's functions on its backend NAME, and mpi4py for plain mpi4py "
-        "under mpirun (default: all backends usable here, and mpi4py or torch:nccl)",
+        help="backends, BACKEND:ALGORITHM for an all-reduce made of a backend's messages or broadcasts "
+        f"({', '.join(ALGORITHMS)}), torch:NAME for torch's functions on its backend NAME, and mpi4py for "
+        "plain mpi4py under mpirun (default: all backends usable here, and mpi4py or torch:nccl)",
     )
     parser.add_argument(
         "--device",

@@ -13,19 +13,23 @@ from typing import Any
 from collectives.bench.mpi4py_peer import launch_environment, launcher
 from collectives.bench.ranks import CommandTeam, SpawnedTeam, Team, commands, connect
 
-__all__ = ["NEEDS_MPIRUN", "start_ranks"]
+__all__ = ["needs_mpirun", "start_ranks"]
 
-NEEDS_MPIRUN = "mpi"
-"""The backend whose ranks only ``mpirun`` can start."""
+_NEEDS_MPIRUN = "mpi"
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def needs_mpirun(name: str) -> bool:
+    """Returns whether only ``mpirun`` can start the ranks of a backend, or of a peer over it."""
+    return name.partition(":")[0] == _NEEDS_MPIRUN
 
 
 def start_ranks(backends: Sequence[str], size: int, body: Callable[..., None], args: tuple[Any, ...]) -> Team:
     """Returns ranks that run ``body(rank, connection, *args)``, then wait for the parent to close.
 
     Args:
-        backends: names of the backends that they use.
+        backends: names of the backends that they use, or of peers that reduce over those (``mpi:ring``).
         size: number of ranks.
         body: function at the top level of a module.
         args: its further arguments; pickled.
@@ -34,7 +38,7 @@ def start_ranks(backends: Sequence[str], size: int, body: Callable[..., None], a
         RankFailedError: they could not be started.
         FileNotFoundError: a backend needs ``mpirun``, and there is none.
     """
-    if NEEDS_MPIRUN not in backends:
+    if not any(needs_mpirun(name) for name in backends):
         return SpawnedTeam(size, body, args)
     program = launcher()
     if program is None:

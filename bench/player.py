@@ -15,7 +15,8 @@ import torch
 
 import collectives
 from collectives.backends.nccl import providers
-from collectives.bench import patterns, torch_peer
+from collectives.bench import algorithm_peer, patterns, torch_peer
+from collectives.bench.algorithm_peer import split_name
 from collectives.bench.devices import DEVICES
 from collectives.bench.groups import LOCALHOST, initialize
 from collectives.bench.lockstep import Lockstep
@@ -379,7 +380,7 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         importlib.import_module(module)
     ours = [name for name in workload.backends if not name.startswith(torch_peer.PREFIX)]
     if ours:
-        initialize(rank, size, port, ours[0], workload.host)
+        initialize(rank, size, port, split_name(ours[0])[0], workload.host)
     if len(ours) < len(workload.backends):
         torch_peer.initialize(rank, size, port, workload.host)
     peers, introduction = _peers(workload)
@@ -435,10 +436,14 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
             if name == torch_peer.NCCL:
                 versions[name] = torch_peer.nccl_version()
         else:
-            group = collectives.new_group(backend=name)
-            peer = group_peer(group, op)
-            ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device)
-            if name == "nccl":
+            backend, algorithm = split_name(name)
+            group = collectives.new_group(backend=backend)
+            peer = (
+                group_peer(group, op) if algorithm is None else algorithm_peer.open_peer(group, algorithm, op)
+            )
+            may = why_not if algorithm is None else algorithm_peer.why_not
+            ask = partial(may, group, dtype=dtype, op=op, device=workload.device)
+            if backend == "nccl":
                 versions[name] = providers.describe()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}

@@ -110,9 +110,31 @@ def test_adaptive_number_of_calls_and_several_numbers_of_ranks(tmp_path):
     )
 
 
+def test_algorithms_over_the_messages_of_a_backend_are_peers(tmp_path):
+    path = tmp_path / "out.json"
+    names = ["host", "host:naive", "HOST:gather", "host:ring", "host:tree", "gloo:ring"]
+    assert bench("--backends", ",".join(names), "--nproc", "3", "--sizes", "4,4K", "--iters", "3",
+                 "--warmup", "2", "--op", "avg", "--json", str(path),
+                 "--goal", "host <= host:ring * 1000") == 0  # fmt: skip
+    report = read_report(path)
+    assert [record.peer for record in report.records if record.size_bytes == 4] == [
+        name.lower() for name in names
+    ]
+    assert [record.wrong_elements for record in report.records] == [0] * 12
+    assert not report.skipped
+
+
+def test_algorithms_are_all_reduces(capsys):
+    assert main(["bench", "collectives", "--ops", "broadcast", "--backends", "gloo,gloo:tree", "--sizes", "4",
+                 "--iters", "2"]) == 0  # fmt: skip
+    assert "# skipped gloo:tree with 2 ranks: is an all-reduce" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--backends", "host:rings"], "unknown algorithm 'rings' in 'host:rings'; known are naive, gather,"),
+        (["--backends", "glo:ring"], "unknown backend 'glo'; known are"),
         (["--backends", "glo"], "unknown backend 'glo'; known are"),
         (["--sizes", "8000G"], "2 ranks with tensors of 8000 GiB need 80000.0 GiB of memory, but"),
         (["--dtype", "complex128", "--sizes", "8"], "size 8 is no multiple of the 16 bytes of a complex128"),
