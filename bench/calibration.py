@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives.bench.model import ALGORITHMS, Parameters, Scale, our_algorithm, time_us
+from collectives.bench.model import ALGORITHMS, time_us
+from collectives.bench.model_ours import our_algorithm
+from collectives.bench.model_terms import Parameters, Scale
 from collectives.bench.records import Record, Timing
 
 __all__ = [

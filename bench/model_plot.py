@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives.bench.model import OURS, Parameters, Scale, lower_bound_us, time_us
+from collectives.bench.model import OURS, lower_bound_us, time_us
 from collectives.bench.model import is_possible as possible
+from collectives.bench.model_terms import Parameters, Scale
 from collectives.bench.scaling import ALL_REDUCES, end_of, ours
 from collectives.bench.sizes import format_bytes
 

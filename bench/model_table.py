@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from collectives.bench.calibration import Point, errors, predicted_us
-from collectives.bench.model import (
-    Parameters,
-    Scale,
-    connections_per_leader,
-    our_algorithm,
-    segment_bytes,
-    terms,
-)
+from collectives.bench.model import terms
+from collectives.bench.model_ours import connections_per_leader, our_algorithm, segment_bytes
+from collectives.bench.model_terms import Parameters, Scale
 from collectives.bench.scaling import End, best, ends, first_scale, is_ours, ours
 from collectives.bench.sizes import format_bytes
 

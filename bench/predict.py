@@ -56,8 +56,8 @@ from collectives.bench.calibration import (
 )
 from collectives.bench.comparison import Options, measure
 from collectives.bench.machine import usable_cores
-from collectives.bench.model import Parameters, Scale
 from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
+from collectives.bench.model_terms import Parameters, Scale
 from collectives.bench.namespaces import BURST_BYTES
 from collectives.bench.ranks import RankFailedError
 from collectives.bench.records import KINDS, Record, Report, read_report, write_json

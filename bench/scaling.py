@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from collectives.bench.model import (
-    ALGORITHMS,
-    OURS,
-    Parameters,
-    Scale,
-    is_possible,
-    lower_bound_us,
-    our_algorithm,
-    terms,
-    time_us,
-)
+from collectives.bench.model import ALGORITHMS, OURS, is_possible, lower_bound_us, terms, time_us
+from collectives.bench.model_ours import our_algorithm
+from collectives.bench.model_terms import Parameters, Scale
 
 __all__ = [
     "ALL_REDUCES",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from collectives import _native
-from collectives.bench import model, scaling
+from collectives.bench import model_ours, model_terms, scaling
 from collectives.bench.calibration import (
     MEMORY,
     NETWORK,
@@ -20,7 +20,8 @@ from collectives.bench.calibration import (
     predicted_us,
     split,
 )
-from collectives.bench.model import ALGORITHMS, Parameters, Scale, is_possible, lower_bound_us, terms, time_us
+from collectives.bench.model import ALGORITHMS, is_possible, lower_bound_us, terms, time_us
+from collectives.bench.model_terms import Parameters, Scale
 
 EASY = Parameters(
     cores=4,
@@ -89,13 +90,13 @@ def test_meeting_of_machines_by_hand():
     frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(3, 2), EASY)
     assert parts == {
-        model.MEETING: pytest.approx(4),
-        model.LINES: pytest.approx(5 * 0.5),
-        model.LATENCY: pytest.approx(10),
-        model.MESSAGES: pytest.approx(2 * 2 * 3),
-        model.LINK: pytest.approx(2 * frame * 1e-3),
-        model.SOCKETS: pytest.approx(2 * 2 * frame * 2e-4),
-        model.COPIES: pytest.approx(3 * frame * 1e-4),
+        model_terms.MEETING: pytest.approx(4),
+        model_terms.LINES: pytest.approx(5 * 0.5),
+        model_terms.LATENCY: pytest.approx(10),
+        model_terms.MESSAGES: pytest.approx(2 * 2 * 3),
+        model_terms.LINK: pytest.approx(2 * frame * 1e-3),
+        model_terms.SOCKETS: pytest.approx(2 * 2 * frame * 2e-4),
+        model_terms.COPIES: pytest.approx(3 * frame * 1e-4),
     }
 
 
@@ -119,22 +120,22 @@ def test_long_messages_between_machines_reach_the_link():
 def test_only_the_root_of_a_short_broadcast_sends_it():
     s, frame = 4096, 16 + 2 * 40
     parts = terms("broadcast", s, Scale(3, 2), EASY)
-    assert parts[model.LINK] == pytest.approx(2 * (frame + s) * 1e-3)
-    assert parts[model.SOCKETS] == pytest.approx(2 * (frame + s + frame) * 2e-4)
+    assert parts[model_terms.LINK] == pytest.approx(2 * (frame + s) * 1e-3)
+    assert parts[model_terms.SOCKETS] == pytest.approx(2 * (frame + s + frame) * 2e-4)
     # Of an all-gather every rank's part goes to both others.
     parts = terms("all_gather", 6 * s, Scale(3, 2), EASY)
-    assert parts[model.LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
+    assert parts[model_terms.LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
 
 
 def test_bytes_of_long_messages_on_the_busiest_link():
     s = 24 << 20
     for machines in (2, 3, 6):
-        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[model.LINK]
+        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[model_terms.LINK]
         part = (machines - 1) / machines
         wanted = {"broadcast": s, "all_gather": s * part, "reduce_scatter": s * part, "all_to_all": s * part,
                   "hierarchical": 2 * s * part}  # fmt: skip
         for name, sent in wanted.items():
-            link = terms(name, s, Scale(machines, 1), EASY)[model.LINK]
+            link = terms(name, s, Scale(machines, 1), EASY)[model_terms.LINK]
             assert link == pytest.approx(meeting + sent * 1e-3), (name, machines)
 
 
@@ -142,8 +143,8 @@ def test_more_machines_than_shares_load_those_that_have_one():
     # A chunk of 64 KiB has 256 shares of 256 bytes, so of 1025 machines 256 send results to all others.
     s, scale = 64 << 10, Scale(1025, 1)
     p = replace(EASY, message_us=0, latency_us=0, socket_us_per_byte=0, reduce_us_per_byte=0)
-    meeting = terms("barrier", 0, scale, p)[model.LINK]
-    link = terms("hierarchical", s, scale, p)[model.LINK]
+    meeting = terms("barrier", 0, scale, p)[model_terms.LINK]
+    link = terms("hierarchical", s, scale, p)[model_terms.LINK]
     assert link - meeting == pytest.approx((255 * 256 + 1024 * 256) * 1e-3)
 
 
@@ -151,9 +152,9 @@ def test_burst_passes_a_link_at_once():
     shaped = replace(EASY, burst_bytes=100_000)
     for size in (8, 16 << 10, 64 << 20):
         free, limited = (terms("hierarchical", size, Scale(2, 1), p) for p in (EASY, shaped))
-        saved = free[model.LINK] - limited.get(model.LINK, 0.0)
-        assert saved == pytest.approx(min(free[model.LINK], 100_000 * 1e-3))
-        assert {**free, model.LINK: 0.0} == {**limited, model.LINK: 0.0}
+        saved = free[model_terms.LINK] - limited.get(model_terms.LINK, 0.0)
+        assert saved == pytest.approx(min(free[model_terms.LINK], 100_000 * 1e-3))
+        assert {**free, model_terms.LINK: 0.0} == {**limited, model_terms.LINK: 0.0}
 
 
 @pytest.mark.parametrize(
@@ -162,9 +163,9 @@ def test_burst_passes_a_link_at_once():
      (Scale(2500, 4), 4 << 10)],
 )  # fmt: skip
 def test_contributions_between_machines_travel_with_the_meeting_up_to(scale, staged):
-    assert model.most_staged(scale) == staged
-    assert model.our_algorithm("all_reduce", staged, scale) == "one-shot"
-    assert model.our_algorithm("all_reduce", staged + 1, scale) == "hierarchical"
+    assert model_ours.most_staged(scale) == staged
+    assert model_ours.our_algorithm("all_reduce", staged, scale) == "one-shot"
+    assert model_ours.our_algorithm("all_reduce", staged + 1, scale) == "hierarchical"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -215,7 +216,7 @@ def test_bound_by_hand():
 
 def test_which_of_our_algorithms_is_taken():
     chosen = {
-        (size, scale): model.our_algorithm("all_reduce", size, scale)
+        (size, scale): model_ours.our_algorithm("all_reduce", size, scale)
         for size in (8, 64 << 10, 256 << 10, 1 << 20)
         for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))
     }
@@ -224,23 +225,23 @@ def test_which_of_our_algorithms_is_taken():
     assert chosen[256 << 10, Scale(1, 4)] == "sliced"
     assert chosen[1 << 20, Scale(1, 2)] == "pair"
     assert chosen[64 << 10, Scale(4, 2)] == chosen[1 << 20, Scale(4, 2)] == "hierarchical"
-    assert model.our_algorithm("broadcast", 8, ONE) == "broadcast"
+    assert model_ours.our_algorithm("broadcast", 8, ONE) == "broadcast"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100])
 def test_model_has_the_defaults_of_the_host_backend(ranks):
     defaults = _native.complete_tuning({}, ranks)
     scale = Scale(1, ranks)
-    assert model.our_algorithm("all_reduce", defaults["one_shot_bytes"], scale) == "one-shot"
-    assert model.our_algorithm("all_reduce", defaults["one_shot_bytes"] + 1, scale) != "one-shot"
-    assert model.most_staged(scale) == defaults["staged_bytes"]
-    assert (model.PAIR_CHUNK if ranks == 2 else model.LONGEST_CHUNK) == defaults["chunk_bytes"]
+    assert model_ours.our_algorithm("all_reduce", defaults["one_shot_bytes"], scale) == "one-shot"
+    assert model_ours.our_algorithm("all_reduce", defaults["one_shot_bytes"] + 1, scale) != "one-shot"
+    assert model_ours.most_staged(scale) == defaults["staged_bytes"]
+    assert (model_ours.PAIR_CHUNK if ranks == 2 else model_ours.LONGEST_CHUNK) == defaults["chunk_bytes"]
     assert {
-        "shortest_chunk_bytes": model.SHORTEST_CHUNK,
-        "chunks_wanted": model.CHUNKS_WANTED,
-        "unsplit_bytes": model.UNSPLIT,
-        "past_cache_bytes": model.PAST_CACHE,
-        "ring_bytes": model.RING_BYTES,
+        "shortest_chunk_bytes": model_ours.SHORTEST_CHUNK,
+        "chunks_wanted": model_ours.CHUNKS_WANTED,
+        "unsplit_bytes": model_ours.UNSPLIT,
+        "past_cache_bytes": model_ours.PAST_CACHE,
+        "ring_bytes": model_ours.RING_BYTES,
     }.items() <= defaults.items()
 
 
@@ -355,12 +356,12 @@ def test_ends_of_scaling():
     first = time_us("one-shot", 8, Scale(2, 1), EASY)
     assert time_us("one-shot", 8, end.doubles, EASY) >= 2 * first
     assert time_us("one-shot", 8, Scale(end.doubles.machines // 2, 1), EASY) < 2 * first
-    assert end.limit == model.MESSAGES
+    assert end.limit == model_terms.MESSAGES
     assert end.inefficient is not None
     ring = scaling.end_of("ring", 8, scales, EASY)
-    assert ring.limit == model.LATENCY
+    assert ring.limit == model_terms.LATENCY
     long_ring = scaling.end_of("ring", 1 << 30, scaling.scales_up_to(16, 1), EASY)
-    assert (long_ring.doubles, long_ring.inefficient, long_ring.limit) == (None, None, model.LINK)
+    assert (long_ring.doubles, long_ring.inefficient, long_ring.limit) == (None, None, model_terms.LINK)
     with pytest.raises(ValueError, match="does not exist"):
         scaling.end_of("sliced", 8, scales, EASY)
 
@@ -375,13 +376,13 @@ def test_best_is_the_fastest_that_exists():
 
 
 def test_limits_that_are_no_times():
-    assert model.connections_per_leader(Scale(1, 8)) == 0
-    assert model.connections_per_leader(Scale(101, 8)) == 300
-    small, large = (model.segment_bytes(Scale(m, 4)) for m in (1, 2500))
+    assert model_ours.connections_per_leader(Scale(1, 8)) == 0
+    assert model_ours.connections_per_leader(Scale(101, 8)) == 300
+    small, large = (model_ours.segment_bytes(Scale(m, 4)) for m in (1, 2500))
     assert 4 << 20 < small < 5 << 20
     assert large > 1000 * (64 << 10)
     # Tables of all with all: twice the ranks need about four times the memory.
-    assert model.segment_bytes(Scale(5000, 4)) / large == pytest.approx(4, rel=0.1)
+    assert model_ours.segment_bytes(Scale(5000, 4)) / large == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.parametrize("machines", [0, -1])

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.bench.calibration import Point, points_of_records, predicted_us
 from collectives.bench.machine import describe_machine
-from collectives.bench.model import Parameters, Scale
+from collectives.bench.model_terms import Parameters, Scale
 from collectives.bench.records import Record, Report, Timing, write_json
 from collectives.cli import main
 
