@@ -72,7 +72,7 @@ def _written(size: float, total: float) -> float:
     return size * (1 if total > PAST_CACHE else 2)
 
 
-def handing_of_chunks(p: Parameters, s: Scale, chunks: float, stages: float, ring: float) -> Terms:
+def _handing_of_chunks(p: Parameters, s: Scale, chunks: float, stages: float, ring: float) -> Terms:
     """Flags of a pipeline over chunks, and the switches where a rank waits for those that share its core."""
     if s.ranks_per_machine == 1:
         return {}
@@ -135,7 +135,7 @@ def pair(size: float, s: Scale, p: Parameters) -> Terms:
     chunks = math.ceil(size / PAIR_CHUNK)
     first = scaled(1 / max(chunks, 1), work(p, s, size))  # nothing can be reduced before it
     ring = RING_BYTES / PAIR_CHUNK
-    return add(_meet(p, s), work(p, s, size, 2 * size), first, handing_of_chunks(p, s, chunks, 1, ring))
+    return add(_meet(p, s), work(p, s, size, 2 * size), first, _handing_of_chunks(p, s, chunks, 1, ring))
 
 
 def sliced_stages(size: float, s: Scale, p: Parameters) -> Terms:
@@ -146,7 +146,7 @@ def sliced_stages(size: float, s: Scale, p: Parameters) -> Terms:
     chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), LONGEST_CHUNK) if size > UNSPLIT else max(size, 1)
     chunks = math.ceil(size / chunk)
     return add(
-        work(p, s, size * moved, size), handing_of_chunks(p, s, chunks, 2, min(RING_BYTES / chunk, chunks))
+        work(p, s, size * moved, size), _handing_of_chunks(p, s, chunks, 2, min(RING_BYTES / chunk, chunks))
     )
 
 
@@ -171,7 +171,7 @@ def hierarchical(size: float, s: Scale, p: Parameters) -> Terms:
     inside, combined = Terms(), {REDUCTION: size * m / shares * p.reduce_us_per_byte}
     if ranks > 1:
         # All but the own slice into the window, all of the result out of it; the leader keeps its share.
-        inside = add(work(p, s, size * (2 - 1 / ranks), size), handing_of_chunks(p, s, chunks, 2, 4))
+        inside = add(work(p, s, size * (2 - 1 / ranks), size), _handing_of_chunks(p, s, chunks, 2, 4))
         combined[COPIES] = size / shares * p.copy_us_per_byte
     # Of a machine with a share: the others' shares, then the result of its own to everybody.
     sent = size * ((shares - 1) / shares + (m - 1) / shares)
@@ -232,11 +232,11 @@ def _long(
     """
     if s.machines == 1:
         chunks = math.ceil(size / LONGEST_CHUNK)
-        return add(_meet(p, s), inside, handing_of_chunks(p, s, chunks, 1, 4))
+        return add(_meet(p, s), inside, _handing_of_chunks(p, s, chunks, 1, 4))
     chunks = math.ceil(size / piece)
     leader = add(
         inside,
-        handing_of_chunks(p, s, chunks, 1, 4),
+        _handing_of_chunks(p, s, chunks, 1, 4),
         {SOCKETS: carried * p.socket_us_per_byte, MESSAGES: chunks * messages * p.message_us},
     )
     network = {LINK: sent * p.link_us_per_byte}

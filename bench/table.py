@@ -51,6 +51,8 @@ def header_lines(report: BaseReport[Any]) -> list[str]:
         options["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})"
     elif sizes:
         options["sizes"] = sizes
+    if options.get("link", "") is None:
+        options["link"] = "unshaped"
     peers = "; ".join(f"{peer} is {version}" for peer, version in machine.get("peers", {}).items())
     versions = ", ".join(f"{name} {machine[name]}" for name in ("collectives", "torch", "numpy", "python"))
     where = [
