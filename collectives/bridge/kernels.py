@@ -19,6 +19,7 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives import types as ours
+from collectives.bridge import onlookers
 from collectives.bridge.records import reduction
 from collectives.bridge.torch_group import TorchGroup
 from collectives.bridge.torch_work import TorchWork, held
@@ -160,7 +161,7 @@ def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[An
     returns = len(operator._schema.returns)
 
     def runner(group: TorchGroup, arguments: list[Any]) -> Any:
-        work = run(group, *arguments)
+        work = onlookers.note(run(group, *arguments))
         if work is None:
             return None
         boxed = held(work).boxed()

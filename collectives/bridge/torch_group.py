@@ -27,7 +27,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives import _native
-from collectives.bridge import profiling, sparse
+from collectives.bridge import onlookers, profiling, sparse
 from collectives.bridge.records import PLAIN_CODES, plain_code, record, reduction
 from collectives.bridge.standing import Standing, missing
 from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
@@ -76,7 +76,7 @@ class TorchGroup(Standing):
     # ---- issuing -------------------------------------------------------------------------------------------
 
     def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
+        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, seen: Any = None, **kwargs: Any
     ) -> TorchWork:
         """Issues an operation of the inner group.
 
@@ -85,8 +85,11 @@ class TorchGroup(Standing):
             shown: tensors whose shapes the event shows.
             method: method of the inner group.
             *args: its arguments; torch's option records among them are converted.
+            seen: name and arguments of the method of this class, to be shown to dispatch modes.
             **kwargs: its keyword arguments.
         """
+        if seen is not None and onlookers.possible() and (given := onlookers.show(self, *seen)):
+            return given
         try:
             if profiling.possible() and profiling.enabled():
                 work = profiling.observed(
@@ -136,7 +139,11 @@ class TorchGroup(Standing):
         Returns:
             The Work; ``None`` with nothing done, to go the other way.
         """
-        if code is None or self._batches or profiling.possible() or opts.timeout > _NO_LIMIT:
+        if code is None:
+            return None
+        if onlookers.possible() and (given := onlookers.show_plain(self, opts, kind, output, input, listed)):
+            return given
+        if self._batches or profiling.possible() or opts.timeout > _NO_LIMIT:
             return None
         if opts.asyncOp:
             work = self.inner.plain_launch(kind, output, input, code, root, listed)
@@ -179,7 +186,7 @@ class TorchGroup(Standing):
         if type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
             code = PLAIN_CODES.get(hash(opts.reduceOp))
-            if opts.asyncOp or code is None:
+            if opts.asyncOp or code is None or onlookers.possible():
                 work = self._at_once(opts, _ALL_REDUCE, tensor, None, code)
                 if work is not None:
                     return work
@@ -204,7 +211,9 @@ class TorchGroup(Standing):
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces several tensors over all ranks, in place."""
-        return self._issue("all_reduce", tensors, self.inner.allreduce_coalesced, tensors, record(opts))
+        seen = "allreduce_coalesced", tensors, opts
+        call = self.inner.allreduce_coalesced
+        return self._issue("all_reduce", tensors, call, tensors, record(opts), seen=seen)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -277,15 +286,16 @@ class TorchGroup(Standing):
                     f"{len(outputs)} tensors, but {len(input_list)} inputs were given"
                 )
         by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        call = self.inner.allgather_coalesced
-        return self._issue("all_gather", input_list, call, by_input, input_list, record(opts))
+        call, seen = self.inner.allgather_coalesced, ("allgather_coalesced", output_lists, input_list, opts)
+        return self._issue("all_gather", input_list, call, by_input, input_list, record(opts), seen=seen)
 
     def all_gather_single_coalesced(
         self, output_lists: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Gathers several tensors, each into one."""
         call = self.inner.all_gather_single_coalesced
-        return self._issue("all_gather", input_list, call, output_lists, input_list, record(opts))
+        seen = "all_gather_single_coalesced", output_lists, input_list, opts
+        return self._issue("all_gather", input_list, call, output_lists, input_list, record(opts), seen=seen)
 
     def gather(
         self,
@@ -394,7 +404,9 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
         call = self.inner.reduce_scatter_single_coalesced
-        return self._issue("reduce_scatter", inputTensors, call, outputTensors, inputTensors, record(opts))
+        given = outputTensors, inputTensors
+        seen = "reduce_scatter_single_coalesced", *given, opts
+        return self._issue("reduce_scatter", inputTensors, call, *given, record(opts), seen=seen)
 
     def alltoall(
         self, output_tensor: Any, input_tensor: Any, opts: Any = None, timeout: timedelta | None = None
@@ -425,11 +437,10 @@ class TorchGroup(Standing):
             and (work := self._at_once(opts, _ALL_TO_ALL, output_tensor, input_tensor))
         ):
             return work
-        splits = output_split_sizes, input_split_sizes
+        given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
         call = self.inner.alltoall_base
-        return self._issue(
-            "all_to_all", input_tensor, call, output_tensor, input_tensor, *splits, record(opts), timeout
-        )
+        seen = "all_to_all_single", *given, opts
+        return self._issue("all_to_all", input_tensor, call, *given, record(opts), timeout, seen=seen)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Completes when every rank has called it."""
@@ -453,15 +464,18 @@ class TorchGroup(Standing):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
-        return self._issue("send", tensors, self.inner.send, _only(tensors), dstRank, tag)
+        seen = "send", tensors, dstRank, tag
+        return self._issue("send", tensors, self.inner.send, _only(tensors), dstRank, tag, seen=seen)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
-        return self._issue("recv", tensors, self.inner.recv, _only(tensors), srcRank, tag)
+        seen = "recv", tensors, srcRank, tag
+        return self._issue("recv", tensors, self.inner.recv, _only(tensors), srcRank, tag, seen=seen)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
-        return self._issue("recvAnySource", tensors, self.inner.recv_anysource, tensors, tag)
+        seen = "recv_anysource", tensors, tag
+        return self._issue("recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, seen=seen)
 
     # ---- second names --------------------------------------------------------------------------------------
 
