@@ -7,6 +7,8 @@ sections 3.3 and 5.4).
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,11 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_distributed
-from torch.futures import Future
 
 from collectives import ProcessGroup, Work, _native
 from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, option_names, options_of
-from collectives.backends.round_robin_work import LaneWork, tell_lane
+from collectives.backends.round_robin_work import BarrierWork, LaneWork, tell_lane
 from collectives.capabilities import Capabilities, by_device, in_common
 from collectives.errors import (
     CollectiveMismatchError,
@@ -41,7 +42,7 @@ from collectives.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.work import CoalescedWork
+from collectives.work import CoalescedWork, CompletedWork
 
 __all__ = [
     "ProcessGroupRoundRobin",
@@ -55,6 +56,7 @@ __all__ = [
 _T = TypeVar("_T")
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 _BARRIER = _native.COLLECTIVES["barrier"]
+_SHORTEST = timedelta(milliseconds=1)
 _BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
 """Errors after which a group is broken."""
 
@@ -127,8 +129,8 @@ class ProcessGroupRoundRobin(ProcessGroup):
     The n-th collective goes to lane n modulo the number of lanes, on every rank, because members issue the
     same collectives in the same order. Collectives on different lanes run at the same time, and a later one
     may be done first. Point-to-point operations stay on the first lane, where messages keep their order. A
-    barrier covers all lanes: it is done when all collectives issued before it are. Wrong arguments take no
-    turn, nor do point-to-point operations and barriers.
+    barrier covers all lanes, from that whose turn it is: it is done when all collectives issued before it
+    are. Wrong arguments take no turn, nor do point-to-point operations.
 
     **Waiting.** ``Work.wait()`` waits for its own collective, not for those that were issued before it on
     other lanes. For CUDA tensors it makes the current stream wait, as the lane's own Work does. Results that
@@ -138,8 +140,8 @@ class ProcessGroupRoundRobin(ProcessGroup):
 
     **Errors** of a lane name it, also as ``.lane``. One that breaks a lane breaks the others too: the next
     call raises :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
-    :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, except
-    that of a barrier with something else.
+    :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, unless
+    an asynchronous barrier meets something else after more collectives were issued behind it.
 
     **Lanes** may be of several kinds where they take the same device types; the composition offers what all
     of them can do. Sub-groups are compositions of their own, of groups of fewer ranks.
@@ -177,6 +179,9 @@ class ProcessGroupRoundRobin(ProcessGroup):
         self._capabilities = _of_lanes(parts)
         # A lane that takes more than the composition would do so on the short way.
         self._short = all(part == self._capabilities for part in parts)
+        # Where no lane tells of different calls, a barrier need not find them before it takes all lanes.
+        self._tells = any(lane.detects_mismatch for lane in self._lanes)
+        self._begun: weakref.ref[BarrierWork] | None = None
         self._cause: BaseException | None = None
         for group in groups:
             group.set_timeout(first.timeout)
@@ -217,6 +222,7 @@ class ProcessGroupRoundRobin(ProcessGroup):
     def _collective(self, issue: Callable[[ProcessGroup], Work]) -> Work:
         """Issues a collective on the lane whose turn it is."""
         self._check_whole()
+        self._cover()
         turn = self._turn
         self._turn = turn + 1
         try:
@@ -272,6 +278,7 @@ class ProcessGroupRoundRobin(ProcessGroup):
         """Returns what ``issue`` makes of the lane whose turn it is; takes the turn only if that is true."""
         if not self._short or kind == _BARRIER or self._cause is not None:
             return None
+        self._cover()
         turn = self._turn
         lane = turn % len(self._lanes)
         # Before the call: it may block, and another thread issue the next collective meanwhile.
@@ -390,27 +397,41 @@ class ProcessGroupRoundRobin(ProcessGroup):
         return self._on(0, lambda lane: lane._recv(tensor, src, tag))
 
     def _barrier(self, opts: BarrierOptions) -> Work:
-        # All at once, also for one that blocks: a rank that issues something else has it on one lane only,
-        # and must be found there while this rank waits on the others.
-        started = BarrierOptions(opts.timeout, True, opts.device_ids, opts.device)
+        self._check_whole()
+        self._cover()
+        first = self._turn % len(self._lanes)
+        self._turn += 1
+        began = time.monotonic()
+        others = [(first + n) % len(self._lanes) for n in range(1, len(self._lanes))]
+
+        def barrier(lane: int, asynchronous: bool) -> Work:
+            limit = opts.timeout or self._timeout
+            left = max(_SHORTEST, limit - timedelta(seconds=time.monotonic() - began))
+            own = BarrierOptions(left, asynchronous, opts.device_ids, opts.device)
+            return self._on(lane, lambda group: group._barrier(own))
+
+        if not self._tells:
+            return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
+        work = barrier(first, opts.asyncOp)
+        if opts.asyncOp:
+            whole = BarrierWork(work, lambda: [barrier(n, True) for n in others], self._break)
+            self._begun = weakref.ref(whole)  # it holds the group
+            return whole
+        work.wait()
         try:
-            works = [self._on(n, lambda lane: lane._barrier(started)) for n in range(len(self._lanes))]
+            for lane in others:
+                barrier(lane, False).wait()
         except CollectiveMismatchError as error:
             self._break(error)
             raise
-        for work in works:
-            if not work.is_success():
-                work.get_future().add_done_callback(self._note_barrier)
-        return CoalescedWork(works)
+        return CompletedWork()
 
-    def _note_barrier(self, done: Future[Any]) -> None:
-        """Breaks the lanes after a mismatch in a barrier: the lanes are no longer in step."""
-        try:
-            done.value()
-        except CollectiveMismatchError as error:
-            self._break(error)
-        except Exception:  # noqa: BLE001, S110 - raised by wait()
-            pass
+    def _cover(self) -> None:
+        """Lets a barrier that has begun on its first lane reach the others before the next collective."""
+        begun, self._begun = self._begun, None
+        work = None if begun is None else begun()
+        if work is not None:
+            work.cover()
 
     def abort(self) -> None:
         """Breaks all lanes at once."""
@@ -418,6 +439,7 @@ class ProcessGroupRoundRobin(ProcessGroup):
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees all lanes."""
+        self._cover()
         try:
             self._each(lambda lane: lane.shutdown())
         finally:

@@ -11,7 +11,7 @@ import torch
 from harness import current_store, run_ranks
 from recorder import lanes
 
-from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
+from collectives import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, ProcessGroup
 from collectives.backends.round_robin import ProcessGroupRoundRobin, RoundRobinOptions
 from collectives.types import AllreduceOptions
 from collectives.work import Work
@@ -151,7 +151,7 @@ def limit_in_a_future(group: ProcessGroup) -> str:
     work = group.allreduce(torch.ones(3), timeout=timedelta(seconds=1))
     work.get_future().add_done_callback(callback)
     assert heard.wait(30)
-    with pytest.raises(GroupAbortedError, match="lane 0"):
+    with pytest.raises(GroupAbortedError, match="lane 1"):  # the barrier had lane 0
         group.allreduce(torch.ones(3))
     current_store().set("ended", "")
     return seen[0]
@@ -161,7 +161,7 @@ def limit_in_a_future(group: ProcessGroup) -> str:
 def test_a_limit_seen_by_a_future_breaks_all_lanes(lane: str) -> None:
     options = RoundRobinOptions(3, lane)
     told, _ = run_ranks(limit_in_a_future, 2, backend="round_robin", isolated=True, pg_options=options)
-    assert "lane 0 of round_robin group" in told
+    assert "lane 1 of round_robin group" in told
 
 
 def limit_of_a_barrier(group: ProcessGroup) -> float:
@@ -184,3 +184,66 @@ def test_a_limit_of_wait_is_that_of_all_lanes_together() -> None:
     options = RoundRobinOptions(30, "host")
     took, _ = run_ranks(limit_of_a_barrier, 2, backend="round_robin", pg_options=options)
     assert took < 20
+
+
+def sum_up(group: ProcessGroup, x: torch.Tensor) -> None:
+    for _ in group.lanes:
+        group.allreduce(x).wait()
+
+
+def barrier_in_between(group: ProcessGroup) -> None:
+    """Rank 0 has more on the way behind its barrier, which is on all lanes then."""
+    x = torch.ones(3)
+    if group.rank() == 0:
+        barrier, after = group.barrier(), group.allreduce(x)
+        current_store().set("issued", "")
+        with pytest.raises(CollectiveMismatchError, match=r"(?s)lane 0 of round_robin group .*barrier"):
+            barrier.wait()
+        assert isinstance(barrier.exception(), CollectiveMismatchError)
+        with pytest.raises((CollectiveMismatchError, GroupAbortedError)):
+            after.wait()
+        with pytest.raises(GroupAbortedError, match=r"is broken; first cause: .*lane 0 of"):
+            group.barrier()
+        current_store().set("seen", "")
+        return
+    current_store().wait(["issued"])
+    with pytest.raises(CollectiveMismatchError, match=r"(?s)lane 0 of round_robin group .*barrier"):
+        group.broadcast(x).wait()
+    current_store().wait(["seen"])
+    with pytest.raises((CollectiveMismatchError, GroupAbortedError)):
+        group.allreduce(x).wait()
+    with pytest.raises(GroupAbortedError):
+        sum_up(group, x)
+
+
+def test_a_barrier_that_met_something_else_before_what_follows_it_breaks_the_lanes() -> None:
+    run_ranks(barrier_in_between, 2, backend="round_robin", isolated=True)
+
+
+def barriers_in_flight(group: ProcessGroup) -> None:
+    """Barriers among collectives, none of them waited for; the ranks come at different times."""
+    works = []
+    for turn in range(30):
+        x = torch.full((2,), float(turn))
+        works.append((turn, group.allreduce(x)))
+        if turn % 4 == group.rank():
+            time.sleep(0.005)
+        if turn % 3:
+            works.append((None, group.barrier()))
+    futures = [work.get_future() for _, work in works]
+    for (turn, work), future in zip(works, futures, strict=True):
+        found = future.wait()
+        assert work.is_success()
+        assert [tensor.tolist() for tensor in found] == ([] if turn is None else [[2.0 * turn] * 2])
+        assert [tensor.tolist() for tensor in work.result()] == [tensor.tolist() for tensor in found]
+    # One that nobody holds and one behind it that polls.
+    group.barrier()
+    work = group.barrier()
+    while not work.is_completed():
+        time.sleep(0.001)
+    group.barrier()
+    group.shutdown()
+
+
+def test_barriers_in_flight() -> None:
+    run_ranks(barriers_in_flight, 2, backend="round_robin")
