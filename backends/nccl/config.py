@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["NcclConfig"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class NcclConfig:
     """Settings of a communicator, equal on all its ranks; ``None`` leaves a choice to NCCL.
 
-    The names are those of ``ProcessGroupNCCL.Options.config`` in torch. What a provider or the loaded NCCL
+    Also ``ProcessGroupNCCL.NCCLConfig``, as in torch, with the same names; they are given as
+    ``ProcessGroupNCCL.Options(config=...)``, or set on the ``config`` of options. Read when a communicator is
+    made. What a provider or the loaded NCCL
     cannot pass on is refused when a communicator is made: CuPy passes ``split_share`` only.
 
     Attributes:
@@ -48,12 +51,13 @@ class NcclConfig:
     n_channels_per_net_peer: int | None = None
     nvlink_centric_sched: bool | None = None
 
-    def __post_init__(self) -> None:
-        if self.blocking is False:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "blocking" and value is not None and not value:
             raise ValueError(
                 "blocking=False is not supported: communicators are made and used by calls that block; leave "
                 "blocking out, and use abort() to end a call that hangs"
             )
+        object.__setattr__(self, name, value)
 
     def given(self) -> dict[str, bool | int | str]:
         """Returns the settings that NCCL is to be told, by name."""

@@ -85,6 +85,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.NCCL
     Options = Options
+    NCCLConfig = NcclConfig
 
     def __init__(
         self, options: GroupOptions, library: NcclLibrary, devices: type[Device] = CudaDevice

@@ -46,12 +46,16 @@ class _LastCall(ctypes.Structure):
         ("op", ctypes.c_int),
         ("root", ctypes.c_int),
         ("stream", ctypes.c_ssize_t),
+        ("communicator", ctypes.c_ssize_t),
     )
 
 
 @dataclass(frozen=True)
 class LastCall:
-    """The operation that was called last, as it came to NCCL; ``root`` is also the peer of a message."""
+    """The operation that was called last, as it came to NCCL.
+
+    ``root`` is also the peer of a message; ``communicator`` is its handle.
+    """
 
     function: str
     count: int
@@ -59,6 +63,7 @@ class LastCall:
     op: int
     root: int
     stream: int
+    communicator: int
 
 
 class NcclDouble:

@@ -111,6 +111,7 @@ struct LastCall {
   int op;
   int root;
   std::intptr_t stream;
+  std::intptr_t communicator;
 };
 
 struct Failing {

@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,6 +64,8 @@ class DoubleDevice(Device):
     """The CPU with the double's streams."""
 
     kind = "cpu"
+    priorities: ClassVar[list[bool]] = []
+    """Of the streams that were made, whether they should have a high priority."""
 
     @classmethod
     def current(cls) -> torch.device:
@@ -89,6 +91,7 @@ class DoubleDevice(Device):
             _thread.stream = before
 
     def new_stream(self, high_priority: bool) -> int:
+        self.priorities.append(high_priority)
         return _do("stream_create")
 
     def handle(self, stream: int) -> int:

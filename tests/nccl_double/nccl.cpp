@@ -57,6 +57,7 @@ int issue(const char* function, const void* handle, Operation op) {
     last.op = op.op;
     last.root = op.root;
     last.stream = op.stream;
+    last.communicator = reinterpret_cast<std::intptr_t>(handle);
   }
   if (state().dry) return kSuccess;
   op.op = built_in;

@@ -10,10 +10,13 @@ import pytest
 import torch
 from conformance import test_movement, test_reductions, test_works
 from conformance.oracle import values
-from nccl_double.groups import run_over_double
+from nccl_double.device import DoubleDevice
+from nccl_double.groups import load, run_over_double
+from nccl_double.ranks import PROVIDERS
 from nccl_double.report import NcclReport
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.types import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
 
 BODIES: list[Callable[[ProcessGroup], object]] = [
@@ -175,6 +178,41 @@ def limits_of_arguments(group: ProcessGroup) -> None:
     assert work.wait()
     assert work.result()[0].tolist() == [group.size()] * 2
     assert group.barrier(BarrierOptions(device=torch.device("cpu"))).wait()
+
+
+def chosen(group: ProcessGroup, path: Path, config: dict[str, Any], high_priority: bool) -> None:
+    """Communicators and streams are made as the options say; a config is read when they are made."""
+    group.allreduce(torch.ones(3)).wait()
+    assert DoubleDevice.priorities == [high_priority]
+    double = load(path)
+    told = double.config(double.last_call().communicator)
+    told.pop("blocking", None)  # which is NCCL's default anyway
+    assert told == config
+    with pytest.raises(ValueError, match="blocking=False"):
+        ProcessGroupNCCL.NCCLConfig(blocking=False)
+    with pytest.raises(ValueError, match="blocking=False"):
+        ProcessGroupNCCL.Options().config.blocking = 0
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_options_reach_nccl(nccl_library: Path, provider: str) -> None:
+    config = ProcessGroupNCCL.NCCLConfig(split_share=True)
+    passed: dict[str, Any] = {"splitShare": 1}
+    if provider == "pynccl":  # the other passes on no more
+        config.max_ctas, config.net_name = 3, "Socket"
+        passed |= {"maxCTAs": 3, "netName": b"Socket"}
+    for priority, given, expected in ((True, config, passed), (False, ProcessGroupNCCL.NCCLConfig(), {})):
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=priority, config=given)
+        run_over_double(
+            chosen,
+            2,
+            nccl_library,
+            nccl_library,
+            expected,
+            priority,
+            provider=provider,
+            options={"pg_options": options},
+        )
 
 
 def several(group: ProcessGroup) -> None:
