@@ -1,6 +1,6 @@
 # The C++ core: private. Raw addresses, element counts and type codes; the callers keep the memory alive.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 # --- kernels (for tests and tools; the backends call them in C++) ---
@@ -134,6 +134,60 @@ def plain_view(tensor: object) -> tuple[int, int, int] | None:
 
 def pop_finished_tasks() -> list[int]: ...
 def register_tensor_type(type: type) -> None: ...
+
+# --- mpi ---
+
+class MpiFlight:
+    """Something under way. ``error`` is MPI's code of what went wrong, 0 for nothing."""
+
+    @property
+    def moved(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+    def advance(self) -> bool: ...
+
+class MpiExchange:
+    def __init__(
+        self,
+        functions: tuple[int, int, int, int, int],
+        bytes: tuple[int, int],
+        communicator: int,
+        messages: int,
+        byte: int,
+        rank: int,
+        size: int,
+        largest_tag: int,
+        operations: Iterator[int],
+        exchanges: Iterator[int],
+        limits: tuple[int, int, int, int, int],
+        spins: int,
+    ) -> None: ...
+    def plain(
+        self,
+        kind: int,
+        output: object = None,
+        input: object = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> bool | MpiFlight: ...
+    def plain_message(self, sends: bool, tensor: object, peer: int, tag: int) -> bool | MpiFlight: ...
+    def issue(
+        self,
+        kind: int,
+        data_ptr: int = 0,
+        input_ptr: int = 0,
+        count: int = 0,
+        dtype_code: int = 0,
+        op_code: int = 0,
+        factor: float = 1.0,
+        root: int = 0,
+        outputs: Sequence[tuple[int, int]] = (),
+        inputs: Sequence[tuple[int, int]] = (),
+    ) -> MpiFlight: ...
+    def serves(self, kind: int, nbytes: int, itemsize: int) -> bool: ...
 
 # --- store server ---
 

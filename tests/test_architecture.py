@@ -201,8 +201,19 @@ LAYERS = {
     "kernels": {"common", "kernels"},
     "algorithms": {"common", "memory", "transport", "kernels", "algorithms"},
     "engine": {"common", "memory", "transport", "kernels", "algorithms", "engine"},
+    "mpi": {"common", "kernels", "algorithms", "engine", "mpi"},
     "store": {"common", "store"},
-    "bindings": {"common", "memory", "transport", "kernels", "algorithms", "engine", "store", "bindings"},
+    "bindings": {
+        "common",
+        "memory",
+        "transport",
+        "kernels",
+        "algorithms",
+        "engine",
+        "mpi",
+        "store",
+        "bindings",
+    },
     "tests": {"common", "memory", "transport", "kernels", "algorithms", "engine", "store", "tests"},
 }
 """The layers of the core, and those that each may include; transports know no kernels."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -24,15 +25,15 @@ from collectives.backends.mpi.parts import (
     part_of,
     split_parts,
 )
+from collectives.backends.mpi.plain import PlainCalls, check_length
 from collectives.backends.mpi.runtime import library
-from collectives.backends.mpi.small import SmallReductions
+from collectives.backends.mpi.short import MOST_RANKS, ShortWay
 from collectives.backends.mpi.tags import Tags
 from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import MPIWork, Steps
 from collectives.backends.operation import Operation
 from collectives.capabilities import Capabilities
 from collectives.dtypes import NATIVE_CODES
-from collectives.errors import DistBackendError
 from collectives.process_group import ProcessGroup
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs
@@ -54,7 +55,8 @@ from collectives.work import CompletedWork, Work
 __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
-_ALL_REDUCE = _native.COLLECTIVES["all_reduce"]
+_KINDS = _native.COLLECTIVES
+_BYTE = NATIVE_CODES[torch.uint8]
 
 _GATHERED_BYTES = 64 << 10
 """Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
@@ -118,16 +120,20 @@ class ProcessGroupMPI(ProcessGroup):
         self._traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
         self._exchanges = itertools.count()
-        self._small = SmallReductions(
+        self._short = ShortWay(
             self._library,
-            self._engine,
             self._own_communicator,
-            self._buffers,
+            self._communicator,
             self._rank,
             self._size,
-            self._traffic.free_tag,
-            lambda number, tensor: Operation("all_reduce", number, [tensor], self._timeout),
+            largest_tag,
+            self._numbers,
+            self._exchanges,
         )
+        this = weakref.proxy(self)  # so that the group goes when it is let go of
+        calls = PlainCalls(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
+        self.plain = calls.collective  # type: ignore[method-assign]  # a call less
+        self.plain_message = calls.message  # type: ignore[method-assign]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -137,18 +143,6 @@ class ProcessGroupMPI(ProcessGroup):
     def name(self) -> str:
         """Returns ``"mpi"``."""
         return "mpi"
-
-    def plain(
-        self,
-        kind: int,
-        output: Any = None,
-        input: object = None,  # noqa: ARG002
-        op_code: int = 0,
-        root: object = 0,  # noqa: ARG002
-        listed: bool = False,  # noqa: ARG002
-    ) -> bool:
-        """Runs the all-reduce of a small dense tensor without a Work; see :meth:`ProcessGroup.plain`."""
-        return kind == _ALL_REDUCE and self._small.all_reduce(output, op_code, self._numbers)
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
@@ -169,7 +163,23 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([tensor] if writes else [])
         data = staged.stand_ins[0] if writes else dense(tensor)
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
-        if whole.nbytes * self._size <= _GATHERED_BYTES:
+        kind = _KINDS["all_reduce" if root is None else "reduce"]
+        if self._short.serves(kind, whole.nbytes, arithmetic.item):
+            return self._fly(
+                operation,
+                opts.asyncOp,
+                staged.last_step,
+                (data,),
+                whole.nbytes,
+                kind=kind,
+                data_ptr=whole.address,
+                count=whole.nbytes // arithmetic.item,
+                dtype_code=arithmetic.dtype,
+                op_code=arithmetic.op,
+                factor=arithmetic.factor,
+                root=root or 0,
+            )
+        if self._size > MOST_RANKS and whole.nbytes * self._size <= _GATHERED_BYTES:
             return self._gather_and_reduce(operation, staged, data, arithmetic, root, opts.asyncOp)
         parts = cut(whole, arithmetic.item, self._size)
         own = parts[self._rank]
@@ -193,25 +203,6 @@ class ProcessGroupMPI(ProcessGroup):
     ) -> Work:
         """Reduces small tensors: all ranks, or the root, get them all."""
         whole = part_of(data)
-        count = whole.nbytes // arithmetic.item
-
-        def reduce(sources: list[int]) -> None:
-            _native.reduce(whole.address, sources, count, arithmetic.dtype, arithmetic.op, arithmetic.factor)
-            if staged.last_step is not None:
-                staged.last_step()
-
-        if root is None and self._small.serves(whole.nbytes):
-            with self._engine.calling(operation):
-                slots = self._small.take(whole.nbytes)
-            _native.copy(slots.own, whole.address, whole.nbytes)
-
-            def finish_slots() -> None:
-                reduce(slots.sources)
-                self._small.give_back(slots)
-
-            return self._issue(
-                operation, lambda: self._small.start(slots), asynchronous, finish_slots, (data, slots)
-            )
         gets_all = root is None or root == self._rank
         memory = torch.empty(whole.nbytes * self._size if gets_all else 0, dtype=torch.uint8)
         begin = memory.data_ptr()
@@ -225,7 +216,13 @@ class ProcessGroupMPI(ProcessGroup):
 
         def finish() -> None:
             if gets_all:
-                reduce([begin + rank * whole.nbytes for rank in range(self._size)])
+                sources = [begin + rank * whole.nbytes for rank in range(self._size)]
+                count = whole.nbytes // arithmetic.item
+                _native.reduce(
+                    whole.address, sources, count, arithmetic.dtype, arithmetic.op, arithmetic.factor
+                )
+            if staged.last_step is not None:
+                staged.last_step()
 
         return self._issue(operation, issue, asynchronous, finish, (data, memory))
 
@@ -234,6 +231,19 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([] if self._rank == opts.rootRank else [tensor])
         data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
         whole = part_of(data)
+        if self._short.serves(_KINDS["broadcast"], whole.nbytes, 1):
+            return self._fly(
+                operation,
+                opts.asyncOp,
+                staged.last_step,
+                (data,),
+                whole.nbytes,
+                kind=_KINDS["broadcast"],
+                data_ptr=whole.address,
+                count=whole.nbytes,
+                dtype_code=_BYTE,
+                root=opts.rootRank,
+            )
         return self._issue(
             operation,
             lambda: [self._communicator.Ibcast(self._buffers(*whole), opts.rootRank)],
@@ -252,6 +262,19 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([output])
         source, target = dense(tensor), staged.stand_ins[0]
         own, whole = part_of(source), part_of(target)
+        if self._short.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
+            return self._fly(
+                operation,
+                opts.asyncOp,
+                staged.last_step,
+                (source, target),
+                whole.nbytes,
+                kind=_KINDS["all_gather"],
+                input_ptr=own.address,
+                count=own.nbytes,
+                dtype_code=_BYTE,
+                outputs=[(whole.address + rank * own.nbytes, own.nbytes) for rank in range(self._size)],
+            )
         in_place = own.address == whole.address + self._rank * own.nbytes
         given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
         place = self._buffers.parts(whole.address, own.nbytes, self._size)
@@ -335,11 +358,11 @@ class ProcessGroupMPI(ProcessGroup):
         operation = self._operation("barrier", [], opts.timeout)
         earlier = [work for work in self._engine.earlier() if not work.point_to_point]
 
-        def steps() -> Steps:
+        def after_these() -> Steps:
             while any(not work.done for work in earlier):
                 yield []
 
-        return self._issue(operation, lambda: [self._communicator.Ibarrier()], opts.asyncOp, steps=steps())
+        return self._fly(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
@@ -367,12 +390,7 @@ class ProcessGroupMPI(ProcessGroup):
         message, source = self._buffers(*place), self._mpi.ANY_SOURCE if src is None else src
 
         def check() -> None:
-            got = int(status.Get_elements(self._mpi.BYTE))
-            if got != place.nbytes:
-                raise DistBackendError(
-                    f"{self._where()} {operation}: the message has {got} bytes, but the tensor that "
-                    f"receives it {place.nbytes}"
-                )
+            check_length(self._where(), operation, int(status.Get_elements(self._mpi.BYTE)), place.nbytes)
             if staged.last_step is not None:
                 staged.last_step()
 
@@ -406,14 +424,33 @@ class ProcessGroupMPI(ProcessGroup):
         keep: Sequence[Any] = (),
         nbytes: int = 0,
         *,
-        steps: Steps | None = None,
         status: Any = None,
         point_to_point: bool = False,
     ) -> Work:
         """Issues an operation that is done when its first requests are."""
         with self._engine.calling(operation):
             requests = issue()
-        work = MPIWork(self._engine, operation, requests, steps, after, keep, status, nbytes, point_to_point)
+        work = MPIWork(self._engine, operation, requests, None, after, keep, status, nbytes, point_to_point)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def _fly(
+        self,
+        operation: Operation,
+        asynchronous: bool,
+        after: Callable[[], None] | None = None,
+        keep: Sequence[Any] = (),
+        nbytes: int = 0,
+        *,
+        then: Iterable[list[Any]] = (),
+        **what: Any,
+    ) -> Work:
+        """Issues what the core carries out; ``what`` is as ``_native.MpiExchange.issue`` takes it."""
+        with self._engine.calling(operation):
+            flight = self._short.issue(**what)
+        steps = itertools.chain(self._short.steps(flight), then)
+        # Its memory is the core's as long as MPI may write into it.
+        work = MPIWork(self._engine, operation, [], steps, after, (flight, *keep), None, nbytes)
         self._engine.launch(work, asynchronous)
         return work
 
@@ -471,21 +508,13 @@ class ProcessGroupMPI(ProcessGroup):
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
         self._engine.abort()
-        self._free_messages()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees the communicators."""
-        done = self._engine.shutdown()
-        self._free_messages()
-        if done:
+        if self._engine.shutdown():
             with self._engine.lock:
                 for communicator in (self._communicator, self._own_communicator):
                     communicator.Free()
-
-    def _free_messages(self) -> None:
-        if self._library.may_call() and not self._mpi.Is_finalized():
-            with self._engine.lock:
-                self._small.close()
 
 
 def capabilities() -> Capabilities:

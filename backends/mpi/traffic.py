@@ -37,9 +37,6 @@ _EXCHANGE, _PUBLISH, _STAGES = 0, 1, 2
 class Traffic:
     """Messages of a group's own between its ranks.
 
-    Attributes:
-        free_tag: a tag that none of them has.
-
     Args:
         communicator: MPI's, used for nothing else that has one of its tags.
         buffers: makes messages of memory.
@@ -55,7 +52,6 @@ class Traffic:
         self._rank = rank
         self._size = size
         self._numbers = largest_tag // _STAGES
-        self.free_tag = largest_tag
         self._scratch: list[torch.Tensor] = []
 
     def _tag(self, number: int, stage: int) -> int:

@@ -7,6 +7,7 @@ namespace collectives {
 
 void bind_kernels(nanobind::module_& module);
 void bind_host(nanobind::module_& module);
+void bind_mpi(nanobind::module_& module);
 void bind_store(nanobind::module_& module);
 
 }  // namespace collectives

@@ -5,5 +5,6 @@ NB_MODULE(_native, module) {
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
   collectives::bind_kernels(module);
   collectives::bind_host(module);
+  collectives::bind_mpi(module);
   collectives::bind_store(module);
 }

@@ -135,24 +135,20 @@ bool read(Request& request, Reader& reader, std::size_t me, bool is_root, nb::ha
   return false;
 }
 
-struct Plain {
-  Request request;
-  std::size_t bytes = 0;
-};
+}  // namespace
 
-std::optional<Plain> plain_request(const Group& group, std::uint8_t kind, nb::handle output, nb::handle input,
+std::optional<Plain> plain_request(int rank, int size, std::uint8_t kind, nb::handle output, nb::handle input,
                                    std::uint8_t op, nb::handle root, bool listed) {
   std::optional<Plain> plain(std::in_place);
   Request& request = plain->request;
   request.kind = static_cast<Kind>(kind);
   if (rooted(request.kind)) {
-    const std::optional<int> checked = number_below(root, group.size());
+    const std::optional<int> checked = number_below(root, size);
     if (!checked) return std::nullopt;
     request.root = *checked;
   }
-  Reader reader(group.size());
-  if (!read(request, reader, static_cast<std::size_t>(group.rank()), group.rank() == request.root, output,
-            input, listed)) {
+  Reader reader(size);
+  if (!read(request, reader, static_cast<std::size_t>(rank), rank == request.root, output, input, listed)) {
     return std::nullopt;
   }
   request.reduction.dtype = reader.dtype();
@@ -162,18 +158,17 @@ std::optional<Plain> plain_request(const Group& group, std::uint8_t kind, nb::ha
         !reducible(reader.dtype(), request.reduction.op)) {
       return std::nullopt;
     }
-    if (request.reduction.op == ReduceOp::avg) request.reduction.factor = group.size();
+    if (request.reduction.op == ReduceOp::avg) request.reduction.factor = size;
   }
   plain->bytes = reader.bytes();
   return plain;
 }
 
-}  // namespace
-
 bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nb::handle output, nb::handle input,
                       std::uint8_t op, nb::handle root, bool listed) {
   Group& group = usable(owned);
-  const std::optional<Plain> plain = plain_request(group, kind, output, input, op, root, listed);
+  const std::optional<Plain> plain =
+      plain_request(group.rank(), group.size(), kind, output, input, op, root, listed);
   if (!plain) return false;
   PythonInterrupt interrupt(release_for(plain->bytes));
   return group.run(plain->request, group.timeout(), &interrupt);
@@ -182,7 +177,8 @@ bool plain_collective(OwnedGroup& owned, std::uint8_t kind, nb::handle output, n
 std::shared_ptr<Task> plain_launch(OwnedGroup& owned, std::uint8_t kind, nb::handle output, nb::handle input,
                                    std::uint8_t op, nb::handle root, bool listed) {
   Group& group = usable(owned);
-  std::optional<Plain> plain = plain_request(group, kind, output, input, op, root, listed);
+  std::optional<Plain> plain =
+      plain_request(group.rank(), group.size(), kind, output, input, op, root, listed);
   return plain ? group.enqueue(std::move(plain->request), group.timeout(), call_site()) : nullptr;
 }
 

@@ -8,12 +8,26 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "bindings/owned_group.hpp"
+#include "engine/request.hpp"
 
 namespace collectives {
+
+struct Plain {
+  Request request;
+  std::size_t bytes = 0;  // of all its tensors
+};
+
+// The request of a rank among so many for the arguments of `plain_collective`; nothing where the call is not
+// plain.
+std::optional<Plain> plain_request(int rank, int size, std::uint8_t kind, nanobind::handle output,
+                                   nanobind::handle input, std::uint8_t op, nanobind::handle root,
+                                   bool listed);
 
 // Runs a collective and returns true; returns false, with nothing done, where the call is not plain or the
 // group is busy. `output` and `input` are what the user function takes under these names; a tensor that is

@@ -146,6 +146,107 @@ def test_small_all_reduces(mpi: Teams) -> None:
     mpi.run(small_ones, 3, backend=None)
 
 
+def gapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same values in memory with gaps."""
+    return torch.stack([tensor, torch.full_like(tensor, -7)], -1)[..., 0]
+
+
+def every_way(rank: int, size: int) -> None:
+    """Ranks carry out one operation in different ways: the tensors of one have gaps, or it comes late."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    whole = size * (size + 1) / 2
+    turn = 0
+
+    def make(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal turn
+        turn += 1
+        if turn % (2 * size) == rank:
+            return [gapped(tensor) for tensor in tensors]
+        if turn % (2 * size) == size + rank:
+            time.sleep(0.004)  # longer than a call tests its messages
+        return list(tensors)
+
+    def same(tensor: torch.Tensor, value: float) -> None:
+        assert tensor.unique().tolist() == [value], (turn, tensor)
+
+    # Among them sizes on both sides of each threshold.
+    for count in (1, 300, 5_000, 6_000, 21_000, 80_000, 600_000):
+        for root in range(size):
+            full, last = torch.full((count,), rank + 1.0), torch.full((size, count), rank + 1.0)
+            (x,) = make(full.clone())
+            dist.all_reduce(x)
+            same(x, whole)
+            (x,) = make(full.clone())
+            dist.reduce(x, root, dist.ReduceOp.MAX)
+            same(x, size if rank == root else rank + 1.0)
+            (x,) = make(full.clone())
+            dist.broadcast(x, root)
+            same(x, root + 1.0)
+            x, y = make(last.clone(), full)
+            dist.all_gather_into_tensor(x, y)
+            assert [part.unique().tolist() for part in x] == [[other + 1.0] for other in range(size)]
+            x, y = make(full.clone(), last)
+            dist.reduce_scatter_tensor(x, y)
+            same(x, whole)
+            if count > 80_000 or root:
+                continue
+            parts = make(*(torch.empty(count) for _ in range(size)))
+            dist.all_gather(parts, full)
+            assert [part[0].item() for part in parts] == [other + 1.0 for other in range(size)]
+            parts = make(*last)
+            dist.gather(full, parts if rank == root else None, dst=root)
+            dist.scatter(x, [part * 2 for part in parts] if rank == root else None, src=root)
+            same(x, rank * 2 + 2.0)
+            x, y = make(torch.empty(size * count), torch.arange(size).repeat_interleave(count) + 10.0 * rank)
+            dist.all_to_all_single(x, y)
+            assert x[::count].tolist() == [10.0 * other + rank for other in range(size)]
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_may_go_different_ways(mpi: Teams) -> None:
+    mpi.run(every_way, 3, backend=None)
+
+
+def plain_messages(rank: int, size: int) -> None:
+    """Blocking messages beside those with a Work; late ones, large tags, wrong lengths."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (0, 1, 1000, 100_000):
+        for tag in (0, 7, 2**31 - 1):
+            given, got = (
+                torch.full((count,), rank + tag, dtype=torch.float64),
+                torch.empty(count, dtype=torch.float64),
+            )
+            work = dist.isend(given, after, tag=tag)
+            if rank == count % size:
+                time.sleep(0.004)
+            assert dist.recv(got, before, tag=tag) == before
+            assert work is not None
+            work.wait()
+            work = dist.irecv(got.zero_(), before, tag=tag)
+            dist.send(given, after, tag=tag)
+            assert work is not None
+            work.wait()
+            assert got.unique().tolist() == ([float(before + tag)] if count else [])
+    for late in (False, True):
+        for count in (2, 9):
+            if rank == 0:
+                time.sleep(0.01 * late)
+                dist.send(torch.ones(5), 1)
+            elif rank == 1:
+                time.sleep(0.01 * (not late))
+                with pytest.raises(dist.DistBackendError, match=r"20 bytes.* 36$|longer than the tensor"):
+                    dist.recv(torch.ones(count), 0)
+    dist.all_reduce(x := torch.ones(1))
+    assert x.item() == size
+    dist.destroy_process_group()
+
+
+def test_blocking_messages(mpi: Teams) -> None:
+    mpi.run(plain_messages, 3, backend=None)
+
+
 def interrupted(rank: int, size: int) -> None:
     """A signal ends rank 0's wait for a late rank; the all-reduce goes on, and the next one is right."""
     dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
@@ -154,18 +255,20 @@ def interrupted(rank: int, size: int) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    dist.all_reduce(x := torch.ones(2))
+    dist.all_reduce(torch.ones(2))
 
-    def all_reduce_for(seconds: float) -> None:
+    def all_reduce_for(seconds: float) -> torch.Tensor:
+        x = torch.full((2,), float(size))
         signal.setitimer(signal.ITIMER_REAL, seconds)  # enough to begin, on a busy machine, too
-        dist.all_reduce(x)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(x)
+        return x
 
     for turn, delay in enumerate((0.1, 0.4)):
         if rank == 0:
             before = signal.signal(signal.SIGALRM, interrupt)
             try:
-                with pytest.raises(KeyboardInterrupt):
-                    all_reduce_for(delay)
+                left = all_reduce_for(delay)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
@@ -173,9 +276,11 @@ def interrupted(rank: int, size: int) -> None:
         else:
             store.wait([f"interrupted{turn}"])
             dist.all_reduce(y := torch.ones(2))
-            assert y.tolist() == [size + 1.0] * 2  # rank 0 gave the sum of the first
+            assert y.tolist() == [size + 1.0] * 2
         dist.all_reduce(y := torch.full((2,), rank + 1.0))
         assert y.tolist() == [size * (size + 1) / 2] * 2
+        dist.barrier()  # comes after what was left
+        assert rank or left.tolist() == [size + 1.0] * 2
     dist.destroy_process_group()
 
 
