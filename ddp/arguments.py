@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from collectives import ProcessGroup, UnsupportedOperationError
@@ -47,10 +48,14 @@ def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
     """Checks that gradients of these parameters can be averaged.
 
     Raises:
-        RuntimeError: none needs a gradient, or one is not initialised.
+        RuntimeError: none needs a gradient, one is not initialised, or nothing can be trained here.
         UnsupportedOperationError: an optimizer steps one within the backward pass.
     """
     kind = type(module).__name__
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{kind} is wrapped within torch.inference_mode(), where nothing can be trained; leave it first"
+        )
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
@@ -59,6 +64,11 @@ def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
         if parameter.device.type == "meta":
             raise RuntimeError(
                 f"parameter {name} of {kind} is on the meta device; materialise it before wrapping"
+            )
+        if parameter.is_inference():
+            raise RuntimeError(
+                f"parameter {name} of {kind} was made within torch.inference_mode(), so that it can have no "
+                "gradient; make the module outside"
             )
     stepped = [name for name, p in parameters.items() if hasattr(p, "_in_backward_optimizers")]
     if stepped:

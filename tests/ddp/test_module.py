@@ -45,6 +45,9 @@ def bad_arguments(group):
     expanded = nn.Linear(2, 2)
     expanded.register_buffer("same", torch.ones(1).expand(3))
     DistributedDataParallel(expanded, process_group=group, broadcast_buffers=False)  # is not written to
+    with torch.inference_mode():
+        inferring = nn.Linear(2, 2)
+        within_inference = error()
     stepped = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of what torch itself imports there
@@ -54,6 +57,8 @@ def bad_arguments(group):
         "no gradients": error(frozen),
         "lazy": error(nn.LazyLinear(2)),
         "meta": error(meta),
+        "inferring": error(inferring),
+        "within inference": within_inference,
         "steps in backward": error(stepped),
         "expanded": error(expanded),
         "expanded, not sent at first": error(expanded, init_sync=False),
@@ -78,6 +83,8 @@ def test_bad_arguments_are_named() -> None:
         "no gradients": ("RuntimeError", "no parameter of Linear needs a gradient"),
         "lazy": ("RuntimeError", "weight of LazyLinear is not initialised"),
         "meta": ("RuntimeError", "weight of Linear is on the meta device"),
+        "inferring": ("RuntimeError", "weight of Linear was made within torch.inference_mode()"),
+        "within inference": ("RuntimeError", "Linear is wrapped within torch.inference_mode()"),
         "expanded": (
             "ValueError",
             "same of DistributedDataParallel(Linear) has the shape [3] and the strides [0]",
