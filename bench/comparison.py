@@ -34,7 +34,7 @@ from collectives.bench.arguments import (
 from collectives.bench.devices import DEVICES
 from collectives.bench.goals import goal_lines, parse_goal
 from collectives.bench.launching import needs_mpirun
-from collectives.bench.machine import describe_machine, usable_cores
+from collectives.bench.machine import cores_of_ranks, describe_machine
 from collectives.bench.mpi4py_peer import MPI4PY
 from collectives.bench.namespaces import NamespacesUnavailableError
 from collectives.bench.operations import OPERATIONS, rounded_count
@@ -159,10 +159,8 @@ class Options:
                     f"size {size} is no multiple of the {item_bytes} bytes of a {self.dtype} element; "
                     f"begin the sizes at {item_bytes} or more"
                 )
-        if self.bind and max(self.ranks) > usable_cores():
-            raise ValueError(
-                f"{max(self.ranks)} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
-            )
+        if self.bind:
+            cores_of_ranks(max(self.ranks))
         self._check_machines()
         self._check_device()
         for ranks in self.ranks:
@@ -213,7 +211,7 @@ class Options:
             self.operations,
             self.limit,
             self.imports,
-            self.bind,
+            cores_of_ranks(ranks) if self.bind else (),
             self.machines,
             self.link,
             device=self.device,

@@ -38,7 +38,7 @@ from collectives.bench.arguments import (
 )
 from collectives.bench.groups import parent_store
 from collectives.bench.lockstep import create_board
-from collectives.bench.machine import describe_machine, memory_available_bytes, usable_cores
+from collectives.bench.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.models import MODELS, Model, install_command, why_unavailable
 from collectives.bench.ranks import RankFailedError, SpawnedTeam, Team
 from collectives.bench.records import Skipped, Timing, write_json
@@ -124,10 +124,8 @@ class Options:
         for name in self.models or ():
             if name not in MODELS:
                 raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
-        if self.bind and self.ranks > usable_cores():
-            raise ValueError(
-                f"{self.ranks} ranks cannot have a core each: {usable_cores()} can be used; do not bind"
-            )
+        if self.bind:
+            cores_of_ranks(self.ranks)
 
     def wrapper_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments that all wrappers get."""
@@ -226,7 +224,7 @@ def _measure_model(
                 options.optimizer,
                 options.wrapper_arguments(),
                 options.imports,
-                options.bind,
+                cores_of_ranks(options.ranks) if options.bind else (),
             )
             descriptor, board = create_board(options.ranks)
             stack.callback(os.close, descriptor)

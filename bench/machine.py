@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["bind_to_core", "describe_machine", "memory_available_bytes", "usable_cores", "version_of"]
+__all__ = [
+    "bind_to_core",
+    "cores_of_ranks",
+    "describe_machine",
+    "memory_available_bytes",
+    "usable_cores",
+    "version_of",
+]
 
 
 def usable_cores() -> int:
@@ -19,16 +26,21 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def bind_to_core(rank: int) -> None:
-    """Keeps this process and the threads it starts from now on on one core, the usable one number ``rank``.
+def cores_of_ranks(ranks: int) -> tuple[int, ...]:
+    """Returns a processor for each rank, of those that this process may run on.
 
     Raises:
         ValueError: there are fewer.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if rank >= len(cores):
-        raise ValueError(f"rank {rank} cannot have a core of its own: {len(cores)} can be used")
-    os.sched_setaffinity(0, {cores[rank]})
+    if ranks > len(cores):
+        raise ValueError(f"{ranks} ranks cannot have a core each: {len(cores)} can be used; do not bind")
+    return tuple(cores[:ranks])
+
+
+def bind_to_core(core: int) -> None:
+    """Keeps this process and the threads it starts from now on on one core, whatever a launcher chose."""
+    os.sched_setaffinity(0, {core})
 
 
 def memory_available_bytes() -> int:

@@ -116,8 +116,8 @@ def _rank_main(address: str) -> None:
             raise RuntimeError(
                 f"mpirun was to start {ranks} ranks, but mpi4py sees {world.Get_size()}; not of one MPI"
             )
-        if workload.bind:
-            bind_to_core(world.Get_rank())
+        if workload.cores:
+            bind_to_core(workload.cores[world.Get_rank()])
         refused = {
             (MPI4PY, name): reason
             for name in workload.operations

@@ -66,7 +66,7 @@ class Workload:
         operations: names of the operations.
         limit: whether the peer :data:`LIMIT` is wanted too.
         imports: modules to import first, which register further backends.
-        bind: whether each rank, with all its threads, stays on a core of its own.
+        cores: on which each rank stays with all its threads; empty where the kernel chooses.
         machines: number of network namespaces that play machines; 1 for none.
         link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
         host: where the parent's store listens.
@@ -84,7 +84,7 @@ class Workload:
     operations: tuple[str, ...] = ("all_reduce",)
     limit: bool = False
     imports: tuple[str, ...] = ()
-    bind: bool = False
+    cores: tuple[int, ...] = ()
     machines: int = 1
     link: str | None = None
     host: str = LOCALHOST
@@ -374,8 +374,8 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
     if workload.namespaces:
         enter(workload.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
-    if workload.bind:
-        bind_to_core(rank)
+    if workload.cores:
+        bind_to_core(workload.cores[rank])
     for module in workload.imports:
         importlib.import_module(module)
     ours = [name for name in workload.backends if not name.startswith(torch_peer.PREFIX)]

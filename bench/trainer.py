@@ -54,7 +54,7 @@ class Assignment:
         optimizer: name of the optimizer.
         arguments: keyword arguments of the wrapper, but for what the peer says itself.
         imports: modules to import first, which register further backends.
-        bind: whether each rank, with all its threads, stays on a core of its own.
+        cores: on which each rank stays with all its threads; empty where the kernel chooses.
     """
 
     peer: Peer
@@ -64,7 +64,7 @@ class Assignment:
     optimizer: str
     arguments: Mapping[str, Any]
     imports: tuple[str, ...] = ()
-    bind: bool = False
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
         port: of the parent's store.
     """
     torch.set_num_threads(1)
-    if given.bind:
-        bind_to_core(rank)
+    if given.cores:
+        bind_to_core(given.cores[rank])
     for module in given.imports:
         importlib.import_module(module)
     spec = MODELS[given.model]

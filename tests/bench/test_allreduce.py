@@ -10,7 +10,7 @@ import pytest
 
 from collectives.bench import sweep, table
 from collectives.bench.comparison import DTYPES, Options, available_backends
-from collectives.bench.machine import bind_to_core
+from collectives.bench.machine import bind_to_core, cores_of_ranks
 from collectives.bench.records import Record, Report, Timing, read_report
 from collectives.bench.sweep import MAX_CALLS, MIN_CALLS
 from collectives.cli import main
@@ -203,12 +203,10 @@ def test_long_sweeps_have_a_short_header():
 def test_bound_ranks_have_a_core_each(monkeypatch):
     with pytest.raises(ValueError, match="1000 ranks cannot have a core each"):
         Options(ranks=(1000,), sizes=(8,), bind=True)
-    before = os.sched_getaffinity(0)
+    cores = cores_of_ranks(len(os.sched_getaffinity(0)))
+    assert set(cores) == os.sched_getaffinity(0)
     bound = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
-    for rank in range(len(before)):
-        bind_to_core(rank)
-    assert set().union(*bound) == before
-    assert all(len(cores) == 1 for cores in bound)
-    with pytest.raises(ValueError, match="cannot have a core of its own"):
-        bind_to_core(len(before))
+    for core in cores:
+        bind_to_core(core)
+    assert bound == [{core} for core in cores]

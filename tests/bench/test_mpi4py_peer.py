@@ -65,6 +65,7 @@ def test_turns_with_a_backend(mpi, tmp_path):
         "3",
         "--warmup",
         "2",
+        *(["--bind"] if len(os.sched_getaffinity(0)) > 1 else []),  # Open MPI binds ranks by itself, too
         "--json",
         str(path),
     ]
