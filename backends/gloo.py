@@ -45,6 +45,7 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
+from collectives.forks import left_to_parent
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs
 from collectives.types import (
@@ -453,6 +454,15 @@ class ProcessGroupGloo(ProcessGroup):
             break_connections(inner, self._rank, self._size, self._contexts)
 
     # ---- life ----------------------------------------------------------------------------------------------
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        self._torch.leave()
+
+    def refuse_in_child(self, operation: Operation) -> None:
+        """Raises where this is a child that was forked after the operation was issued."""
+        if self._inherited:
+            raise GroupAbortedError(f"{self.where()} {operation}: {left_to_parent('the group')}")
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

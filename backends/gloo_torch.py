@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -140,6 +141,11 @@ class TorchGroup:
             threading.Thread(target=held.clear, name="gloo end", daemon=True).start()
             return
         _never_ended.append(held)
+
+    def leave(self) -> None:
+        """Forgets torch's group in a forked child; its end would wait for threads that are the parent's."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.inner))
+        self.inner = None
 
     def __del__(self) -> None:
         self.release()

@@ -29,6 +29,9 @@ class Owner(Protocol):
     def where(self) -> str:
         """Returns rank and group, to stand in front of a message."""
 
+    def refuse_in_child(self, operation: Operation) -> None:
+        """Raises where this is a child that was forked after the operation was issued."""
+
 
 def _is_limit(timeout: timedelta | None) -> bool:
     return timeout is not None and timeout.total_seconds() > 0
@@ -73,6 +76,7 @@ class CollectiveGlooWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
+        self._owner.refuse_in_child(self._operation)
         try:
             if timeout is not None and _is_limit(timeout):
                 self._wait_at_most(_at_least_1_ms(timeout))
@@ -237,6 +241,7 @@ class MessageGlooWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is done."""
+        self._owner.refuse_in_child(self._operation)
         if timeout is not None and _is_limit(timeout):
             self._observe()
             if not self._done.wait(timeout.total_seconds()):

@@ -346,6 +346,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     with world.lock:
         if not is_member(group) or (group is None and world.default is None):
             return
+        if world.inherited and (group is None or group is world.default):
+            world.clear()  # it is the parent's, its word in the store that this rank has left included
+            return
         if group is not None and group is not world.default:
             record_of(group)
             forget_coalescing(group)
@@ -393,7 +396,7 @@ def _at_exit_once() -> None:
 
 def _at_exit() -> None:
     """Breaks what the user forgot to destroy, so that no peer waits for a process that is gone."""
-    if world.default is None or world.pid != os.getpid():
+    if world.default is None or world.inherited:
         return
     logger.warning(
         "[rank %d] the process ends with %d process group(s) open; call collectives.destroy_process_group() "
@@ -440,6 +443,7 @@ def new_group(
         DistStoreError: members did not come in time; names them.
     """
     with world.lock:
+        world.refuse_in_child("new_group")
         default = default_group()
         config = record_of(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)

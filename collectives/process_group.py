@@ -6,13 +6,15 @@ import enum
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from collectives import validation as check
 from collectives.call_forms import first_given, inner_list, with_limit, with_reduction
-from collectives.errors import UnsupportedOperationError
+from collectives.errors import GroupAbortedError, UnsupportedOperationError
+from collectives.forks import left_to_parent, tell_in_children
 from collectives.monitored_barrier import monitored_barrier
 from collectives.primitives import Primitives
 from collectives.types import (
@@ -114,6 +116,8 @@ class ProcessGroup(Primitives):
         self._group_desc = group_desc
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
+        self._inherited = False
+        tell_in_children(self)
 
     # ---- identity --------------------------------------------------------------------------------
 
@@ -684,6 +688,27 @@ class ProcessGroup(Primitives):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def _leave_to_parent(self) -> None:
+        """Called in a child that this process has forked: operations raise there, and its end ends nothing.
+
+        Whatever a backend does besides, it must not wait, and not take a lock that a thread of the parent may
+        have held.
+        """
+        self._inherited = True
+        # in front of the class's own, so that no operation of the parent asks where it runs
+        vars(self).update(
+            _admit=self._refuse_in_child,
+            barrier=partial(self._refuse_in_child, "barrier"),
+            monitored_barrier=partial(self._refuse_in_child, "monitored_barrier"),
+            abort=_end_nothing,
+            shutdown=_end_nothing,
+        )
+
+    def _refuse_in_child(self, operation: str, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        check.fail(self, operation, left_to_parent("the group"), GroupAbortedError)
+
     # ---- checks ----------------------------------------------------------------------------------
 
     def _admit(
@@ -765,3 +790,7 @@ class ProcessGroup(Primitives):
                 "all ranks' tensors are equal in size",
             )
         return entries
+
+
+def _end_nothing() -> None:
+    """The end of a group in a child that was forked: the group is its parent's."""

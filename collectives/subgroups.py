@@ -132,6 +132,7 @@ def split_group(
         CollectiveMismatchError: members ask for different groups.
     """
     with world.lock:
+        world.refuse_in_child("split_group")
         parent = default_group() if parent_pg is None else parent_pg
         record = record_of(parent)
         where = f"[rank {parent.rank()}] split_group on {parent.describe()}"

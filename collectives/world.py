@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from collectives.errors import GroupAbortedError
+from collectives.forks import left_to_parent
 from collectives.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -105,6 +107,19 @@ class World:
         self.device: torch.device | None = None
         self.owns_store = False
         self.pid = os.getpid()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a child that was forked after the world was made, which has no part in it."""
+        return self.pid != os.getpid()
+
+    def refuse_in_child(self, function: str) -> None:
+        """Raises :class:`~collectives.errors.GroupAbortedError` in such a child."""
+        if self.default is not None and self.inherited:
+            raise GroupAbortedError(
+                f"[rank {self.default.rank()}] {function}: {left_to_parent('the default group')}, after "
+                "destroy_process_group(), which ends nothing of the parent's"
+            )
 
 
 world = World()

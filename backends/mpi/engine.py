@@ -350,6 +350,15 @@ class Engine:
 
     # ---- life ----------------------------------------------------------------------------------------------
 
+    def leave(self, cause: Exception) -> None:
+        """Fails, in a forked child, what is under way there, and leaves MPI alone."""
+        self.lock = threading.RLock()  # nobody lets go of the parent's
+        self.cause, self.ended = cause, True
+        failing, self._active = self._active, []
+        for work in failing:
+            work.leave(self._error_of(work))
+        _abandoned.extend(failing)
+
     def abort(self) -> None:
         """Breaks the group for this rank and, by the store, for its peers."""
         with self.lock:

@@ -34,6 +34,8 @@ from collectives.backends.mpi.work import MPIWork, Steps
 from collectives.backends.operation import Operation
 from collectives.capabilities import Capabilities
 from collectives.dtypes import NATIVE_CODES
+from collectives.errors import GroupAbortedError
+from collectives.forks import left_to_parent
 from collectives.process_group import ProcessGroup
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs
@@ -504,6 +506,11 @@ class ProcessGroupMPI(ProcessGroup):
         return work
 
     # ---- life ----------------------------------------------------------------------------------------------
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        where = f"[rank {self._rank}] {self.describe()}:"
+        self._engine.leave(GroupAbortedError(f"{where} {left_to_parent('the group')}"))
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

@@ -143,10 +143,10 @@ def _start() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         # What mpi4py starts itself it ends itself, after all that Python registers.
-        atexit.register(_finalize, MPI)
+        atexit.register(_finalize, MPI, os.getpid())
     return MPI
 
 
-def _finalize(mpi: Any) -> None:
-    if not mpi.Is_finalized():
+def _finalize(mpi: Any, pid: int) -> None:
+    if pid == os.getpid() and not mpi.Is_finalized():
         mpi.Finalize()

@@ -139,6 +139,11 @@ class MPIWork(Work):
         """Ends the operation with an error; the requests that are still open keep their memory."""
         self._end(error)
 
+    def leave(self, error: BaseException) -> None:
+        """Ends the operation in a forked child, where nobody lets go of a lock that was held."""
+        self._lock = threading.Lock()
+        self._end(error)
+
     def _end(self, error: BaseException | None) -> None:
         self._steps = None
         with self._lock:

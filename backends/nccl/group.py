@@ -135,6 +135,10 @@ class ProcessGroupNCCL(ProcessGroup):
         if self._bound is not None:
             self._connect(self._bound, options.split_from)
 
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        self._finalizer.detach()
+
     # ---- identity ------------------------------------------------------------------------------------------
 
     @property

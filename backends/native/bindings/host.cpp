@@ -107,6 +107,9 @@ std::shared_ptr<Task> receive(OwnedGroup& group, Address data, std::size_t count
 
 bool wait_for(Task& task, std::optional<double> seconds) {
   if (task.finished()) return true;
+  if (task.inherited()) {
+    throw Error(ErrorKind::aborted, "this operation belongs to the parent of this forked process");
+  }
   PythonInterrupt interrupt(PythonInterrupt::Release::now);
   return task.wait(seconds ? deadline_in(*seconds) : kNever, &interrupt);
 }
@@ -283,7 +286,7 @@ void bind_task(nb::module_& module) {
       .def("finished", [](Task& task) { return task.finished(); })
       .def("poll",
            [](Task& task) {
-             if (!task.finished()) without_gil([&] { task.poll(); });
+             if (!task.finished() && !task.inherited()) without_gil([&] { task.poll(); });
              return task.finished();
            })
       .def("error",

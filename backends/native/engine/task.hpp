@@ -12,6 +12,7 @@
 
 #include "common/clock.hpp"
 #include "common/error.hpp"
+#include "common/thread.hpp"
 #include "transport/station.hpp"
 
 namespace collectives {
@@ -51,6 +52,8 @@ class Task {
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
   // The error of a failed task, or null. Only for a finished task.
   const Error* error() const noexcept { return error_ ? &*error_ : nullptr; }
+  // Whether this is a forked child, in which nobody carries out what its parent had begun.
+  bool inherited() const noexcept { return generation_ != fork_generation(); }
   // Sender of a finished receive, else -1.
   virtual int source() const noexcept { return -1; }
 
@@ -74,6 +77,7 @@ class Task {
   static constexpr std::uint32_t kWaited = 4;
 
   const std::uint64_t id_;
+  const unsigned generation_ = fork_generation();
   std::atomic<std::uint32_t> state_{0};
   std::optional<Error> error_;
 };

