@@ -28,6 +28,7 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives import _native
 from collectives.bridge import onlookers, profiling, sparse
+from collectives.bridge.operands import arrived, list_or_none, only
 from collectives.bridge.records import PLAIN_CODES, plain_code, record, reduction
 from collectives.bridge.standing import Standing, missing
 from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
@@ -88,8 +89,9 @@ class TorchGroup(Standing):
             seen: name and arguments of the method of this class, to be shown to dispatch modes.
             **kwargs: its keyword arguments.
         """
-        if seen is not None and onlookers.possible() and (given := onlookers.show(self, *seen)):
-            return given
+        if seen is not None and onlookers.possible() and (done := onlookers.show(self, *seen)):
+            return done
+        work: Work | None
         try:
             if profiling.possible() and profiling.enabled():
                 work = profiling.observed(
@@ -97,6 +99,11 @@ class TorchGroup(Standing):
                 )
             else:
                 work = method(*args, **kwargs)
+        except TypeError:  # before any communication, as arguments are checked first
+            args, waited = arrived(args)
+            if not waited:
+                raise
+            work = None
         except UnsupportedOperationError as error:
             kinds = {
                 tensor.device.type for tensor in profiling.flat([shown])
@@ -104,6 +111,8 @@ class TorchGroup(Standing):
             if kinds:
                 raise UnsupportedOperationError(f"{error}{missing(kinds.pop())}") from None
             raise
+        if work is None:
+            return self._issue(event, shown, method, *args, **kwargs)
         self._sequence = next(self._issued)
         if self._batches:
             batch = self._batches.get(threading.get_ident())
@@ -220,7 +229,7 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place."""
         if type(opts) is c10d.BroadcastOptions and (
-            work := self._at_once(opts, _BROADCAST, _only(tensors), root=opts.rootRank)
+            work := self._at_once(opts, _BROADCAST, only(tensors), root=opts.rootRank)
         ):
             return work
         call = self.inner.broadcast
@@ -238,7 +247,7 @@ class TorchGroup(Standing):
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
             work := self._at_once(
-                opts, _REDUCE, _only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
+                opts, _REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
             )
         ):
             return work
@@ -257,7 +266,7 @@ class TorchGroup(Standing):
         """Gathers every rank's tensor on all ranks."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllgatherOptions and (
-            work := self._at_once(opts, _ALL_GATHER, _only(output_tensors), _only(source), listed=True)
+            work := self._at_once(opts, _ALL_GATHER, only(output_tensors), only(source), listed=True)
         ):
             return work
         call = self.inner.allgather
@@ -311,7 +320,7 @@ class TorchGroup(Standing):
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.GatherOptions and (
             work := self._at_once(
-                opts, _GATHER, _given(output_tensors), _only(source), root=opts.rootRank, listed=True
+                opts, _GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, listed=True
             )
         ):
             return work
@@ -331,10 +340,10 @@ class TorchGroup(Standing):
         outputs = dense_outputs([output])
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
 
-        def gather(options: GatherOptions) -> Work:
+        def gather(input: torch.Tensor, options: GatherOptions) -> Work:
             return outputs.finish(self.inner.gather(parts, input, options))
 
-        return self._issue("gather", input, gather, options)
+        return self._issue("gather", input, gather, input, options)
 
     def scatter(
         self,
@@ -350,7 +359,7 @@ class TorchGroup(Standing):
         target = output_tensor if output_tensors is None else output_tensors
         if type(opts) is c10d.ScatterOptions and (
             work := self._at_once(
-                opts, _SCATTER, _only(target), _given(input_tensors), root=opts.rootRank, listed=True
+                opts, _SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, listed=True
             )
         ):
             return work
@@ -373,8 +382,8 @@ class TorchGroup(Standing):
             work := self._at_once(
                 opts,
                 _REDUCE_SCATTER,
-                _only(output_tensors),
-                _only(source),
+                only(output_tensors),
+                only(source),
                 plain_code(opts.reduceOp),
                 listed=True,
             )
@@ -465,12 +474,12 @@ class TorchGroup(Standing):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
         seen = "send", tensors, dstRank, tag
-        return self._issue("send", tensors, self.inner.send, _only(tensors), dstRank, tag, seen=seen)
+        return self._issue("send", tensors, self.inner.send, only(tensors), dstRank, tag, seen=seen)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
         seen = "recv", tensors, srcRank, tag
-        return self._issue("recv", tensors, self.inner.recv, _only(tensors), srcRank, tag, seen=seen)
+        return self._issue("recv", tensors, self.inner.recv, only(tensors), srcRank, tag, seen=seen)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
@@ -486,14 +495,3 @@ class TorchGroup(Standing):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     recvAnysource = recv_anysource
-
-
-def _only(values: Any) -> Any:
-    """Returns the entry of a list of one, as torch wraps tensors and lists; anything else as it is."""
-    return values[0] if type(values) is list and len(values) == 1 else values
-
-
-def _given(values: Any) -> Any:
-    """Returns the list in a list of one; ``None`` for none, as ranks that are not the root give."""
-    entry = _only(values)
-    return None if type(entry) is list and not entry else entry

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bridge.torch_world import run_torch
+from torch.distributed import _functional_collectives as functional
 
 SIZES = [2, 3]
 
@@ -335,12 +336,57 @@ def methods_of_the_group(rank, size):
     group.barrier(dist.BarrierOptions()).wait()
 
 
+def results_on_their_way(rank, size):
+    """What functional collectives gave, and nobody waited for yet, is an operand of any other collective."""
+
+    def given():
+        tensor = functional.all_reduce(mine(rank, size), "sum", dist.group.WORLD)
+        assert type(tensor) is functional.AsyncCollectiveTensor
+        return tensor
+
+    def onto(issue, *others):
+        tensor = given()
+        issue(tensor, *others)
+        return tensor + 0
+
+    total = everyone(size, size).sum(0)
+    equal(onto(dist.all_reduce), total * size)
+    equal(onto(dist.broadcast, size - 1), total)
+    equal(onto(dist.reduce, 0), total * size if rank == 0 else total)
+    many = [torch.zeros(size) for _ in range(size)]
+    dist.all_gather(many, given())
+    equal(torch.stack(many), total.expand(size, size))
+    together = torch.zeros(size * size)
+    dist.all_gather_into_tensor(together, given())
+    equal(together, total.repeat(size))
+    dist.gather(given(), many if rank == 0 else None)
+    every = [given() for _ in range(size)]
+    equal(onto(dist.scatter, every if rank == 0 else None), total)
+    one = torch.zeros(1)
+    dist.reduce_scatter_tensor(one, given())
+    equal(one, total[rank : rank + 1] * size)
+    swapped = torch.zeros(size)
+    dist.all_to_all_single(swapped, given())
+    equal(swapped, total[rank].repeat(size))
+    dist.all_to_all(many, [given() for _ in range(size)])
+    equal(torch.stack(many), total.expand(size, size))
+    outgoing = functional.all_to_all_single(mine(rank, size), None, None, dist.group.WORLD)
+    incoming, left = given(), (rank - 1) % size
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, outgoing, (rank + 1) % size), dist.P2POp(dist.irecv, incoming, left)]
+    )
+    for work in works:
+        work.wait()
+    equal(incoming + 0, everyone(size, size)[:, left])
+
+
 BODIES = [
     all_reduce, all_reduce_dtypes, all_reduce_coalesced, broadcast, reduce, all_gather,
     all_gather_into_tensor,
     all_gather_coalesced, gather, gather_single, scatter, reduce_scatter, reduce_scatter_tensor, all_to_all,
     all_to_all_single,
     barrier, point_to_point, batch_isend_irecv, object_collectives, coalescing_manager, methods_of_the_group,
+    results_on_their_way,
 ]  # fmt: skip
 
 
