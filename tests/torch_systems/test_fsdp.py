@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
 )
@@ -158,6 +161,53 @@ def state_of_the_optimizer(rank, size):
     check(whole(again), oracle.state_dict())
 
 
+def older_states_of_the_optimizer(rank, size):
+    """The deprecated functions: whole or in shards, on all ranks or one, by name or number."""
+    oracle = net()
+    own = momentum(oracle.parameters())
+    train(oracle, own, size)
+    begun, names = (
+        {name: one.clone() for name, one in oracle.state_dict().items()},
+        OptimStateKeyType.PARAM_NAME,
+    )
+    by_name = FSDP.rekey_optim_state_dict(copy.deepcopy(own.state_dict()), names, oracle)
+    train(oracle, own, size, steps=range(3, 5))
+    model = wrapped()
+    optimizer = momentum(model.parameters())
+    train(model, optimizer, size, share(rank))
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        parts = FSDP.sharded_optim_state_dict(model, optimizer)
+    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert sorted(everywhere["state"]) == sorted(begun)
+    at_rank_0 = FSDP.full_optim_state_dict(model, optimizer)
+    assert bool(at_rank_0) == (rank == 0)
+
+    def from_parts(model, optim):
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return FSDP.flatten_sharded_optim_state_dict(parts, model, optim)
+
+    for make in (
+        from_parts,
+        lambda model, optim: FSDP.shard_full_optim_state_dict(everywhere, model, optim=optim),
+        lambda model, optim: FSDP.shard_full_optim_state_dict(by_name, model, optim=optim),
+        lambda model, optim: FSDP.scatter_full_optim_state_dict(at_rank_0 or None, model, optim=optim),
+    ):
+        plain = net()
+        plain.load_state_dict(begun)
+        again = wrap(plain)
+        fresh = momentum(again.parameters())
+        fresh.load_state_dict(make(again, fresh))
+        train(again, fresh, size, share(rank), steps=range(3, 5))
+        check(whole(again), oracle.state_dict())
+
+    alone = net()
+    alone.load_state_dict(begun)
+    fresh = momentum(alone.parameters())
+    fresh.load_state_dict(FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, alone))
+    train(alone, fresh, size, steps=range(3, 5))
+    check(alone.state_dict(), oracle.state_dict())
+
+
 def moments(rank, size):
     """Several tensors of state for a parameter torch gathers into one buffer when they are on the CPU."""
     model = wrapped()
@@ -206,7 +256,8 @@ def hooked(rank, size):
     "body",
     [
         full, flat_parameters, gradients_and_optimizer_only, nothing_sharded, prefetched, hybrid_mesh,
-        hybrid_groups, low_precision, accumulated, clipped, state_of_the_optimizer, sharded_state, hooked,
+        hybrid_groups, low_precision, accumulated, clipped, state_of_the_optimizer,
+        older_states_of_the_optimizer, sharded_state, hooked,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from bridge.torch_world import run_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch_systems.small import adam, batch, check, net, share, train, trained
+from torch_systems.small import STEPS, adam, batch, check, net, share, train, trained
 
 
 def sharded(model=None, **options):
@@ -158,6 +158,38 @@ def hooked(rank, size):
     assert len(seen) == 2
 
 
+class Counted:
+    """Communicates as the function given does, from and to tensors of its own."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.made = function, 0, 0
+
+    def allocate(self, size, *, dtype, device):
+        self.made += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, **options):
+        self.calls += 1
+        return self.function(output_tensor, input_tensor, group=group, **options)
+
+
+def own_communication(rank, size):
+    """One block communicates by the program's functions, the other asks the group for memory."""
+    gather, reduce = Counted(dist.all_gather_into_tensor), Counted(dist.reduce_scatter_tensor)
+
+    def prepare(model):
+        model.first.set_custom_all_gather(gather)
+        model.first.set_custom_reduce_scatter(reduce)
+        with pytest.raises(AssertionError, match="custom: Counted"):
+            model.first.set_allocate_memory_from_process_group_for_comm(True)
+        model.second.set_allocate_memory_from_process_group_for_comm(True)
+
+    equals_one_process(rank, size, prepare)
+    assert (gather.calls, reduce.calls) == (2 * STEPS, STEPS)
+    assert gather.made == 2 * STEPS
+    assert reduce.made >= STEPS
+
+
 def unsharded_by_hand(rank, size):
     model = sharded()
     handle = model.first.unshard(async_op=True)
@@ -186,7 +218,8 @@ def from_meta(rank, size):
     "body",
     [
         plain, sums, kept_after_forward, resharded_to_pairs, offloaded, hybrid, hybrid_over_other_backends,
-        other_dimension, prefetched, low_precision, divided, clipped, accumulated, hooked, unsharded_by_hand,
+        other_dimension, prefetched, low_precision, divided, clipped, accumulated, hooked, own_communication,
+        unsharded_by_hand,
         from_meta,
     ],
     ids=lambda body: body.__name__,
