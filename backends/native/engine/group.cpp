@@ -117,6 +117,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
   call.site = site;
   Status& status = station_->status();
   status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
+  station_->note_core();
   // Of an earlier operation that waited long.
   if (status.site[0].load(std::memory_order_relaxed) != '\0') station_->note_site("");
   Round round(*station_, call, sources_, streams_.get());

@@ -89,6 +89,7 @@ bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data) {
   if (envelope.bytes > kBrief || envelope.peer == rank_) return false;
   const Lock lock(mutex_);
   check_open();
+  station_->note_core();
   Outgoing& outgoing = outgoing_[static_cast<std::size_t>(envelope.peer)];
   if (!outgoing.queue.empty() || !station_->is_local(envelope.peer)) return false;
   const std::size_t padding = padding_of(envelope.bytes);
@@ -109,6 +110,7 @@ bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data) {
   const std::size_t padding = padding_of(envelope.bytes);
   Lock lock(mutex_);
   check_open();
+  station_->note_core();
   const int spins = station_->short_spins(envelope.peer);
   for (int i = 0; i < spins; ++i) {
     const Incoming& incoming = incoming_[static_cast<std::size_t>(envelope.peer)];
@@ -148,6 +150,7 @@ void Messenger::check_open() const {
 }
 
 void Messenger::start(Lock& lock, const TransferPointer& transfer, Interrupt* caller) {
+  station_->note_core();
   pump();
   if (caller != nullptr && !transfer->finished()) wait(lock, *transfer, now_ns() + kPatience, caller);
   if (transfer->finished() || background_awake_) return;

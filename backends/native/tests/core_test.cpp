@@ -47,9 +47,12 @@ Error error_of(Function&& function) {
 
 using Groups = std::vector<std::unique_ptr<Group>>;
 
-Groups shared_ranks(int size) {
+std::shared_ptr<Segment> segment_for(int size) {
+  return std::make_shared<Segment>(Segment::create_private(Layout(shape_for(size)).total_bytes()));
+}
+
+Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size) {
   const Layout layout(shape_for(size));
-  const auto segment = std::make_shared<Segment>(Segment::create_private(layout.total_bytes()));
   Groups groups;
   for (int r = 0; r < size; ++r) {
     Membership membership;
@@ -64,6 +67,8 @@ Groups shared_ranks(int size) {
   }
   return groups;
 }
+
+Groups shared_ranks(int size) { return ranks_sharing(segment_for(size), size); }
 
 void on_all(int size, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
@@ -504,6 +509,32 @@ void test_timeout_and_departure(Groups groups) {
   });
 }
 
+// Those who wait leave a core that they share with the rank they wait for, if they know that they share it.
+void test_core_of_a_rank_that_never_waits() {
+  const std::shared_ptr<Segment> segment = segment_for(2);
+  const Groups groups = ranks_sharing(segment, 2);
+  const Layout layout(shape_for(2));
+  const auto page = [&](int r) -> ControlPage& {
+    return *reinterpret_cast<ControlPage*>(segment->data() + layout.rank_offset(r));
+  };
+  std::thread first([&] { Rank(*groups[0]).run(request_for(Kind::barrier)); });
+  while (page(0).arrivals[1].sequence.load(std::memory_order_acquire) == 0) std::this_thread::yield();
+  Rank(*groups[1]).run(request_for(Kind::barrier));  // finds that the other has come
+  first.join();
+  CHECK(page(0).status.core.load() != 0);
+  CHECK(page(1).status.core.load() != 0);
+  page(0).status.core.store(0);
+  page(1).status.core.store(0);
+  const Envelope to{1, 0, DType::uint8, 1};
+  const std::byte letter{};
+  CHECK(groups[0]->send_at_once(to, &letter));  // and a sender waits for nobody
+  CHECK(page(0).status.core.load() != 0);
+  std::byte come{};
+  const Envelope from{0, 0, DType::uint8, 1};
+  CHECK(groups[1]->receive_at_once(from, &come));
+  CHECK(page(1).status.core.load() != 0);
+}
+
 void test_many_groups() {
   for (int round = 0; round < 20; ++round) {
     Groups groups = attached_ranks(3);
@@ -537,6 +568,7 @@ int main(int count, char** arguments) {
       {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
       {"abort", [] { test_abort(shared_ranks(3)); }},
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
+      {"core of a rank that never waits", [] { test_core_of_a_rank_that_never_waits(); }},
       {"many groups", [] { test_many_groups(); }},
   };
   for (auto& test : machine_tests()) tests.push_back(std::move(test));

@@ -90,7 +90,7 @@ struct alignas(kLine) Status {
   std::atomic<std::uint32_t> mail_peer;  // rank + 1 that a blocked send or receive waits for, kNobody for any
   std::atomic<std::uint32_t> mail_kind;  // 1 send, 2 receive
   std::atomic<std::uint32_t> mail_tag;
-  std::atomic<std::uint32_t> core;  // + 1, on which it last waited longer; 0 unknown
+  std::atomic<std::uint32_t> core;  // + 1, on which it last was in an operation; 0 unknown
   std::atomic<Nanoseconds> mail_since;
   std::atomic<std::uint32_t> site_version;  // odd while `site` changes
   std::atomic<char> site[kSiteBytes];       // source line of the blocked call, zero-terminated

@@ -156,10 +156,7 @@ int Station::short_spins(int peer) const noexcept {
 bool Station::on_core_of(int peer) const noexcept { return !crowded_ && beside(peer); }
 
 bool Station::beside(int peer) const noexcept {
-  const auto core = static_cast<std::uint32_t>(::sched_getcpu() + 1);
-  // Only news is written: others read this line.
-  std::atomic<std::uint32_t>& mine = own_->status.core;
-  if (mine.load(std::memory_order_relaxed) != core) mine.store(core, std::memory_order_relaxed);
+  const std::uint32_t core = note_core();
   return core != 0 && page(peer).status.core.load(std::memory_order_relaxed) == core;
 }
 
@@ -177,7 +174,7 @@ bool Station::step_aside(Nanoseconds& next) const noexcept {
   CPU_CLR(static_cast<std::size_t>(core), &others);
   if (::sched_setaffinity(0, sizeof(others), &others) != 0) return false;  // which moves the thread at once
   ::sched_setaffinity(0, sizeof(allowed), &allowed);
-  own_->status.core.store(static_cast<std::uint32_t>(::sched_getcpu() + 1), std::memory_order_relaxed);
+  note_core();
   return true;
 }
 

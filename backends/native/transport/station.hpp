@@ -216,9 +216,18 @@ class Station {
   void waits_for(int rank) const noexcept {
     own_->collective_bell.publisher.store(static_cast<std::uint32_t>(rank + 1), std::memory_order_relaxed);
   }
+  // Records the core that the calling thread is on; to be called in every operation, because a rank that
+  // always comes last never waits, and those that wait beside it must know. Returns what it recorded.
+  std::uint32_t note_core() const noexcept {
+    const auto core = static_cast<std::uint32_t>(::sched_getcpu() + 1);
+    // Only news is written: others read this line.
+    std::atomic<std::uint32_t>& mine = own_->status.core;
+    if (mine.load(std::memory_order_relaxed) != core) mine.store(core, std::memory_order_relaxed);
+    return core;
+  }
   // How often to look for a peer's news before this thread's core is offered to others.
   int short_spins(int peer) const noexcept;
-  // Whether a rank of this machine was last seen waiting on this thread's core, though there is one for each.
+  // Whether a rank of this machine was last seen on this thread's core, though there is one for each.
   bool on_core_of(int peer) const noexcept;
   // Leaves it for another core, which the kernel may undo later. Returns false where it may not, or where
   // that was a moment ago; `next` is the caller's: when it may again.
