@@ -243,31 +243,34 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
   const int spins = station_->short_spins(awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
   int rounds = 0;
-  Nanoseconds spin_end = 0;  // of a long spin under way, else 0
+  Nanoseconds spin_end = 0;   // of a long spin under way, else 0
+  Nanoseconds offer_end = 0;  // the same where the core is offered to others instead
   Nanoseconds next_look = now_ns() + kSlice / 2;
   try {
     while (!done()) {
       if (closing_) break;
       if (pump()) {
         if (spin_end != 0) spinning_.succeeded();
-        spin_end = 0;
+        spin_end = offer_end = 0;
         idle = 0;
         if (interrupt != nullptr && !done()) interrupt->blocks();  // it may be much that moves
         continue;
       }
-      if (idle == spins && interrupt != nullptr &&
-          (spin_end != 0 || (!together() && spinning_.worth_long(true)))) {
+      if (idle == spins && interrupt != nullptr) {
         const Nanoseconds now = now_ns();
-        if (spin_end == 0) spin_end = now + static_cast<Nanoseconds>(station_->tuning().spin_us) * 1000;
+        const Nanoseconds end = now + static_cast<Nanoseconds>(station_->tuning().spin_us) * 1000;
+        if (spin_end == 0 && !together() && spinning_.worth_long(true)) spin_end = end;
         if (now < spin_end) {
           idle = 0;
           ++rounds;
-        } else {
+        } else if (spin_end != 0) {
           spinning_.failed();
           spin_end = 0;
+        } else {
+          offer_end = end;
         }
       }
-      if (idle < spins + kYields) {
+      if (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end)) {
         lock.unlock();
         if (idle == 0 && spin_end != 0 && rounds % Spinning::kRoundsToYield == 0) sched_yield();
         if (idle++ < spins) {

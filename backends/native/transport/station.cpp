@@ -131,9 +131,10 @@ void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std
   Spinning& spinning = spinning_[static_cast<std::size_t>(kind)];
   const bool waited_for = call.interrupt != nullptr;  // so that this core has nothing better to do
   const bool together = on_core_of(peer) && !step_aside(next_aside_);
+  const auto patience =
+      static_cast<Nanoseconds>(waited_for ? tuning().spin_us : tuning().background_spin_us) * 1000;
   if (!together && spinning.worth_long(waited_for)) {
-    const std::uint64_t longest = waited_for ? tuning().spin_us : tuning().background_spin_us;
-    const Nanoseconds end = now_ns() + static_cast<Nanoseconds>(longest) * 1000;
+    const Nanoseconds end = now_ns() + patience;
     for (int round = 1; now_ns() < end; ++round) {
       if (spin()) return spinning.succeeded();
       if (round % Spinning::kRoundsToYield == 0) sched_yield();
@@ -141,7 +142,9 @@ void Station::block(const Call& call, Wait kind, int peer, const std::atomic<std
     spinning.failed();
   }
   if (waited_for) call.interrupt->blocks();
-  for (std::uint64_t i = 0; i < tuning().yields; ++i) {
+  // Where the core is offered instead of spun on, as long as one would spin.
+  const Nanoseconds end = waited_for && (crowded_ || together) ? now_ns() + patience : 0;
+  for (std::uint64_t i = 0; i < tuning().yields || (end != 0 && now_ns() < end); ++i) {
     sched_yield();
     if (come()) return;
   }

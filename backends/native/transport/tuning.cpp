@@ -28,11 +28,11 @@ constexpr TuningField kFields[] = {
     {"past_cache_bytes", &Tuning::past_cache_bytes, 0, std::uint64_t{1} << 62, 1,
      "outputs of at least this length are written past the processor's caches"},
     {"spin_us", &Tuning::spin_us, 0, 10'000, 1,
-     "longest wait, in microseconds, before a caller that has nothing else to do gives its core away"},
+     "longest wait, in microseconds, before a caller that has nothing else to do sleeps"},
     {"background_spin_us", &Tuning::background_spin_us, 0, 10'000, 1,
-     "the same for a group's own thread, which competes with its process for the core"},
+     "the same, spinning, for a group's own thread, which competes with its process for the core"},
     {"yields", &Tuning::yields, 0, 10'000, 1,
-     "how often a waiting thread offers its core to others before it sleeps"},
+     "how often a waiting thread offers its core to others before it sleeps, at least"},
 };
 
 }  // namespace
