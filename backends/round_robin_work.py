@@ -213,4 +213,4 @@ class BarrierWork(Work):
             if error is None:
                 self._future.set_result([])
             else:
-                self._future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+                self._future.set_exception(error)

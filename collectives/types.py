@@ -134,7 +134,11 @@ class _Options:
     timeout: timedelta | None = None
     """Time limit of this operation; ``None`` takes the group's."""
     asyncOp: bool = True
-    """Whether the caller goes on before it is done; ``False`` lets a group use the caller's thread."""
+    """Whether the caller goes on before it is done; ``False`` lets a group use the caller's thread or stream.
+
+    The Work is to be waited for all the same: a group that has no use for them, such as gloo, returns it
+    pending.
+    """
 
 
 @dataclass(slots=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import inspect
 import warnings
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import _dist2 as torch_dist2
 
 import collectives as dist
-from collectives import dist2
+from collectives import dist2, registry
 
 # Public names of torch.distributed that are no part of collectives, with the reason.
 LEFT_OUT = {
@@ -110,3 +114,41 @@ def test_names_are_sorted_and_documented() -> None:
             assert value.__doc__, name
             lines = value.__doc__.strip().splitlines()
             assert lines[0].endswith("."), name
+
+
+def test_kinds_of_backends_are_those_of_torch() -> None:
+    theirs, ours = torch_dist.ProcessGroup.BackendType.__members__, dist.ProcessGroup.BackendType.__members__
+    assert {name: int(kind) for name, kind in theirs.items()} == {n: int(kind) for n, kind in ours.items()}
+    # A group answers with its kind, as torch's groups of the same backends do.
+    kind = dist.ProcessGroup.BackendType
+    for backend, group, expected in (
+        ("host", "ProcessGroupHost", kind.CUSTOM),
+        ("gloo", "ProcessGroupGloo", kind.GLOO),
+        ("mpi", "ProcessGroupMPI", kind.MPI),
+        ("nccl", "ProcessGroupNCCL", kind.NCCL),
+        ("round_robin", "ProcessGroupRoundRobin", kind.CUSTOM),
+        ("by_device", "ProcessGroupByDevice", kind.CUSTOM),
+    ):
+        module = importlib.import_module(f"collectives.backends.{backend}")
+        assert getattr(module, group).backend_type is expected, backend
+        if backend in registry.backend_names():
+            assert dist.Backend.backend_type_map[backend] is expected
+        if backend in torch_dist.Backend.backend_type_map:
+            assert torch_dist.Backend.backend_type_map[backend].value == expected
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in vars(c10d) if name.endswith("Options") and name[0] != "_")
+)
+def test_option_records_are_those_of_torch(name: str) -> None:
+    """Their time limit is what is not given: None here, and a negative time in torch."""
+    theirs, ours = getattr(c10d, name)(), getattr(dist, name)()
+    fields = [field for field in dir(theirs) if not field.startswith("_")]
+    assert {"timeout", "asyncOp"} <= set(fields)
+    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(ours))
+    for field in fields:
+        if field == "timeout":
+            assert ours.timeout is None
+            assert theirs.timeout < timedelta(0)
+        else:
+            assert getattr(ours, field) == getattr(theirs, field), field

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conformance import (
     test_errors,
+    test_forms,
     test_groups,
     test_messages,
     test_movement,
@@ -58,6 +59,7 @@ ON_THREE: list[Callable[..., Any]] = [
     test_works.futures,
     test_works.from_threads,
     test_works.coalesced,
+    test_forms.forms,
     test_groups.barriers,
     test_groups.barrier_after,
     test_groups.monitored,

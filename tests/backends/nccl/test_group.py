@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import test_movement, test_reductions, test_works
+from conformance import test_forms, test_movement, test_reductions, test_works
 from conformance.oracle import values
 from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, run_over_double
@@ -39,6 +39,7 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_works.polled,
     test_works.futures,
     test_works.coalesced,
+    test_forms.forms,
 ]
 
 providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
