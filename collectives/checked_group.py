@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ __all__ = ["CheckedGroup"]
 
 logger = logging.getLogger("collectives")
 
-_HERE = Path(__file__).parent
+_LIBRARIES = frozenset({"collectives", "torch"})
 
 
 class CheckedGroup(ProcessGroup):
@@ -299,8 +298,12 @@ def _in_words(call: dict[str, Any]) -> str:
 
 
 def _call_site() -> str:
-    """Returns the place in the source that called into this package."""
+    """Returns the place in the source that called into this package, or into torch, which called it."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _HERE in Path(frame.f_code.co_filename).parents:
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES

@@ -12,6 +12,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.bridge import kernels, torch_backend
+from collectives.bridge.nan_check import NanCheckedGroup
+from collectives.bridge.nan_check import wanted as nan_check_wanted
 from collectives.bridge.torch_group import TorchGroup
 from collectives.debug import checked
 from collectives.process_group import ProcessGroup
@@ -56,15 +58,16 @@ def create(
     )
     # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
     inner = checked(inner, detail=c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+    kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
     if torch_backend.can_be_made():
-        group = TorchGroup(inner, name, options.group_id)
+        group = kind(inner, name, options.group_id)
         torch_backend.attach(group)
         replaced = getattr(options, "process_group", None)  # torch's own, which this one stands for
         if replaced is not None:
             group.bound_device_id = replaced.bound_device_id
         return group
     kernels.acquire()
-    return TorchGroup(inner, name, options.group_id, ended=kernels.release)
+    return kind(inner, name, options.group_id, ended=kernels.release)
 
 
 def _make(backend: str, options: GroupOptions) -> ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from collectives import types as ours
+from collectives.errors import UnsupportedOperationError
 
 __all__ = ["PLAIN_CODES", "limit", "plain_code", "record", "reduction"]
 
@@ -58,6 +59,10 @@ def _barrier(opts: Any) -> ours.BarrierOptions:
 
 
 def _allreduce(opts: Any) -> ours.AllreduceOptions:
+    if getattr(opts, "sparseIndices", None) is not None:
+        raise UnsupportedOperationError(
+            "all_reduce: sparseIndices of the option record are not taken; give the sparse tensor itself"
+        )
     return ours.AllreduceOptions(limit(opts.timeout), opts.asyncOp, reduction(opts.reduceOp))
 
 

@@ -49,7 +49,8 @@ _ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL, _BARRIER, _BROADCAST, _GATHER, _REDUCE, _
     )
 )  # fmt: skip
 _NO_LIMIT = timedelta(0)
-_AllreduceOptions = c10d.AllreduceOptions
+_AllreduceOptions: Any = c10d.AllreduceOptions
+_NO_INDICES = not hasattr(_AllreduceOptions, "sparseIndices")  # as before torch 2.15
 _profiler: Any = torch.autograd.profiler
 
 
@@ -71,7 +72,7 @@ class TorchGroup(Standing):
         self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(inner, backend_name, name, ended)
-        self._plain = inner.plain
+        self._plain: Callable[..., bool] = inner.plain
         self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
 
     # ---- issuing -------------------------------------------------------------------------------------------
@@ -192,7 +193,12 @@ class TorchGroup(Standing):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
         """Reduces a tensor over all ranks, in place; a sparse one too (:mod:`collectives.bridge.sparse`)."""
-        if type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
+        if (
+            type(opts) is _AllreduceOptions
+            and type(tensors) is list
+            and len(tensors) == 1
+            and (_NO_INDICES or opts.sparseIndices is None)
+        ):
             tensor = tensors[0]
             code = PLAIN_CODES.get(hash(opts.reduceOp))
             if opts.asyncOp or code is None or onlookers.possible():
@@ -341,7 +347,11 @@ class TorchGroup(Standing):
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
 
         def gather(input: torch.Tensor, options: GatherOptions) -> Work:
-            return outputs.finish(self.inner.gather(parts, input, options))
+            inner = self.inner.gather(parts, input, options)
+            work = outputs.finish(inner)
+            if work is not inner and options.asyncOp:
+                work.get_future()  # the output is written even if nobody waits
+            return work
 
         return self._issue("gather", input, gather, input, options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -141,6 +142,12 @@ def gather_single(rank, size):
         group.gather_single(output, mine(rank), options).wait()
         expected = everyone(size) if rank == size - 1 else torch.zeros(size, 4)
         equal(output.reshape(size, 4), expected)
+    output = torch.zeros(size, 8)[:, ::2]  # is written, too, where nobody waits or asks
+    group.gather_single(output, mine(rank), options)
+    until = time.monotonic() + 30
+    while rank == size - 1 and not torch.equal(output, everyone(size)):
+        assert time.monotonic() < until
+        time.sleep(0.001)
     if rank == size - 1:
         with pytest.raises(ValueError, match="elements"):
             group.gather_single(torch.zeros(3), mine(rank), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from bridge.torch_world import run_torch
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.bridge import torch_group
 from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
 
 
@@ -78,6 +80,31 @@ def refused(rank, size):
     equal(tensor, size)
 
 
+def indices_apart(rank, size):
+    """The indices that torch 2.15 takes beside the values are refused, and not left out."""
+    record = dist.AllreduceOptions()
+    record.asyncOp = False
+    had = hasattr(dist.AllreduceOptions, "sparseIndices")
+    if had:
+        record.sparseIndices = torch.tensor([[0]])
+    else:
+        dist.AllreduceOptions.sparseIndices = torch.tensor([[0]])
+    try:
+        with pytest.raises(UnsupportedOperationError, match="sparseIndices"):
+            dist.group.WORLD.allreduce([mine(rank)], record)
+        with (
+            mock.patch.object(torch_group, "_NO_INDICES", False),
+            pytest.raises(UnsupportedOperationError, match="sparseIndices"),
+        ):
+            dist.group.WORLD.allreduce([torch.ones(2)], record)
+    finally:
+        if not had:
+            del dist.AllreduceOptions.sparseIndices
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size] * 2
+
+
 def sparse_gradients(rank, size):
     torch.manual_seed(3)
     net = torch.nn.EmbeddingBag(12, 3, sparse=True, mode="sum")
@@ -93,6 +120,8 @@ def sparse_gradients(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("body", [sums, refused, sparse_gradients], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [sums, refused, indices_apart, sparse_gradients], ids=lambda body: body.__name__
+)
 def test_sparse(body, size):
     run_torch(body, size)
