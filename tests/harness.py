@@ -48,6 +48,7 @@ __all__ = [
     "RankTimeoutError",
     "close",
     "current_store",
+    "preload",
     "run_on",
     "run_ranks",
     "run_world",
@@ -156,6 +157,7 @@ class _ForkServer:
     """The process that forks ranks."""
 
     def __init__(self) -> None:
+        self._loaded: set[str] = set()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -175,6 +177,11 @@ class _ForkServer:
         return reply
 
     def fork(self, *fds: int) -> int:
+        missing = sorted(_wanted - self._loaded)
+        if missing:
+            self._control.send(f"load {','.join(missing)}".encode())
+            self._ask_reply()
+            self._loaded.update(missing)
         socket.send_fds(self._control, [b"fork"], fds)
         return int(self._ask_reply())
 
@@ -244,6 +251,15 @@ class _Harness:
 
 
 _harness: _Harness | None = None
+_wanted: set[str] = set()
+
+
+def preload(*modules: str) -> None:
+    """Has the ranks that are made from now on find modules loaded, as each would take seconds to load them.
+
+    To be called while tests are collected. The modules must start no thread.
+    """
+    _wanted.update(modules)
 
 
 def close() -> None:

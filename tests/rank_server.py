@@ -236,12 +236,18 @@ def serve_forks(control: socket.socket) -> None:
     _preload()
     control.send(b"ready")
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        message, fds, _, _ = socket.recv_fds(control, 4096, 2)
         if not message:
             return
-        command, _, pid = message.decode().partition(" ")
+        command, _, operand = message.decode().partition(" ")
         if command == "wait":
-            control.send(str(os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1])).encode())
+            control.send(str(os.waitstatus_to_exitcode(os.waitpid(int(operand), 0)[1])).encode())
+            continue
+        if command == "load":
+            for name in operand.split(","):
+                importlib.import_module(name)
+            gc.freeze()
+            control.send(b"loaded")
             continue
         child = os.fork()
         if child == 0:

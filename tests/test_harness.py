@@ -33,6 +33,10 @@ def environment(rank: int, size: int) -> tuple[str | None, int]:
     return os.environ.get("HARNESS_TEST"), torch.get_num_threads()
 
 
+def has_loaded(rank: int, size: int, name: str) -> bool:
+    return name in sys.modules
+
+
 def exchange(rank: int, size: int) -> str:
     store = current_store()
     store.set(f"from{rank}", str(rank))
@@ -78,6 +82,12 @@ def skip_here(rank: int, size: int) -> None:
 
 def unpicklable(rank: int, size: int) -> object:
     return lambda: None
+
+
+def test_new_ranks_find_modules_loaded() -> None:
+    assert run_ranks(has_loaded, 1, "colorsys", isolated=True) == [False]
+    harness.preload("colorsys")
+    assert run_ranks(has_loaded, 1, "colorsys", isolated=True) == [True]
 
 
 def test_results_come_by_rank_and_classes_travel() -> None:
