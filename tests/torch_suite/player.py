@@ -31,17 +31,15 @@ class Outcome:
 
 
 class Player:
-    """The server of one backend and number of ranks; to be closed.
+    """The server of torch's tests, for a backend and number of ranks at a time; to be closed.
 
     Attributes:
-        names: names of all tests.
-
-    Args:
-        backend: name in ``torch.distributed``.
-        ranks: number of ranks.
+        names: names of all tests, once it was told whose.
     """
 
-    def __init__(self, backend: str, ranks: int) -> None:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._whose: tuple[str, int] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
         answers, theirs = os.pipe()
         environment = {
@@ -52,7 +50,7 @@ class Player:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "torch_suite.server", backend, str(ranks), str(theirs)],
+                [sys.executable, "-P", "-m", "torch_suite.server", str(theirs)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -65,9 +63,23 @@ class Player:
         finally:
             os.close(theirs)
         self._answers = os.fdopen(answers)
-        self.names: list[str] = self._answer()
 
-    def _answer(self):
+    def take(self, backend: str, ranks: int) -> None:
+        """Plays the tests of a backend from now on.
+
+        Args:
+            backend: name in ``torch.distributed``.
+            ranks: number of ranks.
+        """
+        if self._whose == (backend, ranks):
+            return
+        if self._whose is not None:
+            self._ask("")
+        self._whose = backend, ranks
+        self.names = self._ask(f"{backend} {ranks}")
+
+    def _ask(self, question):
+        self._process.stdin.write(f"{question}\n")
         line = self._answers.readline()
         if not line:
             self._log.seek(0)
@@ -77,8 +89,7 @@ class Player:
 
     def play(self, name: str) -> Outcome:
         """Runs a test."""
-        self._process.stdin.write(f"{name}\n")
-        return Outcome(**self._answer())
+        return Outcome(**self._ask(name))
 
     def close(self) -> None:
         """Ends the server, and what it may have left."""

@@ -20,26 +20,23 @@ from torch_suite.expected import FAILURES, complaint
 from torch_suite.player import Player
 
 
-def play(backend: str, ranks: int, only: str) -> tuple[Counter[str], list[str], float]:
+def play(player: Player, backend: str, ranks: int, only: str) -> tuple[Counter[str], list[str], float]:
     """Returns how many tests passed and so on, the names of those that failed, and the seconds."""
     counts: Counter[str] = Counter()
     failed, seconds = [], 0.0
-    player = Player(backend, ranks)
-    try:
-        for name in player.names:
-            if only not in name:
-                continue
-            outcome = player.play(name)
-            counts[outcome.status] += 1
-            seconds += outcome.seconds
-            if outcome.status == "failed":
-                failed.append(name)
-            unexpected = complaint(backend, name, outcome.status, outcome.text)
-            if unexpected:
-                counts["unexpected"] += 1
-                print(f"{backend}, {ranks} ranks: {unexpected}", file=sys.stderr)
-    finally:
-        player.close()
+    player.take(backend, ranks)
+    for name in player.names:
+        if only not in name:
+            continue
+        outcome = player.play(name)
+        counts[outcome.status] += 1
+        seconds += outcome.seconds
+        if outcome.status == "failed":
+            failed.append(name)
+        unexpected = complaint(backend, name, outcome.status, outcome.text)
+        if unexpected:
+            counts["unexpected"] += 1
+            print(f"{backend}, {ranks} ranks: {unexpected}", file=sys.stderr)
     return counts, failed, seconds
 
 
@@ -52,12 +49,16 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"{'backend':24}{'ranks':>6}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  failed")
     unexpected = 0
-    for ranks in map(int, arguments.ranks.split(",")):
-        for backend in arguments.backend.split(","):
-            counts, failed, seconds = play(backend, ranks, arguments.only)
-            numbers = f"{counts['passed']:8}{counts['failed']:8}{counts['skipped']:9}{seconds:9.0f}"
-            print(f"{backend:24}{ranks:6}{numbers}  {' '.join(failed)}", flush=True)
-            unexpected += counts["unexpected"]
+    player = Player()
+    try:
+        for ranks in map(int, arguments.ranks.split(",")):
+            for backend in arguments.backend.split(","):
+                counts, failed, seconds = play(player, backend, ranks, arguments.only)
+                numbers = f"{counts['passed']:8}{counts['failed']:8}{counts['skipped']:9}{seconds:9.0f}"
+                print(f"{backend:24}{ranks:6}{numbers}  {' '.join(failed)}", flush=True)
+                unexpected += counts["unexpected"]
+    finally:
+        player.close()
     for backend in arguments.backend.split(","):
         for name, reason in FAILURES.get(backend, {}).items():
             print(f"# {backend} {name}: {reason}")

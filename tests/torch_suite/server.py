@@ -1,7 +1,9 @@
 """Runs torch's tests by name: a process that has them imported, and forks the ranks of each.
 
-Started by :mod:`torch_suite.player`. Reads a test's name from each line of its standard input and answers, on
-the descriptor of its last argument, with a line of JSON. Before the first it answers with the names of all.
+Started by :mod:`torch_suite.player`, with the number of a descriptor for answers, each a line of JSON. A line
+of its standard input with a backend and a number of ranks forks a process for them: tests are made for one
+of each while they are imported, but what they import takes far longer, and is loaded before. That process
+answers with the names of all tests, then to each line with a test's name, and to an empty one, which ends it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 import unittest
+from typing import TextIO
 
 from torch_suite import gates
 
@@ -32,22 +36,44 @@ class _Outcome(unittest.TestResult):
     addFailure = addError
 
 
-def main() -> None:
-    """Answers until the input ends."""
-    backend, ranks, answers = sys.argv[1], int(sys.argv[2]), os.fdopen(int(sys.argv[3]), "w", buffering=1)
+def serve(backend: str, ranks: int, answers: TextIO) -> None:
+    """Answers for a backend and a number of ranks until there is an empty line, or none."""
     if backend.startswith("collectives"):
         from collectives.bridge import register_backend
 
         register_backend("collectives_gloo", "gloo")  # not one of those that come registered
-    os.set_inheritable(answers.fileno(), False)
     with tempfile.TemporaryDirectory() as folder:
         tests = gates.load(backend, ranks, folder)
         print(json.dumps(unittest.defaultTestLoader.getTestCaseNames(tests)), file=answers)
-        for line in sys.stdin:
+        while name := sys.stdin.readline().strip():
             outcome, started = _Outcome(), time.monotonic()
-            tests(line.strip()).run(outcome)
+            tests(name).run(outcome)
             record = {"status": outcome.status, "text": outcome.text, "seconds": time.monotonic() - started}
             print(json.dumps(record), file=answers)
+    # What is asked next must not be in this process's buffer of the input, so the other side waits for this.
+    print(json.dumps(None), file=answers)
+
+
+def main() -> None:
+    """Forks until the input ends."""
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    os.set_inheritable(answers.fileno(), False)
+    while line := sys.stdin.readline():
+        backend, ranks = line.split()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                serve(backend, int(ranks), answers)
+                status = 0
+            except BaseException:  # noqa: BLE001 - a forked process must not go on in this function
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            sys.exit(f"the process for {ranks} ranks of {backend} ended with status {status}")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ PROFILED = (
 
 @pytest.fixture(scope="module")
 def player():
-    player = Player("collectives", 2)
+    player = Player()
     yield player
     player.close()
 
 
 def check(player, backend, names):
+    player.take(backend, 2)
     outcomes = {name: player.play(name) for name in names}
     complaints = [complaint(backend, name, one.status, one.text) for name, one in outcomes.items()]
     assert not any(complaints), "\n".join(filter(None, complaints))
@@ -30,19 +31,17 @@ def check(player, backend, names):
 @pytest.mark.parametrize("share", range(SHARES))
 def test_share(player, share):
     """Every sixth test; most of those that are skipped need GPUs."""
+    player.take("collectives", 2)
     names = player.names[share::SHARES]
     assert len(names) > 40
     assert len(check(player, "collectives", names)) >= 10
 
 
 def test_listed_failures_are_tests(player):
+    player.take("collectives", 2)
     assert {name for names in FAILURES.values() for name in names} <= set(player.names)
 
 
 @pytest.mark.parametrize("backend", ["collectives_round_robin", "collectives_gloo"])
-def test_events_are_single_over_another_group(backend):
-    player = Player(backend, 2)
-    try:
-        assert check(player, backend, PROFILED) == list(PROFILED)
-    finally:
-        player.close()
+def test_events_are_single_over_another_group(player, backend):
+    assert check(player, backend, PROFILED) == list(PROFILED)
