@@ -8,12 +8,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from harness import current_store, run_ranks
 
 import collectives as dist
 from collectives import Work
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.backends.round_robin import RoundRobinOptions
+from collectives.bridge import register_backend as register_in_torch
 from collectives.capabilities import Capabilities
 from collectives.errors import DistBackendError
 from collectives.registry import (
@@ -126,6 +128,46 @@ def test_backend_added_by_a_function() -> None:
 
 def test_backend_added_with_the_extended_interface() -> None:
     assert run_ranks(added_backend, 1, True) == [(True, [1.0, 1.0], ("0", [0], "mine"))]
+
+
+def devices_in_every_form(rank: int, size: int) -> None:
+    """As a string, as a list, and left out for CPU and CUDA; here and in torch."""
+
+    def plain(store: object, group_rank: int, group_size: int, timeout: timedelta) -> dist.ProcessGroup:
+        return create_group("host", GroupOptions(store, group_rank, group_size, timeout))
+
+    given = {"one": "cpu", "two": ["cpu", "meta"], "accelerator": ["cuda"], "both": None}
+    served = {"one": ["cpu"], "two": ["cpu", "meta"], "accelerator": ["cuda"], "both": ["cpu", "cuda"]}
+    for name, devices in given.items():
+        dist.Backend.register_backend(name, plain, devices=devices)
+        register_in_torch(f"torch_{name}", "host", devices)
+    dist.Backend.register_backend("left_out", plain)
+    assert dist.Backend.backend_capability["left_out"] == ["cpu", "cuda"]
+    for name, expected in served.items():
+        assert dist.Backend.backend_capability[name] == expected
+        assert torch_dist.Backend.backend_capability[f"torch_{name}"] == expected
+        assert dist.BackendConfig(name).get_device_backend_map() == dict.fromkeys(expected, name)
+        for device in ("cpu", "cuda", "meta"):
+            assert dist.is_backend_available(f"{device}:{name}") == (device in expected)
+    with pytest.raises(ValueError, match="must serve at least one device type"):
+        dist.Backend.register_backend("none", plain, devices=[])
+    with pytest.raises(ValueError, match="accelerator serves tensors on cuda, not on cpu"):
+        dist.BackendConfig("cpu:accelerator")
+    store = current_store()
+    for name in ("one", "two", "both"):
+        dist.init_process_group(name, store=store, rank=0, world_size=1)
+        total(0, 1)
+        assert dist.get_backend_config() == f"cpu:{name}"  # narrowed to what the group takes
+        dist.destroy_process_group()
+        torch_dist.init_process_group(f"torch_{name}", store=store, rank=0, world_size=1)
+        tensor = torch.ones(2)
+        torch_dist.all_reduce(tensor)
+        assert tensor.tolist() == [1, 1]
+        torch_dist.destroy_process_group()
+
+
+def test_devices_of_a_backend_in_every_form() -> None:
+    run_ranks(devices_in_every_form, 1, isolated=True)
 
 
 def makes_nonsense(rank: int, size: int) -> None:

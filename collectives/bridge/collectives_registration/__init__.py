@@ -44,14 +44,17 @@ def register() -> None:
 
 
 def register_backend(
-    name: str, backend: str, devices: Sequence[str] = ("cpu",), fixed: Mapping[str, Any] | None = None
+    name: str,
+    backend: str,
+    devices: str | Sequence[str] | None = ("cpu",),
+    fixed: Mapping[str, Any] | None = None,
 ) -> None:
     """Makes a backend of ours known to ``torch.distributed.init_process_group`` and ``new_group``.
 
     Args:
         name: name in torch, lower-case.
         backend: name in :mod:`collectives.registry`.
-        devices: device types that it serves.
+        devices: device type or types that it serves; ``None`` for CPU and CUDA.
         fixed: fields of the backend's options that the name stands for.
 
     Raises:
@@ -62,7 +65,8 @@ def register_backend(
     if _taken(name):
         raise ValueError(f"torch.distributed already has a backend {name!r}, registered by another package")
     creator = _Creator(name, backend, fixed or {})
-    torch_dist.Backend.register_backend(name, creator, extended_api=True, devices=list(devices))
+    served = devices if devices is None or isinstance(devices, str) else list(devices)
+    torch_dist.Backend.register_backend(name, creator, extended_api=True, devices=served)
 
 
 def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:

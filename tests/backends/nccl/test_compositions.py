@@ -17,14 +17,15 @@ from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, make_group, run_over_double
 
 import collectives
-from collectives import P2POp, ProcessGroup, ReduceOp, dist2
+from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError, dist2
 from collectives.backends import nccl
 from collectives.backends.by_device import ProcessGroupByDevice
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL, providers
 from collectives.backends.nccl.codes import NcclError
+from collectives.backends.nccl.device import CudaDevice
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
-from collectives.registry import BackendSpec, register_backend_spec
+from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
 
 ROWS, LANES = 24, 3
 LIMIT = timedelta(seconds=30)
@@ -201,7 +202,37 @@ def by_dist2(group: Any) -> None:
             made.shutdown()
 
 
+def refuses_tensors_of_the_cpu(group: Any, path: Path) -> None:
+    """Names them before anything is sent, so that one rank alone hears of it; on the real devices."""
+    double, library = load(path), providers.load("cupy")
+    store = torch_dist.PrefixStore("real", group.get_group_store())
+    real = ProcessGroupNCCL(GroupOptions(store, group.rank(), group.size(), LIMIT), library)
+    with mock.patch.object(CudaDevice, "reduces_float8", return_value=False):  # it would ask the driver
+        assert real.capabilities.devices == {"cuda"}
+    if group.rank() == 0:
+        before, x = double.communicators(), torch.ones(2)
+        several = [torch.ones(2) for _ in range(group.size())]
+        for call in (
+            lambda: real.broadcast(x),
+            lambda: real.allreduce(x),
+            lambda: real.allreduce_coalesced([x]),
+            lambda: real.reduce(x),
+            lambda: real.allgather(several, x),
+            lambda: real.gather(several, x),
+            lambda: real.scatter(x, several),
+            lambda: real.reduce_scatter(x, several),
+            lambda: real.alltoall(several, several),
+            lambda: real.send(x, 1),
+            lambda: real.recv(x, 1),
+        ):
+            with pytest.raises(UnsupportedOperationError, match="tensors on cpu are not taken, only on cuda"):
+                call()
+        assert double.communicators() == before
+    real.abort()
+
+
 def compositions(group: Any, path: Path) -> None:
+    refuses_tensors_of_the_cpu(group, path)
     by_dist2(group)
     trains_as_one_process(group)
     mixed(group)
