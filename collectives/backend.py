@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -217,19 +218,22 @@ class BackendConfig:
         """Returns the backend for each device type."""
         return self.device_backend_map
 
-    def narrow(self, devices: Collection[str]) -> None:
+    def narrow(self, devices: Collection[str], refusals: Mapping[str, str] = MappingProxyType({})) -> None:
         """Leaves out the device types that the group which was made does not take.
 
         Args:
             devices: those that it takes.
+            refusals: for others, why not, as far as it is known.
 
         Raises:
             ValueError: it does not take one that was named, or none at all.
         """
         missing = [device for device in self.device_backend_map if device not in devices]
         if missing and (self.names_devices or not devices):
+            reasons = [refusals[device] for device in missing if device in refusals]
             raise ValueError(
                 f"backend {self!r}: the group that was made takes no tensors on {' and '.join(missing)}"
+                f"{': ' if reasons else ''}{'; '.join(reasons)}"
             )
         self.device_backend_map = {
             device: name for device, name in self.device_backend_map.items() if device in devices

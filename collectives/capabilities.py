@@ -46,6 +46,7 @@ class Capabilities:
             on the device.
         uneven: whether ``all_gather``, ``reduce_scatter`` and ``all_to_all`` take parts of different sizes.
         tags: whether ``tag`` matches sends with receives.
+        refusals: for device types that this very group does not take, though others of its backend do, why.
     """
 
     devices: frozenset[str]
@@ -54,6 +55,7 @@ class Capabilities:
     moves: frozenset[torch.dtype] | None = None
     uneven: bool = True
     tags: bool = True
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
     def on(self, device: str) -> Capabilities:
         """Returns what holds for tensors on one device type.
@@ -86,7 +88,8 @@ class Capabilities:
         if operation not in self.operations:
             return f"{operation} is not offered; offered are {', '.join(sorted(self.operations))}"
         if device is not None and device not in self.devices:
-            return f"tensors on {device} are not taken, only on {', '.join(sorted(self.devices))}"
+            reason = f"tensors on {device} are not taken, only on {', '.join(sorted(self.devices))}"
+            return f"{reason}: {self.refusals[device]}" if device in self.refusals else reason
         if dtype is None:
             return None
         if operation not in REDUCING:

@@ -292,7 +292,11 @@ def make_group(
         for backend in names:
             made[backend] = create(backend)
         by_device = {kind: made[backend] for kind, backend in config.get_device_backend_map().items()}
-        config.narrow([kind for kind, part in by_device.items() if kind in part.capabilities.devices])
+        can = {kind: part.capabilities for kind, part in by_device.items()}
+        config.narrow(
+            [kind for kind, stated in can.items() if kind in stated.devices],
+            {kind: stated.refusals[kind] for kind, stated in can.items() if kind in stated.refusals},
+        )
         group = made[names[0]]
         if mixed:
             module = importlib.import_module("collectives.backends.by_device")

