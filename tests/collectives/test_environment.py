@@ -122,11 +122,16 @@ print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in
 """
 
 
-def test_elastic_launcher_starts_a_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
+def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2")
-    done = run_python(*launcher, str(script))
+    words = (
+        ["--standalone", "--local-addr=127.0.0.1"]
+        if alone
+        else ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    )
+    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *words, str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
@@ -157,3 +162,53 @@ def test_the_older_launcher_starts_a_script(tmp_path: Path, more: tuple[str, ...
     assert done.returncode == 0, done.stderr
     told = [f"rank {rank} was given {given[rank]}" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == told
+
+
+ON_TWO_MACHINES = """
+import os
+import torch, collectives as dist
+dist.init_process_group("host")
+rank, local_rank = dist.get_rank(), dist.get_node_local_rank()
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, (rank, local_rank, int(os.environ["GROUP_RANK"])))
+assert ranks == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)], ranks
+dist.destroy_process_group()
+print(f"rank {rank} is {local_rank} here\\n", end="", flush=True)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_older_launcher_on_two_machines(tmp_path: Path) -> None:
+    """Ranks count through both machines, local ranks on each from 0."""
+    script = tmp_path / "script.py"
+    script.write_text(ON_TWO_MACHINES)
+    words = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--use-env",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    ]
+    machines = [
+        start("-m", "torch.distributed.launch", f"--node-rank={machine}", *words, str(script))
+        for machine in range(2)
+    ]
+    try:
+        for machine, process in enumerate(machines):
+            printed, complaints = process.communicate(timeout=60)
+            assert process.returncode == 0, complaints
+            first = 2 * machine
+            assert sorted(printed.splitlines()) == [f"rank {first} is 0 here", f"rank {first + 1} is 1 here"]
+    finally:
+        for process in machines:
+            process.terminate()
+            process.wait(20)

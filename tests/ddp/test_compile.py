@@ -146,3 +146,34 @@ def test_the_compiler_is_not_loaded_for_those_who_do_not_use_it():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "False\n"
+
+
+LOGGED = """
+import torch
+from torch import nn
+import collectives as dist
+from collectives.ddp import DistributedDataParallel
+
+dist.init_process_group("host", store=dist.HashStore(), rank=0, world_size=1)
+module = nn.Sequential(*[nn.Linear(384, 384) for _ in range(4)])
+model = torch.compile(DistributedDataParallel(module, bucket_cap_mb=1), backend="eager")
+model(torch.ones(2, 384)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_torch_logs_show_the_buckets_of_the_compiler():
+    """``TORCH_LOGS`` shows what it shows of torch's wrapper: the buckets, and the graph cut at them."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOGGED],
+        env={**os.environ, "TORCH_LOGS": "ddp_graphs,ddp", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "_dynamo/backends/distributed.py:" in line]
+    assert sum("DDPOptimizer used bucket cap 1048576 and created 2 buckets" in line for line in told) == 1
+    for graph in ("orig", "split", "final"):
+        assert sum(f"[__ddp_graphs] ---{graph} graph---" in line for line in told) == 1
