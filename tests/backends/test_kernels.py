@@ -504,7 +504,29 @@ def digest() -> str:
             for n, count in ((1, 37), (2, 1), (2, 7), (3, 263), (6, 64), (9, 1029)):
                 for make in (random_values, random_bits):
                     sources = [make(dtype, count, seed=n * count + k) for k in range(n)]
-                    total.update(bytes(raw(reduce(op, sources, factor_for(op, n))).flatten().tolist()))
+                    total.update(raw(reduce(op, sources, factor_for(op, n))).numpy().tobytes())
+    return total.hexdigest()
+
+
+def partials_digest() -> str:
+    """A hash over a machine's partials, and what becomes of two, of every type and operation."""
+    total = hashlib.sha256()
+    count = 517
+    for name, code in _native.DTYPES.items():
+        for op in range(len(OP_NAMES)):
+            if not _native.reducible(code, op):
+                continue
+            dtype = getattr(torch, name)
+            generator = torch.Generator().manual_seed(code * 9 + op)
+            shape = (count * dtype.itemsize,)
+            top = 2 if dtype == torch.bool else 120
+            sources = [torch.randint(0, top, shape, generator=generator, dtype=torch.uint8) for _ in range(3)]
+            partial = torch.zeros(count * _native.accumulator_bytes(code, op), dtype=torch.uint8)
+            _native.accumulate(partial.data_ptr(), [s.data_ptr() for s in sources], count, code, op, 3.0)
+            total.update(partial.numpy().tobytes())
+            result = torch.zeros(shape, dtype=torch.uint8)
+            _native.combine(result.data_ptr(), [partial.data_ptr()] * 2, count, code, op, 3.0)
+            total.update(result.numpy().tobytes())
     return total.hexdigest()
 
 
@@ -529,11 +551,13 @@ def test_all_instruction_sets_give_the_same_bits() -> None:
     lower = sets[: sets.index(best)]
     if not lower:
         pytest.skip("this CPU has the baseline alone")
-    expected = digest()
+    expected = [digest(), partials_digest()]
     for capability in lower:
-        ran = run_with_capability(capability, "print(t._native.cpu_capability(), t.digest())")
+        ran = run_with_capability(
+            capability, "print(t._native.cpu_capability(), t.digest(), t.partials_digest())"
+        )
         assert ran.returncode == 0, ran.stderr
-        assert ran.stdout.split() == [capability, expected]
+        assert ran.stdout.split() == [capability, *expected]
 
 
 def test_unknown_instruction_set_is_a_clear_error() -> None:

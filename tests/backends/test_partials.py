@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -110,44 +106,3 @@ def test_accumulators_have_the_width_that_the_documentation_says() -> None:
     assert [width("int8", op) for op in (SUM, MAX, AVG)] == [1, 1, 8]
     assert [width("int64", op) for op in (SUM, AVG)] == [8, 16]
     assert [width(name, SUM) for name in ("complex32", "complex64", "complex128")] == [8, 8, 16]
-
-
-_PARTIALS = """
-import hashlib, torch
-from collectives import _native
-digest = hashlib.sha256()
-for name, code in _native.DTYPES.items():
-    for op in range(9):
-        if not _native.reducible(code, op):
-            continue
-        dtype = getattr(torch, name)
-        count = 517
-        generator = torch.Generator().manual_seed(code * 9 + op)
-        shape = (count * dtype.itemsize,)
-        top = 2 if name == "bool" else 120
-        sources = [torch.randint(0, top, shape, generator=generator, dtype=torch.uint8) for _ in range(3)]
-        partial = torch.zeros(count * _native.accumulator_bytes(code, op), dtype=torch.uint8)
-        _native.accumulate(partial.data_ptr(), [s.data_ptr() for s in sources], count, code, op, 3.0)
-        digest.update(partial.numpy().tobytes())
-print(_native.cpu_capability(), digest.hexdigest())
-"""
-
-
-def test_partials_are_the_same_on_every_cpu() -> None:
-    digests = set()
-    for capability in ("default", "avx2", "avx512"):
-        environment = {**os.environ, "COLLECTIVES_CPU_CAPABILITY": capability}
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _PARTIALS],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if "names no instruction set of this CPU" in done.stderr:
-            continue
-        assert done.returncode == 0, done.stderr
-        name, digest = done.stdout.split()
-        assert name == capability
-        digests.add(digest)
-    assert len(digests) == 1
