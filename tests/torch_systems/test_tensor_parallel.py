@@ -1,7 +1,4 @@
-"""Tensor, sequence and loss parallelism of torch over our groups, equal to one process.
-
-Context parallelism is not here: torch has no sharding of the attention kernels of the CPU.
-"""
+"""Tensor, sequence and loss parallelism of torch over our groups, equal to one process."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -120,9 +118,74 @@ def prepared_inputs_and_outputs(rank, size):
     torch.testing.assert_close(found, nn.functional.layer_norm(x, (WIDTH,))[rank : rank + 1])
 
 
+class Mixed(nn.Module):
+    """Takes positions and a keyword, gives two tensors."""
+
+    def forward(self, x, plain, *, weights):
+        y = x @ weights
+        return y, y.sum(0) + plain
+
+
+def prepared_on_both_sides(rank, size):
+    """Positional and keyword inputs, and outputs, each in the layout that is asked for."""
+    mesh, generator = init_device_mesh("cpu", (4,)), torch.Generator().manual_seed(1)
+    x, weights = torch.randn(8, 4, generator=generator), torch.randn(4, 6, generator=generator)
+    seen = []
+    style = PrepareModuleInputOutput(
+        input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None),
+        input_kwarg_layouts={"weights": Shard(0)}, desired_input_kwarg_layouts={"weights": Shard(1)},
+        output_layouts=(Shard(1), Shard(0)), desired_output_layouts=(Shard(0), Replicate()),
+        use_local_output=False,
+    )  # fmt: skip
+    plan_module = Mixed()
+    plan_module.register_forward_hook(lambda _, inputs, kwargs, __: seen.append((*inputs, kwargs["weights"])),
+                                      with_kwargs=True)  # fmt: skip
+    parallelize_module(plan_module, mesh, style)
+    y, total = plan_module(x[2 * rank : 2 * rank + 2], 1.5, weights=weights[rank : rank + 1])
+    ((given, plain, columns),) = seen
+    assert (given.placements, columns.placements, plain) == ((Replicate(),), (Shard(1),), 1.5)
+    assert (y.placements, total.placements) == ((Shard(0),), (Replicate(),))
+    torch.testing.assert_close(y.full_tensor(), x @ weights)
+    torch.testing.assert_close(total.to_local(), (x @ weights).sum(0) + 1.5)
+    with pytest.raises(AssertionError, match="desired_input_layouts"):
+        PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Shard(0), None))
+
+
+def uneven_activations(rank, size):
+    """Activations that do not divide by the ranks come as DTensors, which know their shape."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(3)
+    up, down = nn.Linear(4, 6), nn.Linear(6, 3)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    y = torch.nn.functional.relu(up(x))
+    expected = down(y)
+    expected.square().sum().backward()
+    grads = [one.grad.clone() for one in (*up.parameters(), *down.parameters())]
+    model = nn.Sequential(up, nn.ReLU(), down)
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+        "2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    model.zero_grad()
+    found = model(distribute_tensor(x, mesh, [Shard(0)]))
+    assert found.to_local().shape == ((2, 2, 1, 0)[rank], 3)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    found.square().sum().redistribute(mesh, [Replicate()]).backward()
+    for one, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), grad)
+
+
 @pytest.mark.parametrize(
     "body",
-    [linear_layers, with_fully_shard, sequences_and_loss, prepared_inputs_and_outputs],
+    [
+        linear_layers,
+        with_fully_shard,
+        sequences_and_loss,
+        prepared_inputs_and_outputs,
+        prepared_on_both_sides,
+        uneven_activations,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_parallel(body):
