@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 from bridge.torch_world import BACKEND, run_torch
+from harness import current_store, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from collectives.backends.round_robin import RoundRobinOptions
+from collectives.store import TCPStore
 
 
 def gathered(rank, group):
@@ -70,6 +77,93 @@ def backend_of_each_dimension(rank, size):
     assert len(mesh.get_group("outer").inner.lanes) == 3
     assert gathered(rank, mesh.get_group("outer")) == [column, column + 2]
     assert gathered(rank, mesh.get_group("inner")) == [2 * row, 2 * row + 1]
+
+
+def forms_of_overrides(rank, size):
+    """A name, options, or both, by the index of a dimension or its name; nothing else."""
+    lanes = RoundRobinOptions(lanes=2)
+    names = ("outer", "inner")
+    for override, expected in (
+        ({0: "collectives_round_robin:4"}, [("collectives_round_robin:4", 4), (BACKEND, None)]),
+        ({"inner": ("collectives_round_robin", lanes)}, [(BACKEND, None), ("collectives_round_robin", 2)]),
+        ({0: ("gloo", dist.ProcessGroupGloo._Options()), "inner": "gloo"}, [("gloo", None)] * 2),
+    ):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=override)
+        for group, (backend, count) in zip(mesh.get_all_groups(), expected, strict=True):
+            assert dist.get_backend(group) == backend
+            assert count is None or len(group.inner.lanes) == count
+        row, column = divmod(rank, 2)
+        assert gathered(rank, mesh.get_group("outer")) == [column, column + 2]
+        assert gathered(rank, mesh.get_group("inner")) == [2 * row, 2 * row + 1]
+    with pytest.raises(TypeError, match="unpack"):  # torch takes options alone of its own classes only
+        init_device_mesh("cpu", (2, 2), backend_override={0: lanes})
+    for override, complaint in (
+        ({0: "gloo", "outer": "gloo"}, "redundant dim index 0"),
+        ({"middle": "gloo"}, "invalid keys"),
+        ({2: "gloo"}, "invalid keys"),
+    ):
+        with pytest.raises(RuntimeError, match=complaint):
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=override)
+    with pytest.raises(TypeError, match="_Options"):  # options of another backend than the world's
+        init_device_mesh("cpu", (2, 2), backend_override={1: dist.ProcessGroupGloo._Options()})
+
+
+def refusals(rank, size):
+    """What a mesh cannot be is told before anything is communicated."""
+    for arguments, complaint in (
+        ({"mesh_shape": (2, 4)}, "bigger than default world size"),
+        ({"mesh_shape": (2, 2), "mesh_dim_names": ("one",)}, "same length"),
+        ({"mesh_shape": (2, 2), "mesh_dim_names": ("one", "one")}, "unique"),
+        ({"mesh_shape": (4,), "device_type": "cpu:0"}, "Device type with index"),
+    ):
+        with pytest.raises(RuntimeError, match=complaint):
+            init_device_mesh(**{"device_type": "cpu", **arguments})
+    mesh = init_device_mesh("cpu", (4,))
+    assert mesh.get_group() is dist.group.WORLD  # no other group where the world is one already
+    assert gathered(rank, mesh.get_group()) == [0, 1, 2, 3]
+
+
+def without_a_world(rank, size):
+    """A mesh initialises the world from the environment; its dimensions can be on our backends."""
+    where = current_store()
+    if rank == 0:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        where.set("without_a_world", str(server.port))
+    port = where.get("without_a_world").decode()
+    found = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, found):
+        assert not dist.is_initialized()
+        mesh = init_device_mesh("cpu", (2, 2), backend_override={0: BACKEND, 1: "collectives_round_robin"})
+    try:
+        assert dist.is_initialized()
+        backends = [dist.get_backend(group) for group in mesh.get_all_groups()]
+        assert backends == [BACKEND, "collectives_round_robin"]
+        row, column = divmod(rank, 2)
+        assert gathered(rank, mesh.get_group(0)) == [column, column + 2]
+        assert gathered(rank, mesh.get_group(1)) == [2 * row, 2 * row + 1]
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        where.add("left", 1)
+        if rank == 0:
+            while where.add("left", 0) < size:  # the server goes last
+                time.sleep(0.001)
+            server.close()
+
+
+def test_forms_of_overrides():
+    run_torch(forms_of_overrides, 4)
+
+
+def test_refusals():
+    run_torch(refusals, 4)
+
+
+def test_without_a_world():
+    run_ranks(without_a_world, 4)
 
 
 def test_dimensions():
