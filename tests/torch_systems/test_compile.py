@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from bridge.torch_world import run_torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch_systems.small import adam, check, net, share, train, trained
+from torch_systems.small import adam, batch, check, net, share, train, trained
 
 
 def collectives(x, group):
@@ -82,6 +83,32 @@ def data_parallel(rank, size):
             check(model.module.state_dict(), expected)
 
 
+def graphs_of_data_parallel(rank, size):
+    """Returns the numbers of graphs with small buckets, with one, and unbroken; gradients are right."""
+    oracle, counts = net(), []
+    nn.functional.mse_loss(oracle(batch(0, size, 3)[0]), batch(0, size, 3)[1]).backward()
+    expected = {name: one.grad for name, one in oracle.named_parameters()}
+    for broken, megabytes in ((True, 0.0001), (True, 25), (False, 0.0001)):
+        graphs = []
+
+        def note(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        small = mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(megabytes * 2**20))
+        with small, torch._dynamo.config.patch(optimize_ddp=broken):
+            torch._dynamo.reset()
+            model = DistributedDataParallel(net(), bucket_cap_mb=megabytes)
+            compiled = torch.compile(model, backend=note)
+            for _ in range(2):  # the second time nothing is compiled anew
+                model.zero_grad()
+                x, y = (part[share(rank)] for part in batch(0, size, 3))
+                nn.functional.mse_loss(compiled(x), y).backward()
+                check({name: one.grad for name, one in model.module.named_parameters()}, expected)
+        counts.append(len(graphs))
+    return counts
+
+
 def fully_sharded(rank, size):
     expected = trained(net(), size)
     model = net()
@@ -98,6 +125,13 @@ def fully_sharded(rank, size):
 )
 def test_compile(body):
     run_torch(body, 2 if body is not over_a_mesh else 4)
+
+
+def test_graphs_of_data_parallel():
+    """Where a bucket ends a graph ends, so that its gradients are there before those of the next."""
+    for of_buckets, of_one_bucket, unbroken in run_torch(graphs_of_data_parallel, 2):
+        assert of_buckets > 2
+        assert (of_one_bucket, unbroken) == (1, 1)
 
 
 MISSING = """
