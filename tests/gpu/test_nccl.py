@@ -258,6 +258,16 @@ def training(group: ProcessGroup) -> None:
     for ours, alone in zip(trained(module, inputs[share], targets[share]), expected, strict=True):
         torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
 
+    # Named by its local rank, a device gets inputs of the CPU.
+    local_rank = torch.cuda.current_device()
+    named = DistributedDataParallel(
+        network(), process_group=group, device_ids=[local_rank], output_device=local_rank
+    )
+    assert (named.device_ids, named.output_device) == ([local_rank], local_rank)
+    given = inputs[share].cpu()
+    torch.testing.assert_close(named(given), named(inputs[share]))
+    assert named(given).device == torch.device("cuda", local_rank)
+
 
 def test_training() -> None:
     run_on_cuda(training)
