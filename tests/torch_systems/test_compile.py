@@ -135,6 +135,7 @@ def test_graphs_of_data_parallel():
 
 
 MISSING = """
+import sys
 import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
@@ -144,7 +145,8 @@ del eval_frame._FrameExecStrategy
 import collectives.bridge.creation  # finds it missing
 eval_frame._FrameExecStrategy = kept
 
-dist.init_process_group("collectives")
+where, rank = f"file://{sys.argv[1]}", int(sys.argv[2])
+dist.init_process_group("collectives", where, rank=rank, world_size=2)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 for run in (torch.compile(model, backend="aot_eager"), model):
     for _ in range(3):
@@ -160,8 +162,18 @@ def test_without_names_that_are_not_public(tmp_path):
     """A torch that lacks what keeps Dynamo out of the group's methods trains all the same."""
     script = tmp_path / "program.py"
     script.write_text(MISSING)
-    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
+    command = [sys.executable, "-P", str(script), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=100)
+            assert (rank.returncode, output) == (0, "trained\n"), errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
