@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from collectives import _native
+from collectives.backends.forwarding import ForwardingGroup
 from collectives.capabilities import Capabilities, by_device
 from collectives.process_group import ProcessGroup
-from collectives.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from collectives.types import BarrierOptions
 from collectives.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
@@ -30,7 +20,7 @@ __all__ = ["ProcessGroupByDevice"]
 _BARRIER = _native.COLLECTIVES["barrier"]
 
 
-class ProcessGroupByDevice(ProcessGroup):
+class ProcessGroupByDevice(ForwardingGroup):
     """Runs each operation on the group of its tensors' device type.
 
     All groups have the same ranks in the same order. Operations of different device types are not ordered
@@ -79,20 +69,9 @@ class ProcessGroupByDevice(ProcessGroup):
         """What the groups can do, each for its device type."""
         return self._capabilities
 
-    @property
-    def detects_mismatch(self) -> bool:
-        """Whether all groups do."""
-        return all(group.detects_mismatch for group in self._groups.values())
-
     def name(self) -> str:
         """Returns the backend of each device type."""
         return ",".join(f"{device}:{group.name()}" for device, group in self._groups.items())
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
-        super().set_timeout(timeout)
-        for group in self._distinct():
-            group.set_timeout(timeout)
 
     def abort(self) -> None:
         """Breaks every group."""
@@ -102,18 +81,10 @@ class ProcessGroupByDevice(ProcessGroup):
         """Ends every group."""
         self._each(lambda group: group.shutdown())
 
-    def _distinct(self) -> list[ProcessGroup]:
+    @property
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The groups, each once."""
         return list(dict.fromkeys(self._groups.values()))
-
-    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
-        first: Exception | None = None
-        for group in self._distinct():
-            try:
-                end(group)
-            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the other groups ended
-                first = first or error
-        if first is not None:
-            raise first
 
     # What is plain is on the CPU.
 
@@ -151,54 +122,8 @@ class ProcessGroupByDevice(ProcessGroup):
         """Returns the CPU's group, unless it is a barrier that another one carries out."""
         return None if kind == _BARRIER and self._cpu is not self._first else self._cpu
 
-    def _for(self, tensor: torch.Tensor) -> ProcessGroup:
-        return self._groups[tensor.device.type]
-
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return self._for(tensor)._allreduce(tensor, opts)
-
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        return self._for(tensor)._broadcast(tensor, opts)
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        return self._for(tensor)._reduce(tensor, opts)
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._for(tensor)._allgather(outputs, tensor, opts)
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._for(tensor)._allgather_single(output, tensor, opts)
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        return self._for(tensor)._gather(outputs, tensor, opts)
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        return self._for(output)._scatter(output, inputs, opts)
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        return self._for(output)._reduce_scatter(output, inputs, opts)
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        return self._for(tensor)._reduce_scatter_single(output, tensor, opts)
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        return self._for(inputs[0])._alltoall(outputs, inputs, opts)
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._for(tensor)._alltoall_single(output, tensor, output_splits, input_splits, opts)
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
+        return issue(self._groups[tensor.device.type])
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         """Runs on the group of ``opts.device``, else on that of the first device type."""
@@ -208,12 +133,12 @@ class ProcessGroupByDevice(ProcessGroup):
     @contextmanager
     def _together(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for group in self._distinct():
+            for group in self.inner_groups:
                 stack.enter_context(group._together())
             yield
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._for(tensor)._send(tensor, dst, tag)
+        return self._groups[tensor.device.type]._send(tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        return self._for(tensor)._recv(tensor, src, tag)
+        return self._groups[tensor.device.type]._recv(tensor, src, tag)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work, _native
+from collectives.backends.forwarding import ForwardingGroup
 from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin_work import BarrierWork, LaneWork, tell_lane
 from collectives.capabilities import Capabilities, by_device, in_common
@@ -31,17 +32,7 @@ from collectives.errors import (
     PeerLostError,
 )
 from collectives.registry import GroupOptions, capabilities_of, create_group
-from collectives.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from collectives.types import BarrierOptions
 from collectives.work import CoalescedWork, CompletedWork
 
 __all__ = [
@@ -123,7 +114,7 @@ def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRo
     return ProcessGroupRoundRobin(groups)
 
 
-class ProcessGroupRoundRobin(ProcessGroup):
+class ProcessGroupRoundRobin(ForwardingGroup):
     """Several groups ("lanes") as one.
 
     The n-th collective goes to lane n modulo the number of lanes, on every rank, because members issue the
@@ -192,13 +183,13 @@ class ProcessGroupRoundRobin(ProcessGroup):
         return self._capabilities
 
     @property
-    def detects_mismatch(self) -> bool:
-        """Whether all lanes do."""
-        return all(lane.detects_mismatch for lane in self._lanes)
-
-    @property
     def lanes(self) -> tuple[ProcessGroup, ...]:
         """The groups, in turn."""
+        return self._lanes
+
+    @property
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The lanes."""
         return self._lanes
 
     def name(self) -> str:
@@ -211,15 +202,9 @@ class ProcessGroupRoundRobin(ProcessGroup):
         plural = "" if len(self._lanes) == 1 else "s"
         return f"{super().describe()} over {len(self._lanes)} {kinds} lane{plural}"
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
-        super().set_timeout(timeout)
-        for lane in self._lanes:
-            lane.set_timeout(timeout)
-
     # ---- turns ---------------------------------------------------------------------------------------------
 
-    def _collective(self, issue: Callable[[ProcessGroup], Work]) -> Work:
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
         """Issues a collective on the lane whose turn it is."""
         self._check_whole()
         self._cover()
@@ -327,65 +312,6 @@ class ProcessGroupRoundRobin(ProcessGroup):
             self._cause = cause
         if not isinstance(cause, PeerLostError):
             self._each(lambda lane: lane.abort())
-
-    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
-        """Ends every lane; an error of one is raised after the others have ended."""
-        first: Exception | None = None
-        for lane in self._lanes:
-            try:
-                end(lane)
-            except Exception as error:  # noqa: BLE001, PERF203 - raised below
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        return self._collective(lambda lane: lane._broadcast(tensor, opts))
-
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return self._collective(lambda lane: lane._allreduce(tensor, opts))
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        return self._collective(lambda lane: lane._reduce(tensor, opts))
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._collective(lambda lane: lane._allgather(outputs, tensor, opts))
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._collective(lambda lane: lane._allgather_single(output, tensor, opts))
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        return self._collective(lambda lane: lane._gather(outputs, tensor, opts))
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        return self._collective(lambda lane: lane._scatter(output, inputs, opts))
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        return self._collective(lambda lane: lane._reduce_scatter(output, inputs, opts))
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        return self._collective(lambda lane: lane._reduce_scatter_single(output, tensor, opts))
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        return self._collective(lambda lane: lane._alltoall(outputs, inputs, opts))
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._collective(
-            lambda lane: lane._alltoall_single(output, tensor, output_splits, input_splits, opts),
-        )
 
     def _together(self) -> AbstractContextManager[None]:
         return self._lanes[0]._together()
