@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 
@@ -277,7 +278,8 @@ def _prepare(peer: _Peer, schedule: Schedule, budget_s: float) -> None:
         both_s = (time.monotonic() - begin) / (warmup - 2)
     peer.calls = schedule.calls or max(MIN_CALLS, min(MAX_CALLS, int((1 - WARMUP_SHARE) * budget_s / both_s)))
     if peer.point.size_bytes <= LOOP_MAX_BYTES:
-        hot_ns = max(result.hot_ns[-1] for result in results)
+        # Of several calls, as a single one may meet another process on its core.
+        hot_ns = int(median(max(calls) for calls in zip(*(result.hot_ns for result in results), strict=True)))
         peer.loop_calls = max(LOOP_MIN_CALLS, min(LOOP_MAX_CALLS, LOOP_NS // max(hot_ns, 1)))
 
 
