@@ -65,7 +65,7 @@ class Capabilities:
         """
         if device not in self.devices:
             raise ValueError(f"tensors on {device} are not taken, only on {', '.join(sorted(self.devices))}")
-        return replace(self, devices=frozenset({device}))
+        return replace(self, devices=frozenset({device}), refusals={})
 
     def why_not(
         self,
