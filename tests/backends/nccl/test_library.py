@@ -312,25 +312,29 @@ def arguments(rank: int, size: int, provider: str, path: Path) -> None:
 
         double.dry_run(True)
         stream = double.stream()
-        big = 2**32 + 5
+        big, handle = 2**32 + 5, communicator.handle
         calls = {
-            LastCall("ncclAllReduce", big, 9, 4, 0, stream): lambda: communicator.all_reduce(
+            LastCall("ncclAllReduce", big, 9, 4, 0, stream, handle): lambda: communicator.all_reduce(
                 at, at, big, 9, 4, stream
             ),
-            LastCall("ncclReduce", big, 3, 2, 1, stream): lambda: communicator.reduce(
+            LastCall("ncclReduce", big, 3, 2, 1, stream, handle): lambda: communicator.reduce(
                 at, at, big, 3, 2, 1, stream
             ),
-            LastCall("ncclBroadcast", big, 1, 0, 1, stream): lambda: communicator.broadcast(
+            LastCall("ncclBroadcast", big, 1, 0, 1, stream, handle): lambda: communicator.broadcast(
                 at, at, big, 1, 1, stream
             ),
-            LastCall("ncclAllGather", big, 11, 0, 0, stream): lambda: communicator.all_gather(
+            LastCall("ncclAllGather", big, 11, 0, 0, stream, handle): lambda: communicator.all_gather(
                 at, at, big, 11, stream
             ),
-            LastCall("ncclReduceScatter", big, 10, 3, 0, stream): lambda: communicator.reduce_scatter(
+            LastCall("ncclReduceScatter", big, 10, 3, 0, stream, handle): lambda: communicator.reduce_scatter(
                 at, at, big, 10, 3, stream
             ),
-            LastCall("ncclSend", big, 5, 0, 1, stream): lambda: communicator.send(at, big, 5, 1, stream),
-            LastCall("ncclRecv", big, 6, 0, 1, stream): lambda: communicator.recv(at, big, 6, 1, stream),
+            LastCall("ncclSend", big, 5, 0, 1, stream, handle): lambda: communicator.send(
+                at, big, 5, 1, stream
+            ),
+            LastCall("ncclRecv", big, 6, 0, 1, stream, handle): lambda: communicator.recv(
+                at, big, 6, 1, stream
+            ),
         }
         for expected, function in calls.items():
             function()
