@@ -221,11 +221,13 @@ def test_a_blocked_message_keeps_its_limit_and_names_every_rank(placement, issue
     run_ranks(blocked_message, 3, issue, words, placement=placement)
 
 
-def stream(group, begun):
-    """Runs long operations for ever; notes when the last one began."""
+def stream(group, begun, stops):
+    """Runs long operations for ever, until this rank stops if it is to; notes when the last one began."""
     tensor = torch.ones(3_000_000)
     for n in itertools.count():
         begun[0] = time.monotonic()
+        if stops and n == 3:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         group.allreduce([tensor.fill_(1.0)], dist.AllreduceOptions(asyncOp=n % 2 == 0)).wait()
 
 
@@ -234,10 +236,8 @@ def stop_in_the_middle(rank, size):
     group = ProcessGroupHost(current_store(), rank, size, timedelta(seconds=1.5), group_name="stopped")
     group.barrier().wait()
     begun = [0.0]
-    if rank == 1:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
-        stream(group, begun)
+        stream(group, begun, rank == 1)
     assert 1.4 < time.monotonic() - begun[0] < 1.5 + SLACK_S
     for r in range(size):
         must_say(
