@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from datetime import timedelta
 
 import pytest
 import torch
 from harness import run_ranks
+from ports import free_port
 
 import collectives as dist
 from collectives import dist2
@@ -18,12 +18,6 @@ from collectives.registry import GroupOptions, create_group
 
 LIMIT = timedelta(seconds=30)
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def groups(rank: int, size: int, port: int) -> None:

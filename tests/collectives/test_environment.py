@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 import collectives as dist
 
@@ -41,12 +41,6 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**env, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
         check=False,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 FORGETFUL = """
@@ -211,4 +205,4 @@ def test_the_older_launcher_on_two_machines(tmp_path: Path) -> None:
     finally:
         for process in machines:
             process.terminate()
-            process.wait(20)
+            process.communicate(timeout=20)

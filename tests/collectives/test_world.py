@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from harness import current_store, run_ranks, run_world
+from ports import free_port
 
 import collectives as dist
 from collectives import joining
@@ -65,12 +65,6 @@ def lives_at_one_address(rank: int, size: int, init_method: str, port: int) -> l
         sums.append(sum_of_ranks())
         dist.destroy_process_group()
     return sums
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("scheme", ["env", "tcp"])

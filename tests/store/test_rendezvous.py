@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import harness
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing
+from ports import free_port
 
 import collectives
 from collectives.store import (
@@ -40,11 +40,6 @@ def environ(monkeypatch):
             monkeypatch.setenv(name, str(value))
 
     return set_all
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def meet(url, *place, **options):

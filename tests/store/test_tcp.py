@@ -23,6 +23,7 @@ from pathlib import Path
 import harness
 import pytest
 import torch.distributed as dist
+from ports import free_port
 
 import collectives
 from collectives.store import TCPStore
@@ -55,11 +56,6 @@ def until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 class TestListening:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 from bridge.torch_world import BACKEND
+from ports import free_port
 from torch import nn
 from torch_systems import elastic_program as program
 from torch_systems import growing_program
@@ -54,11 +54,9 @@ def test_restart_after_a_rank_was_killed(tmp_path):
 
 
 def test_a_second_machine_joins(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     command = [
         sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-id", "growing", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-backend", "c10d", "--rdzv-id", "growing", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
         "--rdzv-conf", "last_call_timeout=1,join_timeout=60",
         str(Path(growing_program.__file__)), str(tmp_path), BACKEND,
     ]  # fmt: skip

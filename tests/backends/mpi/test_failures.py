@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from forked import beside_a_child
 from harness import Died, current_store
 from mpi_team import Teams
+from ports import free_port
 
 from collectives import (
     CollectiveTimeoutError,
@@ -162,9 +162,7 @@ def independent(rank: int, size: int) -> None:
             dist2.new_group("mpi", limit, "cpu", **wrong)
     store = current_store()
     if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            store.set("port", str(probe.getsockname()[1]))
+        store.set("port", str(free_port()))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.get("port").decode()}
     with mock.patch.dict(os.environ, {**place, "RANK": str(rank), "WORLD_SIZE": str(size)}):
         group = dist2.new_group("mpi", limit, "cpu", group_desc="by name", pg_options=None)

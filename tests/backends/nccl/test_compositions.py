@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, make_group, run_over_double
+from ports import free_port
 
 import collectives
 from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError, dist2
@@ -177,11 +177,9 @@ def by_dist2(group: Any) -> None:
         ):
             dist2.new_group("nccl", LIMIT, "cuda", **wrong)
     config = NcclConfig(split_share=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        group.get_group_store().set(f"port{rank}", str(probe.getsockname()[1]))
-        port = group.get_group_store().get("port0").decode()
-        group.barrier().wait()
+    if rank == 0:
+        group.get_group_store().set("port", str(free_port()))
+    port = group.get_group_store().get("port").decode()
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
     over_double = partial(ProcessGroupNCCL, devices=DoubleDevice)
     with (
