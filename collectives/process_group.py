@@ -334,7 +334,7 @@ class ProcessGroup(Primitives):
             tensor.numel(),
             "the size of this rank's input",
         )
-        self._check_even(what, outputs, "outputs")
+        check.check_even(self, what, outputs, "outputs")
         opts = with_limit(AllgatherOptions, opts, timeout)
         self._admit(what, tensor, None, opts.timeout)
         check.check_outputs(self, what, outputs, "output")
@@ -357,7 +357,7 @@ class ProcessGroup(Primitives):
             timeout: time limit, for the form without a record.
         """
         what = "all_gather_into_tensor"
-        self._check_pair(what, output, input)
+        check.check_pair(self, what, output, input)
         numel = input.numel() * self._size
         check.check_numel(
             self, what, output, "output", numel, f"{input.numel()} from each of {self._size} ranks"
@@ -379,7 +379,7 @@ class ProcessGroup(Primitives):
         In the form of ``torch.distributed.all_gather_coalesced``, ``output_lists[r][i]`` of rank r, the user
         function transposes.
         """
-        self._check_lengths("all_gather", output_lists, input_list)
+        check.check_lengths(self, "all_gather", output_lists, input_list)
         return CoalescedWork(
             [self.allgather(list(o), i, opts) for o, i in zip(output_lists, input_list, strict=True)]
         )
@@ -391,7 +391,7 @@ class ProcessGroup(Primitives):
         opts: AllgatherOptions | None = None,
     ) -> Work:
         """Gathers several tensors, as :meth:`all_gather_single` each."""
-        self._check_lengths("all_gather_into_tensor", outputs, inputs)
+        check.check_lengths(self, "all_gather_into_tensor", outputs, inputs)
         return CoalescedWork(
             [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
@@ -420,7 +420,7 @@ class ProcessGroup(Primitives):
         if not isinstance(opts, GatherOptions):
             opts = GatherOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
-        outputs = self._rooted_list(what, output_tensors, tensor, opts.rootRank, "output list")
+        outputs = check.check_rooted_list(self, what, output_tensors, tensor, opts.rootRank, "output list")
         self._admit(what, tensor, None, opts.timeout)
         check.check_outputs(self, what, outputs or (), "output")
         return self._gather(outputs, tensor, opts)
@@ -449,7 +449,7 @@ class ProcessGroup(Primitives):
         if not isinstance(opts, ScatterOptions):
             opts = ScatterOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
         check.check_rank(self, what, opts.rootRank, "root")
-        inputs = self._rooted_list(what, input_tensors, tensor, opts.rootRank, "input list")
+        inputs = check.check_rooted_list(self, what, input_tensors, tensor, opts.rootRank, "input list")
         self._admit(what, tensor, None, opts.timeout)
         check.check_outputs(self, what, [tensor], "output")
         return self._scatter(tensor, inputs, opts)
@@ -480,7 +480,7 @@ class ProcessGroup(Primitives):
         check.check_numel(
             self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
         )
-        self._check_even(what, inputs, "inputs")
+        check.check_even(self, what, inputs, "inputs")
         record = (
             opts
             if isinstance(opts, ReduceScatterOptions)
@@ -510,7 +510,7 @@ class ProcessGroup(Primitives):
             op: the reduction, for the form without a record.
         """
         what = "reduce_scatter_tensor"
-        self._check_pair(what, outputTensor, inputTensor)
+        check.check_pair(self, what, outputTensor, inputTensor)
         numel = outputTensor.numel() * self._size
         check.check_numel(
             self, what, inputTensor, "input", numel, f"{outputTensor.numel()} for each of {self._size} ranks"
@@ -531,7 +531,7 @@ class ProcessGroup(Primitives):
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
-        self._check_lengths("reduce_scatter_tensor", outputs, inputs)
+        check.check_lengths(self, "reduce_scatter_tensor", outputs, inputs)
         return CoalescedWork(
             [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
@@ -559,7 +559,7 @@ class ProcessGroup(Primitives):
         check.check_numel(
             self, what, outputs[self._rank], f"output {self._rank}", mine, f"the size of input {self._rank}"
         )
-        self._check_even(what, [*inputs, *outputs], "inputs and outputs")
+        check.check_even(self, what, [*inputs, *outputs], "inputs and outputs")
         opts = with_limit(AllToAllOptions, opts, timeout)
         self._admit(what, inputs[0], None, opts.timeout)
         check.check_outputs(self, what, outputs, "output")
@@ -585,7 +585,7 @@ class ProcessGroup(Primitives):
             timeout: time limit, for the form without a record.
         """
         what = "all_to_all_single"
-        self._check_pair(what, output, input)
+        check.check_pair(self, what, output, input)
         sent = check.check_splits(self, what, input, input_split_sizes, "input")
         received = check.check_splits(self, what, output, output_split_sizes, "output")
         check.check_whole_bytes(self, what, input.dtype, [*sent, *received], "parts")
@@ -659,7 +659,7 @@ class ProcessGroup(Primitives):
         """Sends a tensor to a rank, which receives it with the same tag, size and data type."""
         tensor = check.only_tensor(self, "send", tensors)
         check.check_rank(self, "send", dstRank, "destination")
-        self._check_tag("send", tag)
+        check.check_tag(self, "send", tag)
         self._admit("send", tensor)
         return self._send(tensor, dstRank, tag)
 
@@ -667,7 +667,7 @@ class ProcessGroup(Primitives):
         """Receives a tensor from a rank, overwriting ``tensors``."""
         tensor = check.only_tensor(self, "recv", tensors)
         check.check_rank(self, "recv", srcRank, "source")
-        self._check_tag("recv", tag)
+        check.check_tag(self, "recv", tag)
         self._admit("recv", tensor)
         check.check_outputs(self, "recv", [tensor])
         return self._recv(tensor, srcRank, tag)
@@ -675,7 +675,7 @@ class ProcessGroup(Primitives):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receives a tensor from whichever rank sends one with this tag; ``Work.source_rank()`` names it."""
         tensor = check.only_tensor(self, "recv_anysource", tensors)
-        self._check_tag("recv_anysource", tag)
+        check.check_tag(self, "recv_anysource", tag)
         self._admit("recv_anysource", tensor)
         check.check_outputs(self, "recv_anysource", [tensor])
         return self._recv(tensor, None, tag)
@@ -737,59 +737,6 @@ class ProcessGroup(Primitives):
         if reason is not None:
             check.fail(self, operation, reason, UnsupportedOperationError)
         self._admitted.add(key)
-
-    def _check_tag(self, operation: str, tag: int) -> None:
-        check.check_tag(self, operation, tag)
-        if tag and not self.capabilities.tags:
-            check.fail(self, operation, f"tags are not offered, but tag is {tag}", UnsupportedOperationError)
-
-    def _check_pair(self, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
-        check.check_tensor(self, operation, output, "output")
-        check.check_tensor(self, operation, input, "input")
-        if output.dtype is not input.dtype:
-            check.fail(self, operation, f"output is {output.dtype}, but input is {input.dtype}")
-        if output.device != input.device:
-            check.fail(self, operation, f"output is on {output.device}, but input on {input.device}")
-
-    def _check_even(self, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
-        if not self.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
-            sizes = [tensor.numel() for tensor in tensors]
-            check.fail(
-                self,
-                operation,
-                f"{what} of different sizes are not taken: {sizes}",
-                UnsupportedOperationError,
-            )
-
-    def _check_lengths(self, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        if len(outputs) != len(inputs):
-            check.fail(self, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
-
-    def _rooted_list(
-        self, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
-    ) -> list[torch.Tensor] | None:
-        """Checks the list that only the root gives; every entry has the size and data type of ``own``."""
-        tensors = inner_list(tensors) if tensors else None
-        if self._rank != root:
-            if tensors:
-                check.fail(self, operation, f"only the root, rank {root}, gives the {what}; give None here")
-            return None
-        if tensors is None:
-            check.fail(
-                self, operation, f"the root must give the {what}, one tensor for each of {self._size} ranks"
-            )
-        entries = check.check_list(self, operation, tensors, what)
-        check.check_same_dtype(self, operation, [own, *entries], f"the {what} and the single tensor")
-        for i, entry in enumerate(entries):
-            check.check_numel(
-                self,
-                operation,
-                entry,
-                f"entry {i} of the {what}",
-                own.numel(),
-                "all ranks' tensors are equal in size",
-            )
-        return entries
 
 
 def _end_nothing() -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from collectives.call_forms import inner_list
 from collectives.dtypes import elements_per_byte
+from collectives.errors import UnsupportedOperationError
 from collectives.staging import repeats_elements
 
 if TYPE_CHECKING:
     from collectives.process_group import ProcessGroup
 
 __all__ = [
+    "check_even",
+    "check_lengths",
     "check_limit",
     "check_list",
     "check_numel",
     "check_outputs",
+    "check_pair",
     "check_rank",
+    "check_rooted_list",
     "check_same_dtype",
     "check_splits",
     "check_tag",
@@ -188,11 +194,13 @@ def check_rank(group: ProcessGroup, operation: str, rank: object, what: str) -> 
 
 
 def check_tag(group: ProcessGroup, operation: str, tag: object) -> int:
-    """Returns ``tag`` where it is a non-negative 32-bit int."""
+    """Returns ``tag`` where it is a non-negative 32-bit int, and 0 where the group has no tags."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         fail(group, operation, f"tag must be an int, but is {tag!r} of type {type(tag).__name__}", TypeError)
     if not 0 <= tag < 2**31:
         fail(group, operation, f"tag is {tag}, but must be in 0 to {2**31 - 1}")
+    if tag and not group.capabilities.tags:
+        fail(group, operation, f"tags are not offered, but tag is {tag}", UnsupportedOperationError)
     return tag
 
 
@@ -214,6 +222,63 @@ def check_limit(group: ProcessGroup, operation: str, timeout: object) -> None:
         )
     if timeout <= timedelta(0):
         fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
+
+
+def check_pair(group: ProcessGroup, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Checks that input and output are tensors of one data type on one device."""
+    check_tensor(group, operation, output, "output")
+    check_tensor(group, operation, input, "input")
+    if output.dtype is not input.dtype:
+        fail(group, operation, f"output is {output.dtype}, but input is {input.dtype}")
+    if output.device != input.device:
+        fail(group, operation, f"output is on {output.device}, but input on {input.device}")
+
+
+def check_even(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Checks that tensors are equal in size where the group takes no others."""
+    if not group.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
+        sizes = [tensor.numel() for tensor in tensors]
+        fail(
+            group,
+            operation,
+            f"{what} of different sizes are not taken: {sizes}",
+            UnsupportedOperationError,
+        )
+
+
+def check_lengths(group: ProcessGroup, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Checks that a list has an output for each input."""
+    if len(outputs) != len(inputs):
+        fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+
+
+def check_rooted_list(
+    group: ProcessGroup, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
+) -> list[torch.Tensor] | None:
+    """Checks the list that only the root gives; every entry has the size and data type of ``own``.
+
+    Returns:
+        The entries on the root, ``None`` on the other ranks.
+    """
+    tensors = inner_list(tensors) if tensors else None
+    if group.rank() != root:
+        if tensors:
+            fail(group, operation, f"only the root, rank {root}, gives the {what}; give None here")
+        return None
+    if tensors is None:
+        fail(group, operation, f"the root must give the {what}, one tensor for each of {group.size()} ranks")
+    entries = check_list(group, operation, tensors, what)
+    check_same_dtype(group, operation, [own, *entries], f"the {what} and the single tensor")
+    for i, entry in enumerate(entries):
+        check_numel(
+            group,
+            operation,
+            entry,
+            f"entry {i} of the {what}",
+            own.numel(),
+            "all ranks' tensors are equal in size",
+        )
+    return entries
 
 
 def check_whole_bytes(
