@@ -6,7 +6,6 @@ argument. Its overloads without one give a part of the record there, and the res
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,13 +14,17 @@ from collectives.types import (
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
     ReduceOp,
     ReduceScatterOptions,
+    ScatterOptions,
 )
 
-__all__ = ["first_given", "inner_list", "with_limit", "with_reduction"]
+__all__ = ["first_given", "inner_list", "with_limit", "with_reduction", "with_root"]
 
 _Reduction = TypeVar("_Reduction", AllreduceOptions, ReduceScatterOptions)
+_Rooted = TypeVar("_Rooted", BroadcastOptions, GatherOptions, ScatterOptions)
 _Limited = TypeVar("_Limited", AllgatherOptions, AllToAllOptions, BarrierOptions)
 
 _UNSET_TIMEOUT = timedelta(milliseconds=-1)
@@ -29,19 +32,22 @@ _UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 
 def with_reduction(
-    record: Callable[..., _Reduction], opts: Any, op: ReduceOp | None, timeout: timedelta | None
+    record: type[_Reduction], opts: Any, op: ReduceOp | None, timeout: timedelta | None
 ) -> _Reduction:
-    """Returns a record of the given kind, from a record of another kind or from the form without one.
+    """Returns the record given, or one of the given kind from a record of another or from the form without.
 
     Args:
         record: the kind.
-        opts: a record that has a reduction, the reduction itself, or ``None``.
+        opts: a record that has a reduction, the reduction itself, or ``None``; a record of the kind is
+            returned as it is.
         op: the reduction where ``opts`` is ``None``; ``None`` for the sum.
         timeout: time limit, for the form without a record.
 
     Raises:
         TypeError: what stands for the reduction is none.
     """
+    if type(opts) is record:
+        return opts
     if opts is not None and hasattr(opts, "reduceOp"):
         timeout = None if opts.timeout == _UNSET_TIMEOUT else opts.timeout
         return record(timeout, opts.asyncOp, ReduceOp.of(opts.reduceOp))
@@ -49,7 +55,7 @@ def with_reduction(
 
 
 def with_limit(
-    record: Callable[..., _Limited], opts: _Limited | timedelta | None, timeout: timedelta | None
+    record: type[_Limited], opts: _Limited | timedelta | None, timeout: timedelta | None
 ) -> _Limited:
     """Returns the record given, or one of the given kind with a time limit.
 
@@ -61,6 +67,22 @@ def with_limit(
     if opts is None or isinstance(opts, timedelta):
         return record(timeout if opts is None else opts)
     return opts
+
+
+def with_root(
+    record: type[_Rooted], opts: _Rooted | int | None, root: int | None, timeout: timedelta | None
+) -> _Rooted:
+    """Returns the record given, or one of the given kind with a root, which nobody has checked.
+
+    Args:
+        record: the kind.
+        opts: a record, the root itself, or ``None``.
+        root: the root where ``opts`` is ``None``; ``None`` for rank 0.
+        timeout: time limit, for the form without a record.
+    """
+    if isinstance(opts, record):
+        return opts
+    return record(timeout=timeout, rootRank=first_given(opts, root, 0))
 
 
 def first_given(*values: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -42,6 +43,11 @@ class Primitives(ABC):
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """What this group can do; constant over its life."""
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether ranks that call different collectives get an error instead of waiting for ever."""
+        return False
 
     @abstractmethod
     def name(self) -> str:
@@ -85,6 +91,59 @@ class Primitives(ABC):
 
         Idempotent. All ranks call it; none waits for another beyond outstanding operations.
         """
+
+    def plain(
+        self,
+        kind: int,  # noqa: ARG002
+        output: object = None,  # noqa: ARG002
+        input: object = None,  # noqa: ARG002
+        op_code: int = 0,  # noqa: ARG002
+        root: object = 0,  # noqa: ARG002
+        listed: bool = False,  # noqa: ARG002
+    ) -> bool:
+        """Runs a synchronous collective on tensors that are as simple as can be; the user functions try this.
+
+        A backend may take here the calls that nearly all calls are, and refuse any other, wrong arguments
+        among them: those go the way of the group's other methods. Here nothing is plain.
+
+        Args:
+            kind: number of the collective in ``_native.COLLECTIVES``.
+            output: what is written, or read and written.
+            input: what is only read.
+            op_code: code of the :class:`~collectives.ReduceOp`.
+            root: the root.
+            listed: whether the larger operand is a list of a tensor for each rank.
+
+        Returns:
+            Whether it ran; ``False`` with nothing done.
+        """
+        return False
+
+    def plain_launch(
+        self,
+        kind: int,  # noqa: ARG002
+        output: Any = None,  # noqa: ARG002
+        input: Any = None,  # noqa: ARG002
+        op_code: int = 0,  # noqa: ARG002
+        root: object = 0,  # noqa: ARG002
+        listed: bool = False,  # noqa: ARG002
+    ) -> Work | None:
+        """Issues a collective that :meth:`plain` runs; returns ``None``, with nothing done, for any other."""
+        return None
+
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:  # noqa: ARG002
+        """Sends or receives a tensor and waits for it, where all is as simple as for :meth:`plain`.
+
+        Args:
+            sends: whether to send it, else to receive it.
+            tensor: the message.
+            peer: the other rank.
+            tag: number that both sides name.
+
+        Returns:
+            Whether it did; ``False`` with nothing done.
+        """
+        return False
 
     def _together(self) -> AbstractContextManager[None]:
         """Lets the messages that this thread issues in a ``with`` block start together, at its end.

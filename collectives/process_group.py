@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 
 from collectives import validation as check
-from collectives.call_forms import first_given, inner_list, with_limit, with_reduction
-from collectives.errors import GroupAbortedError, UnsupportedOperationError
-from collectives.forks import left_to_parent, tell_in_children
+from collectives.call_forms import first_given, inner_list, with_limit, with_reduction, with_root
+from collectives.errors import UnsupportedOperationError
+from collectives.membership import Membership
 from collectives.monitored_barrier import monitored_barrier
-from collectives.primitives import Primitives
 from collectives.types import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -29,7 +26,6 @@ from collectives.types import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    default_pg_timeout,
 )
 from collectives.work import CoalescedWork, Work
 
@@ -39,7 +35,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
-class ProcessGroup(Primitives):
+class ProcessGroup(Membership):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
     **Order.** All members issue the same collectives in the same order; a group executes them in that order.
@@ -88,127 +84,7 @@ class ProcessGroup(Primitives):
 
     backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
-    @property
-    def detects_mismatch(self) -> bool:
-        """Whether ranks that call different collectives get an error instead of waiting for ever."""
-        return False
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        timeout: timedelta = default_pg_timeout,
-        store: Any = None,
-        group_name: str = "",
-        group_desc: str = "",
-    ) -> None:
-        if size < 1:
-            raise ValueError(f"a group has at least one rank, but size is {size}")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank is {rank}, but the ranks of a group of {size} are 0 to {size - 1}")
-        check.seconds(timeout)
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
-        self._store = store
-        self._group_name = group_name
-        self._group_desc = group_desc
-        self._admitted: set[tuple[Any, ...]] = set()
-        self._monitored_barriers = itertools.count()
-        self._inherited = False
-        tell_in_children(self)
-
-    # ---- identity --------------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """Returns this process's rank within the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Returns the number of ranks."""
-        return self._size
-
-    def getBackendName(self) -> str:
-        """Returns :meth:`name`."""
-        return self.name()
-
-    @property
-    def group_name(self) -> str:
-        """Name of the group, unique in the job."""
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        """Free text that describes the group."""
-        return self._group_desc
-
-    def get_group_store(self) -> Any:
-        """Returns the group's key/value store, or ``None`` where it was made without one."""
-        return self._store
-
-    @property
-    def timeout(self) -> timedelta:
-        """Time limit of operations that name none."""
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
-        check.seconds(timeout)
-        self._timeout = timeout
-
-    def describe(self) -> str:
-        """Returns the group in words, for messages."""
-        desc = f" ({self._group_desc})" if self._group_desc else ""
-        return f"{self.name()} group {self._group_name!r}{desc} of {self._size}"
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._group_name!r} rank {self._rank} of {self._size}>"
-
-    def supports(self, operation: str, **about: Any) -> bool:
-        """Returns whether the group offers an operation; arguments as :meth:`Capabilities.why_not`."""
-        return self.capabilities.why_not(operation, **about) is None
-
     # ---- collectives -----------------------------------------------------------------------------
-
-    def plain(
-        self,
-        kind: int,  # noqa: ARG002
-        output: object = None,  # noqa: ARG002
-        input: object = None,  # noqa: ARG002
-        op_code: int = 0,  # noqa: ARG002
-        root: object = 0,  # noqa: ARG002
-        listed: bool = False,  # noqa: ARG002
-    ) -> bool:
-        """Runs a synchronous collective on tensors that are as simple as can be; the user functions try this.
-
-        A backend may take here the calls that nearly all calls are, and refuse any other, wrong arguments
-        among them: those go the way of the methods below. Here nothing is plain.
-
-        Args:
-            kind: number of the collective in ``_native.COLLECTIVES``.
-            output: what is written, or read and written.
-            input: what is only read.
-            op_code: code of the :class:`~collectives.ReduceOp`.
-            root: the root.
-            listed: whether the larger operand is a list of a tensor for each rank.
-
-        Returns:
-            Whether it ran; ``False`` with nothing done.
-        """
-        return False
-
-    def plain_launch(
-        self,
-        kind: int,  # noqa: ARG002
-        output: Any = None,  # noqa: ARG002
-        input: Any = None,  # noqa: ARG002
-        op_code: int = 0,  # noqa: ARG002
-        root: object = 0,  # noqa: ARG002
-        listed: bool = False,  # noqa: ARG002
-    ) -> Work | None:
-        """Issues a collective that :meth:`plain` runs; returns ``None``, with nothing done, for any other."""
-        return None
 
     def allreduce(
         self,
@@ -227,9 +103,7 @@ class ProcessGroup(Primitives):
             op: the reduction, for the form without a record.
         """
         tensor = check.only_tensor(self, "all_reduce", tensors)
-        record = (
-            opts if type(opts) is AllreduceOptions else with_reduction(AllreduceOptions, opts, op, timeout)
-        )
+        record = with_reduction(AllreduceOptions, opts, op, timeout)
         self._admit("all_reduce", tensor, record.reduceOp, record.timeout)
         check.check_outputs(self, "all_reduce", [tensor])
         return self._allreduce(tensor, record)
@@ -265,11 +139,9 @@ class ProcessGroup(Primitives):
             root: the root, for the form without a record.
         """
         tensor = check.only_tensor(self, "broadcast", tensors)
-        if not isinstance(opts, BroadcastOptions):
-            opts = BroadcastOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
+        opts = with_root(BroadcastOptions, opts, root, timeout)
         check.check_rank(self, "broadcast", opts.rootRank, "root")
-        if opts.rootTensor:
-            check.fail(self, "broadcast", f"rootTensor is {opts.rootTensor}, but there is only tensor 0")
+        check.check_root_tensor(self, "broadcast", opts.rootTensor)
         self._admit("broadcast", tensor, None, opts.timeout)
         if self._rank != opts.rootRank:
             check.check_outputs(self, "broadcast", [tensor])
@@ -299,8 +171,7 @@ class ProcessGroup(Primitives):
                 timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=first_given(opts, root, 0)
             )
         check.check_rank(self, "reduce", opts.rootRank, "root")
-        if opts.rootTensor:
-            check.fail(self, "reduce", f"rootTensor is {opts.rootTensor}, but there is only tensor 0")
+        check.check_root_tensor(self, "reduce", opts.rootTensor)
         self._admit("reduce", tensor, opts.reduceOp, opts.timeout)
         if self._rank == opts.rootRank:
             check.check_outputs(self, "reduce", [tensor])
@@ -417,8 +288,7 @@ class ProcessGroup(Primitives):
         """
         what = "gather"
         tensor = check.only_tensor(self, what, input_tensors, "input")
-        if not isinstance(opts, GatherOptions):
-            opts = GatherOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
+        opts = with_root(GatherOptions, opts, root, timeout)
         check.check_rank(self, what, opts.rootRank, "root")
         outputs = check.check_rooted_list(self, what, output_tensors, tensor, opts.rootRank, "output list")
         self._admit(what, tensor, None, opts.timeout)
@@ -446,8 +316,7 @@ class ProcessGroup(Primitives):
         """
         what = "scatter"
         tensor = check.only_tensor(self, what, output_tensors, "output")
-        if not isinstance(opts, ScatterOptions):
-            opts = ScatterOptions(timeout=timeout, rootRank=first_given(opts, root, 0))
+        opts = with_root(ScatterOptions, opts, root, timeout)
         check.check_rank(self, what, opts.rootRank, "root")
         inputs = check.check_rooted_list(self, what, input_tensors, tensor, opts.rootRank, "input list")
         self._admit(what, tensor, None, opts.timeout)
@@ -481,11 +350,7 @@ class ProcessGroup(Primitives):
             self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
         )
         check.check_even(self, what, inputs, "inputs")
-        record = (
-            opts
-            if isinstance(opts, ReduceScatterOptions)
-            else with_reduction(ReduceScatterOptions, opts, op, timeout)
-        )
+        record = with_reduction(ReduceScatterOptions, opts, op, timeout)
         self._admit(what, output, record.reduceOp, record.timeout)
         check.check_outputs(self, what, [output], "output")
         return self._reduce_scatter(output, inputs, record)
@@ -515,11 +380,7 @@ class ProcessGroup(Primitives):
         check.check_numel(
             self, what, inputTensor, "input", numel, f"{outputTensor.numel()} for each of {self._size} ranks"
         )
-        record = (
-            opts
-            if isinstance(opts, ReduceScatterOptions)
-            else with_reduction(ReduceScatterOptions, opts, op, timeout)
-        )
+        record = with_reduction(ReduceScatterOptions, opts, op, timeout)
         self._admit(what, outputTensor, record.reduceOp, record.timeout)
         check.check_outputs(self, what, [outputTensor], "output")
         return self._reduce_scatter_single(outputTensor, inputTensor, record)
@@ -635,25 +496,7 @@ class ProcessGroup(Primitives):
         """
         monitored_barrier(self, timeout, wait_all_ranks)
 
-    def next_monitored_barrier(self) -> int:
-        """Returns the number of monitored barriers so far, and counts one more."""
-        return next(self._monitored_barriers)
-
     # ---- point-to-point ------------------------------------------------------------------------------
-
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:  # noqa: ARG002
-        """Sends or receives a tensor and waits for it, where all is as simple as for :meth:`plain`.
-
-        Args:
-            sends: whether to send it, else to receive it.
-            tensor: the message.
-            peer: the other rank.
-            tag: number that both sides name.
-
-        Returns:
-            Whether it did; ``False`` with nothing done.
-        """
-        return False
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         """Sends a tensor to a rank, which receives it with the same tag, size and data type."""
@@ -687,57 +530,3 @@ class ProcessGroup(Primitives):
     all_to_all_single = alltoall_base
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # ---- forks -----------------------------------------------------------------------------------
-
-    def _leave_to_parent(self) -> None:
-        """Called in a child that this process has forked: operations raise there, and its end ends nothing.
-
-        Whatever a backend does besides, it must not wait, and not take a lock that a thread of the parent may
-        have held.
-        """
-        self._inherited = True
-        # in front of the class's own, so that no operation of the parent asks where it runs
-        vars(self).update(
-            _admit=self._refuse_in_child,
-            barrier=partial(self._refuse_in_child, "barrier"),
-            monitored_barrier=partial(self._refuse_in_child, "monitored_barrier"),
-            abort=_end_nothing,
-            shutdown=_end_nothing,
-        )
-
-    def _refuse_in_child(self, operation: str, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        check.fail(self, operation, left_to_parent("the group"), GroupAbortedError)
-
-    # ---- checks ----------------------------------------------------------------------------------
-
-    def _admit(
-        self,
-        operation: str,
-        tensor: torch.Tensor,
-        op: ReduceOp | None = None,
-        limit: timedelta | None = None,
-    ) -> None:
-        """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
-        if limit is not None:
-            check.check_limit(self, operation, limit)
-        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
-        if key in self._admitted:
-            return
-        if tensor.layout is not torch.strided:
-            check.fail(
-                self,
-                operation,
-                f"tensors of layout {tensor.layout} are not taken; densify it first",
-                UnsupportedOperationError,
-            )
-        if tensor.is_quantized and op is not None:
-            check.fail(self, operation, f"{tensor.dtype} cannot be reduced", UnsupportedOperationError)
-        reason = self.capabilities.why_not(operation, device=tensor.device.type, dtype=tensor.dtype, op=op)
-        if reason is not None:
-            check.fail(self, operation, reason, UnsupportedOperationError)
-        self._admitted.add(key)
-
-
-def _end_nothing() -> None:
-    """The end of a group in a child that was forked: the group is its parent's."""

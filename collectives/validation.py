@@ -13,9 +13,10 @@ from collectives.call_forms import inner_list
 from collectives.dtypes import elements_per_byte
 from collectives.errors import UnsupportedOperationError
 from collectives.staging import repeats_elements
+from collectives.types import ReduceOp
 
 if TYPE_CHECKING:
-    from collectives.process_group import ProcessGroup
+    from collectives.membership import Membership
 
 __all__ = [
     "check_even",
@@ -23,9 +24,11 @@ __all__ = [
     "check_limit",
     "check_list",
     "check_numel",
+    "check_offered",
     "check_outputs",
     "check_pair",
     "check_rank",
+    "check_root_tensor",
     "check_rooted_list",
     "check_same_dtype",
     "check_splits",
@@ -42,12 +45,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that have memory of their own."""
 
 
-def fail(group: ProcessGroup, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
+def fail(group: Membership, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
     raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
 
 
-def check_tensor(group: ProcessGroup, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
+def check_tensor(group: Membership, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
     """Returns ``value`` where it is a tensor.
 
     Raises:
@@ -60,7 +63,7 @@ def check_tensor(group: ProcessGroup, operation: str, value: object, what: str =
     return value
 
 
-def _check_memory(group: ProcessGroup, operation: str, tensor: torch.Tensor, what: str) -> None:
+def _check_memory(group: Membership, operation: str, tensor: torch.Tensor, what: str) -> None:
     """Refuses what stands for a tensor without memory of its own: fake tensors, and those made of others."""
     try:
         with warnings.catch_warnings():
@@ -77,7 +80,7 @@ def _check_memory(group: ProcessGroup, operation: str, tensor: torch.Tensor, wha
         )
 
 
-def only_tensor(group: ProcessGroup, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
+def only_tensor(group: Membership, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
     """Returns the tensor in a list of one, or a tensor given as it is."""
     if tensors.__class__ is torch.Tensor:
         return tensors
@@ -99,7 +102,7 @@ def only_tensor(group: ProcessGroup, operation: str, tensors: object, what: str 
     return check_tensor(group, operation, tensors[0], what)
 
 
-def check_list(group: ProcessGroup, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
+def check_list(group: Membership, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
     """Returns a list of tensors with one entry for each rank.
 
     Raises:
@@ -123,7 +126,7 @@ def check_list(group: ProcessGroup, operation: str, tensors: object, what: str) 
 
 
 def check_outputs(
-    group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
+    group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
 ) -> None:
     """Checks that each element of strided tensors has memory of its own, so that it can be written.
 
@@ -147,7 +150,7 @@ def check_outputs(
             )
 
 
-def check_same_dtype(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+def check_same_dtype(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Checks that all tensors have the data type and the device of the first."""
     if not tensors:
         return
@@ -168,7 +171,7 @@ def check_same_dtype(group: ProcessGroup, operation: str, tensors: Sequence[torc
 
 
 def check_numel(
-    group: ProcessGroup, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
+    group: Membership, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
 ) -> None:
     """Checks the number of elements of a tensor."""
     if tensor.numel() != numel:
@@ -179,7 +182,7 @@ def check_numel(
         )
 
 
-def check_rank(group: ProcessGroup, operation: str, rank: object, what: str) -> int:
+def check_rank(group: Membership, operation: str, rank: object, what: str) -> int:
     """Returns ``rank`` where it is a rank of the group."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         fail(
@@ -193,7 +196,13 @@ def check_rank(group: ProcessGroup, operation: str, rank: object, what: str) -> 
     return rank
 
 
-def check_tag(group: ProcessGroup, operation: str, tag: object) -> int:
+def check_root_tensor(group: Membership, operation: str, index: int) -> None:
+    """Checks which of the root's tensors a record names; one process drives one device, so there is one."""
+    if index:
+        fail(group, operation, f"rootTensor is {index}, but there is only tensor 0")
+
+
+def check_tag(group: Membership, operation: str, tag: object) -> int:
     """Returns ``tag`` where it is a non-negative 32-bit int, and 0 where the group has no tags."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         fail(group, operation, f"tag must be an int, but is {tag!r} of type {type(tag).__name__}", TypeError)
@@ -204,7 +213,7 @@ def check_tag(group: ProcessGroup, operation: str, tag: object) -> int:
     return tag
 
 
-def check_limit(group: ProcessGroup, operation: str, timeout: object) -> None:
+def check_limit(group: Membership, operation: str, timeout: object) -> None:
     """Checks the time limit of one operation; ``None`` is the group's.
 
     Raises:
@@ -224,7 +233,23 @@ def check_limit(group: ProcessGroup, operation: str, timeout: object) -> None:
         fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
 
 
-def check_pair(group: ProcessGroup, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+def check_offered(group: Membership, operation: str, tensor: torch.Tensor, op: ReduceOp | None) -> None:
+    """Checks that the group's capabilities have an operation, with its reduction, for such a tensor.
+
+    Raises:
+        UnsupportedOperationError: they have not; says what they have.
+    """
+    if tensor.layout is not torch.strided:
+        reason: str | None = f"tensors of layout {tensor.layout} are not taken; densify it first"
+    elif tensor.is_quantized and op is not None:
+        reason = f"{tensor.dtype} cannot be reduced"
+    else:
+        reason = group.capabilities.why_not(operation, device=tensor.device.type, dtype=tensor.dtype, op=op)
+    if reason is not None:
+        fail(group, operation, reason, UnsupportedOperationError)
+
+
+def check_pair(group: Membership, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """Checks that input and output are tensors of one data type on one device."""
     check_tensor(group, operation, output, "output")
     check_tensor(group, operation, input, "input")
@@ -234,7 +259,7 @@ def check_pair(group: ProcessGroup, operation: str, output: torch.Tensor, input:
         fail(group, operation, f"output is on {output.device}, but input on {input.device}")
 
 
-def check_even(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+def check_even(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Checks that tensors are equal in size where the group takes no others."""
     if not group.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
         sizes = [tensor.numel() for tensor in tensors]
@@ -246,14 +271,14 @@ def check_even(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tens
         )
 
 
-def check_lengths(group: ProcessGroup, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+def check_lengths(group: Membership, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Checks that a list has an output for each input."""
     if len(outputs) != len(inputs):
         fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
 def check_rooted_list(
-    group: ProcessGroup, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
+    group: Membership, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
 ) -> list[torch.Tensor] | None:
     """Checks the list that only the root gives; every entry has the size and data type of ``own``.
 
@@ -282,7 +307,7 @@ def check_rooted_list(
 
 
 def check_whole_bytes(
-    group: ProcessGroup, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
+    group: Membership, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
 ) -> None:
     """Checks that parts of a tensor begin and end at bytes.
 
@@ -300,7 +325,7 @@ def check_whole_bytes(
 
 
 def check_splits(
-    group: ProcessGroup, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
+    group: Membership, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
 ) -> list[int]:
     """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
 

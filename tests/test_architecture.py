@@ -18,8 +18,8 @@ import pytest
 from sources import ROOT, modules
 
 CONTRACTS = {
-    "call_forms", "capabilities", "dtypes", "forks", "monitored_barrier", "primitives", "process_group",
-    "registry", "staging", "types", "uncompiled", "validation", "work",
+    "call_forms", "capabilities", "dtypes", "forks", "membership", "monitored_barrier", "primitives",
+    "process_group", "registry", "staging", "types", "uncompiled", "validation", "work",
 }  # fmt: skip
 
 MAY_USE = {
