@@ -126,14 +126,7 @@ class ProcessGroupGloo(ProcessGroup):
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
 
     def __init__(self, options: GroupOptions) -> None:
-        super().__init__(
-            options.rank,
-            options.size,
-            timeout=options.timeout,
-            store=options.store,
-            group_name=options.group_name,
-            group_desc=options.group_desc,
-        )
+        super().__init__(**options.membership())
         chosen = gloo_options(options)
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
@@ -365,10 +358,6 @@ class ProcessGroupGloo(ProcessGroup):
         self._messages.settled(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
-
-    def where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
-        return f"[rank {self._rank}] {self.describe()}:"
 
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""

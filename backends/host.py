@@ -542,14 +542,7 @@ def create(options: GroupOptions) -> ProcessGroupHost:
             f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
             f"{type(options.pg_options).__name__}"
         )
-    return ProcessGroupHost(
-        options.store,
-        options.rank,
-        options.size,
-        options.timeout,
-        group_name=options.group_name,
-        group_desc=options.group_desc,
-    )
+    return ProcessGroupHost(**options.membership())
 
 
 @atexit.register

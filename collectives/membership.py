@@ -91,6 +91,10 @@ class Membership(Primitives):
         desc = f" ({self._group_desc})" if self._group_desc else ""
         return f"{self.name()} group {self._group_name!r}{desc} of {self._size}"
 
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return f"[rank {self._rank}] {self.describe()}:"
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._group_name!r} rank {self._rank} of {self._size}>"
 

@@ -71,6 +71,17 @@ class GroupOptions:
     pg_options: Any = None
     split_from: ProcessGroup | None = None
 
+    def membership(self) -> dict[str, Any]:
+        """Returns the arguments that :class:`~collectives.ProcessGroup` itself takes, by their names."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "timeout": self.timeout,
+            "store": self.store,
+            "group_name": self.group_name,
+            "group_desc": self.group_desc,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:

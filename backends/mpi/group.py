@@ -108,16 +108,9 @@ class ProcessGroupMPI(ProcessGroup):
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.MPI
 
     def __init__(self, options: GroupOptions) -> None:
-        super().__init__(
-            options.rank,
-            options.size,
-            timeout=options.timeout,
-            store=options.store,
-            group_name=options.group_name,
-            group_desc=options.group_desc,
-        )
+        super().__init__(**options.membership())
         if options.pg_options is not None:
-            raise TypeError(f"{self._where()} the mpi backend has no options, but got {options.pg_options!r}")
+            raise TypeError(f"{self.where()} the mpi backend has no options, but got {options.pg_options!r}")
         self._library = library()
         mpi = self._mpi = self._library.mpi
         refusal = why_no_cuda(self._library)
@@ -127,11 +120,11 @@ class ProcessGroupMPI(ProcessGroup):
             self._capabilities = replace(_CAPABILITIES, refusals={"cuda": refusal})
         store = PrefixStore("mpi", options.store)
         liveness = Liveness(store, self._rank, self._size)
-        self._communicator, self._own_communicator = form(self._library, options, self._where())
+        self._communicator, self._own_communicator = form(self._library, options, self.where())
         largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
-        self._engine = Engine(self._library, liveness, store, self._rank, self._size, self._where())
+        self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
         self._traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
         self._exchanges = itertools.count()
@@ -412,7 +405,7 @@ class ProcessGroupMPI(ProcessGroup):
         message, source = self._buffers(*place), self._mpi.ANY_SOURCE if src is None else src
 
         def check() -> None:
-            check_length(self._where(), operation, int(status.Get_elements(self._mpi.BYTE)), place.nbytes)
+            check_length(self.where(), operation, int(status.Get_elements(self._mpi.BYTE)), place.nbytes)
             if staged.last_step is not None:
                 staged.last_step()
 
@@ -427,10 +420,6 @@ class ProcessGroupMPI(ProcessGroup):
         )
 
     # ---- issue ---------------------------------------------------------------------------------------------
-
-    def _where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
-        return f"[rank {self._rank}] {self.describe()}:"
 
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
@@ -541,8 +530,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
-        where = f"[rank {self._rank}] {self.describe()}:"
-        self._engine.leave(GroupAbortedError(f"{where} {left_to_parent('the group')}"))
+        self._engine.leave(GroupAbortedError(f"{self.where()} {left_to_parent('the group')}"))
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

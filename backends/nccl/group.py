@@ -91,14 +91,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self, options: GroupOptions, library: NcclLibrary, devices: type[Device] = CudaDevice
     ) -> None:
         self.options = checked_options(options.pg_options, options.rank)
-        super().__init__(
-            options.rank,
-            options.size,
-            timeout=options.timeout,
-            store=options.store,
-            group_name=options.group_name,
-            group_desc=options.group_desc,
-        )
+        super().__init__(**options.membership())
         self._library = library
         self._make_device = devices
         self._devices: dict[torch.device, Device] = {}
@@ -152,10 +145,6 @@ class ProcessGroupNCCL(ProcessGroup):
     def name(self) -> str:
         """Returns ``"nccl"``."""
         return "nccl"
-
-    def where(self) -> str:
-        """Returns rank and group, to stand in front of a message."""
-        return f"[rank {self._rank}] {self.describe()}:"
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
