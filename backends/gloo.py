@@ -13,14 +13,8 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
-from collectives.backends.gloo_failures import (
-    ABORTED,
-    DISCONNECTED,
-    OWN_END,
-    PASSED_LIMIT,
-    TIMED_OUT,
-    broken_by,
-)
+from collectives.backends.farewells import ABORTED, PASSED_LIMIT, SHUT_DOWN, refuse_broken, stopped_by
+from collectives.backends.gloo_failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
 from collectives.backends.gloo_messages import Messages, armed
 from collectives.backends.gloo_reductions import REDUCTIONS, Plan, plan
 from collectives.backends.gloo_torch import (
@@ -39,12 +33,7 @@ from collectives.backends.liveness import Liveness
 from collectives.backends.operation import Operation
 from collectives.capabilities import Capabilities
 from collectives.dtypes import elements_per_byte
-from collectives.errors import (
-    CollectiveTimeoutError,
-    DistBackendError,
-    GroupAbortedError,
-    PeerLostError,
-)
+from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 from collectives.forks import left_to_parent
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs
@@ -369,10 +358,7 @@ class ProcessGroupGloo(ProcessGroup):
         inner = self._torch.inner
         cause = self._cause
         if cause is not None:
-            text = f"{self.where()} {operation}: the group is broken; first cause: {cause}"
-            if isinstance(cause, PeerLostError) and not self._ended:
-                raise PeerLostError(text, cause.rank) from cause
-            raise GroupAbortedError(text) from cause
+            refuse_broken(f"{self.where()} {operation}:", cause, self._ended)
         if inner is None:
             raise GroupAbortedError(f"{self.where()} {operation}: the group was shut down")
         return inner
@@ -412,10 +398,8 @@ class ProcessGroupGloo(ProcessGroup):
                 if cause is None:
                     self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
                 return expired
-            if isinstance(cause, PeerLostError):
-                return PeerLostError(f"{what} did not finish, because {cause}", cause.rank)
             if cause is not None:
-                return GroupAbortedError(f"{what} did not finish, because {cause}")
+                return stopped_by(what, cause)
             if OWN_END in text:
                 return GroupAbortedError(
                     f"{what} did not finish, because another operation of the group passed its limit"
@@ -473,7 +457,7 @@ class ProcessGroupGloo(ProcessGroup):
             if self._ended:
                 return
             self._ended = True
-            self._liveness.farewell("it shut the group down")
+            self._liveness.farewell(SHUT_DOWN)
         self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
         self._release()
 

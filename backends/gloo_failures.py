@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from collectives.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
+from collectives.backends.farewells import blamed
 
-__all__ = ["ABORTED", "DISCONNECTED", "OWN_END", "PASSED_LIMIT", "TIMED_OUT", "broken_by"]
+__all__ = ["DISCONNECTED", "OWN_END", "TIMED_OUT", "broken_by"]
 
 TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 """Matches messages about a limit that passed."""
@@ -19,12 +19,6 @@ DISCONNECTED = re.compile(
 OWN_END = "Application timeout caused pair closure"
 """Part of the message where this rank closed the connections, because a limit passed."""
 
-ABORTED = "it aborted the group"
-"""The farewell of a rank that aborts."""
-
-PASSED_LIMIT = "passed the time limit"
-"""The end of the farewell of a rank whose operation passed its limit."""
-
 
 def broken_by(what: str, rank: int, how: str, text: str) -> Exception:
     """Returns what to raise in ``what`` for a connection that another rank closed.
@@ -35,12 +29,8 @@ def broken_by(what: str, rank: int, how: str, text: str) -> Exception:
         how: how it left.
         text: Gloo's message.
     """
-    if how == ABORTED:
-        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
-    if how.endswith(PASSED_LIMIT):
-        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost; Gloo does not tell which"
-    return PeerLostError(f"{what} {who} ({_first_line(text)})", rank)
+    untold = "" if rank >= 0 else "; Gloo does not tell which"
+    return blamed(what, rank, how, f"{untold} ({_first_line(text)})")
 
 
 def _first_line(text: str) -> str:

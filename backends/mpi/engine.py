@@ -19,6 +19,7 @@ import time
 import weakref
 from typing import Any
 
+from collectives.backends.farewells import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
 from collectives.backends.liveness import Liveness
 from collectives.backends.mpi.runtime import Library
 from collectives.backends.mpi.work import MPIWork
@@ -31,9 +32,6 @@ from collectives.errors import (
 )
 
 __all__ = ["Engine"]
-
-ABORTED = "it aborted the group"
-_PASSED_LIMIT = "passed its time limit"
 
 _SPINS = 300
 """Tests in a row before a waiting thread lets others have the core."""
@@ -98,10 +96,7 @@ class Engine:
         """Raises where the group is broken, ended, or out of this thread's reach."""
         cause = self.cause
         if cause is not None:
-            text = f"{self.where} {operation}: the group is broken; first cause: {cause}"
-            if isinstance(cause, PeerLostError) and not self.ended:
-                raise PeerLostError(text, cause.rank) from cause
-            raise GroupAbortedError(text) from cause
+            refuse_broken(f"{self.where} {operation}:", cause, self.ended)
         if self.ended:
             raise GroupAbortedError(f"{self.where} {operation}: the group was shut down")
         if not self.mpi_library.any_thread:
@@ -259,7 +254,7 @@ class Engine:
         operation = work.operation
         limit = operation.timeout.total_seconds()
         text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._others_are(work)}"
-        self._liveness.verdict(self._rank, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}")
+        self._liveness.verdict(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
         self._break(CollectiveTimeoutError(text), work)
 
     def _others_are(self, work: MPIWork) -> str:
@@ -282,13 +277,10 @@ class Engine:
 
     def _loss(self, operation: Operation | str, rank: int, how: str) -> Exception:
         """Returns what to raise for a rank that is gone, or gave up."""
-        what = f"{self.where} {operation}:"
-        if how == ABORTED:
-            return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
-        if how.endswith(_PASSED_LIMIT):
-            return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
-        self._liveness.verdict(rank, how)
-        return PeerLostError(f"{what} rank {rank} is lost: {how}", rank)
+        found = blamed(f"{self.where} {operation}:", rank, how)
+        if isinstance(found, PeerLostError):
+            self._liveness.verdict(rank, how)
+        return found
 
     def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> Exception:
         """Returns what to raise for an error of MPI in an operation, or its Work; it breaks the group.
@@ -332,13 +324,11 @@ class Engine:
             work.settle_future()
 
     def _error_of(self, work: MPIWork) -> Exception:
-        cause = self.cause
-        what = f"{self.where} {work.operation}: did not finish, because {cause or 'the group was shut down'}"
-        if isinstance(cause, PeerLostError):
-            return PeerLostError(what, cause.rank)
+        cause = self.cause or GroupAbortedError("the group was shut down")
+        found = stopped_by(f"{self.where} {work.operation}:", cause)
         if isinstance(cause, CollectiveTimeoutError) and " gave up: " in str(cause):
-            return CollectiveTimeoutError(what)
-        return GroupAbortedError(what)
+            return CollectiveTimeoutError(str(found))
+        return found
 
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""

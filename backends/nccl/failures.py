@@ -15,22 +15,22 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
+from collectives.backends.farewells import (
+    ABORTED,
+    FAILED,
+    PASSED_LIMIT,
+    SHUT_DOWN,
+    blamed,
+    refuse_broken,
+    stopped_by,
+)
 from collectives.backends.liveness import Liveness
 from collectives.backends.nccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.flight import Flight, Operation
-from collectives.errors import (
-    CollectiveTimeoutError,
-    DistBackendError,
-    GroupAbortedError,
-    PeerLostError,
-)
+from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
 __all__ = ["Failures"]
 
-_ABORTED = "it aborted the group"
-_SHUT_DOWN = "it shut the group down"
-_PASSED_LIMIT = "passed the time limit"
-_FAILED = "failed"
 _SHUT_DOWN_SECONDS = 3.0
 """How long an operation may need a rank that has shut the group down: its last messages arrive."""
 
@@ -72,10 +72,7 @@ class Failures:
         """
         cause = self._cause
         if cause is not None:
-            text = f"{self._where} {what}: the group is broken; first cause: {cause}"
-            if isinstance(cause, PeerLostError) and self._left is None:
-                raise PeerLostError(text, cause.rank) from cause
-            raise GroupAbortedError(text) from cause
+            refuse_broken(f"{self._where} {what}:", cause, self._left is not None)
         if self._left is not None:
             raise GroupAbortedError(f"{self._where} {what}: {self._left}")
 
@@ -91,19 +88,16 @@ class Failures:
                 return False
             self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
         if aborts:
-            self._break(GroupAbortedError(f"{self._where} {self._left}"), _ABORTED)
+            self._break(GroupAbortedError(f"{self._where} {self._left}"), ABORTED)
         return True
 
     def say_farewell(self) -> None:
         """Tells the others that this rank has shut the group down in order."""
-        self._liveness.farewell(_SHUT_DOWN)
+        self._liveness.farewell(SHUT_DOWN)
 
     def error_of(self, operation: Operation, cause: Exception) -> Exception:
         """Returns the error of an operation that the end of the group stopped."""
-        text = f"{self._where} {operation}: did not finish, because {cause}"
-        if isinstance(cause, PeerLostError):
-            return PeerLostError(text, cause.rank)
-        return GroupAbortedError(text)
+        return stopped_by(f"{self._where} {operation}:", cause)
 
     def of_call(self, flight: Flight, error: Exception) -> Exception:
         """Returns what to raise for a call of NCCL that failed; it breaks the group."""
@@ -128,7 +122,7 @@ class Failures:
             f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
             f"{self._ranks_elsewhere()}"
         )
-        self._break(expired, f"its {operation.name} #{operation.number} {_PASSED_LIMIT}", flight)
+        self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}", flight)
 
     def tell_late(self, flight: Flight | None) -> None:
         """Tells the others which operation of this rank is late, or that none is any more."""
@@ -149,7 +143,7 @@ class Failures:
         if found is None:
             return
         rank, how = found
-        if how == _SHUT_DOWN:
+        if how == SHUT_DOWN:
             now = time.monotonic()
             if rank not in needed:
                 return
@@ -158,7 +152,7 @@ class Failures:
             if now - self._shut_down_seen < _SHUT_DOWN_SECONDS:
                 return
         what = f"{self._where} " + ("making a communicator:" if flight is None else f"{flight.operation}:")
-        self._break(_blamed(what, rank, how), "", flight, found)
+        self._break(blamed(what, rank, how), "", flight, found)
 
     def _ranks_elsewhere(self) -> str:
         """Returns what each of the other ranks waits in, as far as they told."""
@@ -181,10 +175,10 @@ class Failures:
             rank, how = self._liveness.find_lost()
             found = (rank, how) if rank >= 0 else None
         if found is not None:
-            self._break(_blamed(what, *found), "", flight, found)
+            self._break(blamed(what, *found), "", flight, found)
             return
         name = "a call" if flight is None else f"its {flight.operation.name} #{flight.operation.number}"
-        self._break(DistBackendError(f"{what} {error}"), f"{name} {_FAILED}: {error}", flight)
+        self._break(DistBackendError(f"{what} {error}"), f"{name} {FAILED}: {error}", flight)
 
     def _break(
         self,
@@ -212,14 +206,3 @@ class Failures:
             self._liveness.verdict(*lost)
         if farewell:
             self._liveness.farewell(farewell)
-
-
-def _blamed(what: str, rank: int, how: str) -> Exception:
-    """Returns what to raise for another rank that is gone or has given up."""
-    if how == _ABORTED:
-        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
-    if how.endswith(_PASSED_LIMIT):
-        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    if f" {_FAILED}: " in how:
-        return DistBackendError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    return PeerLostError(f"{what} rank {rank} is lost: {how}", rank)
