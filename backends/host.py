@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,9 +14,10 @@ import torch
 from collectives import _native
 from collectives.backends.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends.host_bootstrap import form
-from collectives.backends.host_work import HostWork
+from collectives.backends.host_parts import as_tuple, equal_parts, parts_of, split_parts
+from collectives.backends.host_work import HostWork, InFlight
 from collectives.capabilities import Capabilities
-from collectives.dtypes import NATIVE_CODES, elements_per_byte, native_count
+from collectives.dtypes import NATIVE_CODES, native_count
 from collectives.process_group import ProcessGroup
 from collectives.registry import GroupOptions
 from collectives.staging import dense, dense_outputs, is_dense
@@ -45,7 +44,6 @@ _KIND = _native.COLLECTIVES
 _ALL_REDUCE = _KIND["all_reduce"]
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
-_CROWD = 64
 
 
 _CAPABILITIES = Capabilities(
@@ -124,9 +122,7 @@ class ProcessGroupHost(ProcessGroup):
         label = self.describe()
         self._native = form(store, rank, size, timeout, label)
         self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
-        self._in_flight: deque[HostWork] = deque()
-        self._in_flight_lock = threading.Lock()
-        self._crowd = _CROWD
+        self._in_flight = InFlight()
         _live.add(self)
 
     @property
@@ -164,8 +160,8 @@ class ProcessGroupHost(ProcessGroup):
         task = self._native.plain_launch(kind, output, input, op_code, root, listed)
         if task is None:
             return None
-        outputs = _as_tuple(output)
-        return self._launch(task, (*outputs, *_as_tuple(input)), outputs, True)
+        outputs = as_tuple(output)
+        return self._launch(task, (*outputs, *as_tuple(input)), outputs, True)
 
     def allreduce(
         self,
@@ -219,7 +215,7 @@ class ProcessGroupHost(ProcessGroup):
             (source, *staged.stand_ins),
             outputs,
             source=source,
-            outputs=_parts(staged.stand_ins),
+            outputs=parts_of(staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -227,7 +223,7 @@ class ProcessGroupHost(ProcessGroup):
         source = dense(tensor)
         staged = dense_outputs([output])
         target = staged.stand_ins[0]
-        parts = _equal_parts(target, self._size)
+        parts = equal_parts(target, self._size)
         work = self._issue("all_gather", opts, (source, target), (output,), source=source, outputs=parts)
         return self._finish(staged, work, opts.asyncOp)
 
@@ -235,13 +231,13 @@ class ProcessGroupHost(ProcessGroup):
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
         sources = [dense(part) for part in inputs]
-        return self._reduce_parts(output, sources, _parts(sources), opts)
+        return self._reduce_parts(output, sources, parts_of(sources), opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
         source = dense(tensor)
-        return self._reduce_parts(output, [source], _equal_parts(source, self._size), opts)
+        return self._reduce_parts(output, [source], equal_parts(source, self._size), opts)
 
     def _reduce_parts(
         self,
@@ -269,7 +265,7 @@ class ProcessGroupHost(ProcessGroup):
             outputs,
             source=source,
             root=opts.rootRank,
-            outputs=_parts(staged.stand_ins),
+            outputs=parts_of(staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -284,7 +280,7 @@ class ProcessGroupHost(ProcessGroup):
             (output,),
             data=target,
             root=opts.rootRank,
-            inputs=_parts(sources),
+            inputs=parts_of(sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -299,8 +295,8 @@ class ProcessGroupHost(ProcessGroup):
             (*sources, *staged.stand_ins),
             outputs,
             dtype=outputs[0].dtype,
-            outputs=_parts(staged.stand_ins),
-            inputs=_parts(sources),
+            outputs=parts_of(staged.stand_ins),
+            inputs=parts_of(sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -321,8 +317,8 @@ class ProcessGroupHost(ProcessGroup):
             (source, target),
             (output,),
             dtype=output.dtype,
-            outputs=_split_parts(target, output_splits),
-            inputs=_split_parts(source, input_splits),
+            outputs=split_parts(target, output_splits),
+            inputs=split_parts(source, input_splits),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -461,24 +457,14 @@ class ProcessGroupHost(ProcessGroup):
         work = HostWork(task, keep, results, self._forget_finished)
         if task.finished():
             return work
-        with self._in_flight_lock:
-            self._in_flight.append(work)
-            self._forget_first_finished()
+        self._in_flight.keep(work)
         if not asynchronous:
             work.wait()
         return work
 
     def _forget_finished(self) -> None:
-        with self._in_flight_lock:
-            self._forget_first_finished()
-
-    def _forget_first_finished(self) -> None:
-        flying = self._in_flight
-        while flying and flying[0].task.finished():
-            flying.popleft()
-        if len(flying) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
-            self._in_flight = deque(work for work in flying if not work.task.finished())
-            self._crowd = max(_CROWD, 2 * len(self._in_flight))
+        """For the Works, which thereby keep the group as long as somebody may wait for them."""
+        self._in_flight.forget()
 
     @staticmethod
     def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
@@ -490,31 +476,6 @@ class ProcessGroupHost(ProcessGroup):
             else:
                 finishing.wait()
         return finishing
-
-
-def _as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of an operand now, because the caller may change a list of them later."""
-    if operand is None:
-        return ()
-    return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
-
-
-def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), native_count(tensor)) for tensor in tensors]
-
-
-def _equal_parts(tensor: torch.Tensor, ranks: int) -> list[tuple[int, int]]:
-    return _split_parts(tensor, [tensor.numel() // ranks] * ranks)
-
-
-def _split_parts(tensor: torch.Tensor, splits: Sequence[int]) -> list[tuple[int, int]]:
-    address, element, shared = tensor.data_ptr(), tensor.element_size(), elements_per_byte(tensor.dtype)
-    parts = []
-    for split in splits:
-        count = split // shared
-        parts.append((address, count))
-        address += count * element
-    return parts
 
 
 def _nanoseconds(timeout: timedelta) -> int:

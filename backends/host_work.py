@@ -1,10 +1,11 @@
-"""Work of the host backend, and the thread that completes its futures."""
+"""Work of the host backend, what keeps it, and the thread that completes its futures."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from collectives import _native
 from collectives.errors import CollectiveTimeoutError
 from collectives.work import Work
 
-__all__ = ["HostWork"]
+__all__ = ["HostWork", "InFlight"]
 
 
 class HostWork(Work):
@@ -103,6 +104,39 @@ class HostWork(Work):
     def task(self) -> _native.HostTask:
         """The operation in the core."""
         return self._task
+
+
+class InFlight:
+    """Keeps Works, and the tensors that they keep, until their operations are done, whatever becomes of them.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    _CROWD = 64
+
+    def __init__(self) -> None:
+        self._works: deque[HostWork] = deque()
+        self._lock = threading.Lock()
+        self._crowd = self._CROWD
+
+    def keep(self, work: HostWork) -> None:
+        """Keeps a Work, and lets go of those done."""
+        with self._lock:
+            self._works.append(work)
+            self._forget()
+
+    def forget(self) -> None:
+        """Lets go of the Works that are done."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        works = self._works
+        while works and works[0].task.finished():
+            works.popleft()
+        if len(works) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
+            self._works = deque(work for work in works if not work.task.finished())
+            self._crowd = max(self._CROWD, 2 * len(self._works))
 
 
 class _Completions:
