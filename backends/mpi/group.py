@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,8 +15,9 @@ from collectives import _native
 from collectives.backends.arithmetic import REDUCTIONS
 from collectives.backends.liveness import Liveness
 from collectives.backends.mpi.buffers import Buffers
-from collectives.backends.mpi.cuda import copy_own, on_device, outputs_for_kernels, settle, why_no_cuda
+from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.launching import Launcher
 from collectives.backends.mpi.membership import form
 from collectives.backends.mpi.parts import (
     Arithmetic,
@@ -32,7 +33,7 @@ from collectives.backends.mpi.runtime import library
 from collectives.backends.mpi.short import MOST_RANKS, ShortWay
 from collectives.backends.mpi.tags import Tags
 from collectives.backends.mpi.traffic import Traffic
-from collectives.backends.mpi.work import MPIWork, Steps
+from collectives.backends.mpi.work import Steps
 from collectives.backends.operation import Operation
 from collectives.capabilities import Capabilities
 from collectives.dtypes import NATIVE_CODES
@@ -125,9 +126,9 @@ class ProcessGroupMPI(ProcessGroup):
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
         self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
-        self._traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
+        traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
-        self._exchanges = itertools.count()
+        exchanges = itertools.count()
         self._short = ShortWay(
             self._library,
             self._own_communicator,
@@ -136,8 +137,9 @@ class ProcessGroupMPI(ProcessGroup):
             self._size,
             largest_tag,
             self._numbers,
-            self._exchanges,
+            exchanges,
         )
+        self._launcher = Launcher(self._engine, self._short, traffic, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
         calls = PlainCalls(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
         self.plain = calls.collective  # type: ignore[method-assign]  # a call less
@@ -173,7 +175,7 @@ class ProcessGroupMPI(ProcessGroup):
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
         kind = _KINDS["all_reduce" if root is None else "reduce"]
         if self._short.serves(kind, whole.nbytes, arithmetic.item):
-            return self._fly(
+            return self._launcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -195,10 +197,18 @@ class ProcessGroupMPI(ProcessGroup):
         if not writes:
             keep.append(torch.empty(own.nbytes, dtype=torch.uint8))
         target = own.address if writes else keep[1].data_ptr()
-        steps = self._traffic.reduce(
-            next(self._exchanges), parts, target, arithmetic, outputs=parts if writes else (), root=root
+        outputs = parts if writes else ()
+        return self._launcher.reduce(
+            operation,
+            parts,
+            target,
+            arithmetic,
+            opts.asyncOp,
+            staged.last_step,
+            keep,
+            outputs=outputs,
+            root=root,
         )
-        return self._go_on(operation, steps, opts.asyncOp, staged.last_step, keep, whole.nbytes)
 
     def _gather_and_reduce(
         self,
@@ -232,7 +242,7 @@ class ProcessGroupMPI(ProcessGroup):
             if staged.last_step is not None:
                 staged.last_step()
 
-        return self._issue(operation, issue, asynchronous, finish, (data, memory))
+        return self._launcher.by_calls(operation, issue, asynchronous, finish, (data, memory))
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -240,7 +250,7 @@ class ProcessGroupMPI(ProcessGroup):
         data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
         whole = part_of(data)
         if self._short.serves(_KINDS["broadcast"], whole.nbytes, 1):
-            return self._fly(
+            return self._launcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -252,7 +262,7 @@ class ProcessGroupMPI(ProcessGroup):
                 dtype_code=_BYTE,
                 root=opts.rootRank,
             )
-        return self._issue(
+        return self._launcher.by_calls(
             operation,
             lambda: [self._communicator.Ibcast(self._buffers(*whole), opts.rootRank)],
             opts.asyncOp,
@@ -263,7 +273,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
-        return self._move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
+        return self._launcher.move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -275,7 +285,7 @@ class ProcessGroupMPI(ProcessGroup):
             copy_own(target, place, source, own)
             own = place
         if self._short.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
-            return self._fly(
+            return self._launcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -290,7 +300,7 @@ class ProcessGroupMPI(ProcessGroup):
         in_place = own.address == whole.address + self._rank * own.nbytes
         given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
         places = self._buffers.parts(whole.address, own.nbytes, self._size)
-        return self._issue(
+        return self._launcher.by_calls(
             operation,
             lambda: [self._communicator.Iallgather(given, places)],
             opts.asyncOp,
@@ -303,14 +313,14 @@ class ProcessGroupMPI(ProcessGroup):
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
         sent: list[torch.Tensor | None] = [None] * self._size
         sent[opts.rootRank] = dense(tensor)
-        return self._move(operation, sent, outputs, opts.asyncOp)
+        return self._launcher.move(operation, sent, outputs, opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
         sent = None if inputs is None else [dense(part) for part in inputs]
         outputs: list[torch.Tensor | None] = [None] * self._size
         outputs[opts.rootRank] = output
-        return self._move(operation, sent, outputs, opts.asyncOp)
+        return self._launcher.move(operation, sent, outputs, opts.asyncOp)
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
@@ -336,21 +346,17 @@ class ProcessGroupMPI(ProcessGroup):
     ) -> Work:
         staged = outputs_for_kernels([output])
         target = staged.stand_ins[0]
-        steps = self._traffic.reduce(
-            next(self._exchanges),
-            parts,
-            target.data_ptr(),
-            arithmetic_of(output.dtype, opts.reduceOp, self._size),
-        )
+        arithmetic = arithmetic_of(output.dtype, opts.reduceOp, self._size)
         keep = [*sources, target]
-        nbytes = sum(part.nbytes for part in parts)
-        return self._go_on(operation, steps, opts.asyncOp, staged.last_step, keep, nbytes)
+        return self._launcher.reduce(
+            operation, parts, target.data_ptr(), arithmetic, opts.asyncOp, staged.last_step, keep
+        )
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
         operation = self._operation("all_to_all", outputs, opts.timeout)
-        return self._move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
+        return self._launcher.move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -367,7 +373,9 @@ class ProcessGroupMPI(ProcessGroup):
         if target.is_cuda:
             copy_own(target, received[self._rank], source, sent[self._rank])
             sent[self._rank] = received[self._rank]
-        return self._move_parts(operation, sent, received, opts.asyncOp, staged.last_step, (source, target))
+        return self._launcher.move_parts(
+            operation, sent, received, opts.asyncOp, staged.last_step, (source, target)
+        )
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         operation = self._operation("barrier", [], opts.timeout)
@@ -377,7 +385,7 @@ class ProcessGroupMPI(ProcessGroup):
             while any(not work.done for work in earlier):
                 yield []
 
-        return self._fly(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
+        return self._launcher.by_core(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
@@ -386,7 +394,7 @@ class ProcessGroupMPI(ProcessGroup):
         self._engine.check_usable(operation)
         data = dense(tensor)
         message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
-        return self._issue(
+        return self._launcher.by_calls(
             operation,
             lambda: [self._communicator.Isend(message, dst, own_tag)],
             True,
@@ -409,7 +417,7 @@ class ProcessGroupMPI(ProcessGroup):
             if staged.last_step is not None:
                 staged.last_step()
 
-        return self._issue(
+        return self._launcher.by_calls(
             operation,
             lambda: [self._communicator.Irecv(message, source, own_tag)],
             True,
@@ -425,106 +433,6 @@ class ProcessGroupMPI(ProcessGroup):
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
         return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
-
-    def _issue(
-        self,
-        operation: Operation,
-        issue: Callable[[], list[Any]],
-        asynchronous: bool,
-        after: Callable[[], None] | None = None,
-        keep: Sequence[Any] = (),
-        nbytes: int = 0,
-        *,
-        status: Any = None,
-        point_to_point: bool = False,
-    ) -> Work:
-        """Issues an operation that is done when its first requests are."""
-        settle(keep)
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            requests = issue()
-        work = MPIWork(self._engine, operation, requests, None, after, keep, status, nbytes, point_to_point)
-        self._engine.launch(work, asynchronous)
-        return work
-
-    def _fly(
-        self,
-        operation: Operation,
-        asynchronous: bool,
-        after: Callable[[], None] | None = None,
-        keep: Sequence[Any] = (),
-        nbytes: int = 0,
-        *,
-        then: Iterable[list[Any]] = (),
-        **what: Any,
-    ) -> Work:
-        """Issues what the core carries out; ``what`` is as ``_native.MpiExchange.issue`` takes it."""
-        settle(keep)
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            flight = self._short.issue(**what)
-        steps = itertools.chain(self._short.steps(flight), then)
-        # Its memory is the core's as long as MPI may write into it.
-        work = MPIWork(self._engine, operation, [], steps, after, (flight, *keep), None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
-
-    def _go_on(
-        self,
-        operation: Operation,
-        steps: Steps,
-        asynchronous: bool,
-        after: Callable[[], None] | None,
-        keep: Sequence[Any],
-        nbytes: int,
-    ) -> Work:
-        """Issues an operation of several stages."""
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            requests = next(steps, [])
-        work = MPIWork(self._engine, operation, requests, steps, after, keep, None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
-
-    def _move(
-        self,
-        operation: Operation,
-        sent: Sequence[torch.Tensor | None] | None,
-        outputs: Sequence[torch.Tensor | None] | None,
-        asynchronous: bool,
-    ) -> Work:
-        """Sends a dense tensor to each rank and receives one from each; ``None`` stands for nothing."""
-        staged = dense_outputs(tensor for tensor in outputs or () if tensor is not None)
-        stand_ins = iter(staged.stand_ins)
-        nothing = [None] * self._size
-        targets = [None if output is None else next(stand_ins) for output in outputs or nothing]
-        received = [None if target is None else part_of(target) for target in targets]
-        given = [None if tensor is None else part_of(tensor) for tensor in sent or nothing]
-        keep = [*(sent or ()), *staged.stand_ins]
-        target, source, place = targets[self._rank], (sent or nothing)[self._rank], received[self._rank]
-        if target is not None and source is not None and place is not None and target.is_cuda:
-            copy_own(target, place, source, part_of(source))
-            given[self._rank] = place
-        return self._move_parts(operation, given, received, asynchronous, staged.last_step, keep)
-
-    def _move_parts(
-        self,
-        operation: Operation,
-        sent: Sequence[Part | None],
-        received: Sequence[Part | None],
-        asynchronous: bool,
-        after: Callable[[], None] | None,
-        keep: Sequence[Any],
-    ) -> Work:
-        settle(keep)
-        after = on_device(operation.outputs, after)
-        number = next(self._exchanges)
-        with self._engine.calling(operation):
-            requests = self._traffic.move(number, sent, received)
-        nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
-        work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
 
     # ---- life ----------------------------------------------------------------------------------------------
 
