@@ -48,7 +48,7 @@ class Membership(Primitives):
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
         self._inherited = False
-        tell_in_children(self)
+        tell_in_children(self, _tell)
 
     def rank(self) -> int:
         """Returns this process's rank within the group."""
@@ -143,6 +143,10 @@ class Membership(Primitives):
         if key not in self._admitted:
             check.check_offered(self, operation, tensor, op)
             self._admitted.add(key)
+
+
+def _tell(group: Membership) -> None:
+    group._leave_to_parent()
 
 
 def _end_nothing() -> None:

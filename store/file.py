@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 from collectives.errors import DistStoreError
+from collectives.forks import tell_in_children
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.file_io import LockedFile
 from collectives.store.file_log import (
@@ -110,6 +111,7 @@ class _Shared:
         self.content = _Content()
         self._file = self._join(world_size)
         _opened.add(self)
+        tell_in_children(self, _Shared.after_fork)
 
     @contextlib.contextmanager
     def locked(self, exclusive: bool, limit: float) -> Iterator[_Content]:
@@ -254,17 +256,11 @@ class _Shared:
 _opened: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for shared in list(_opened):
-        shared.after_fork()
-
-
 def _leave_all() -> None:
     for shared in list(_opened):
         shared.leave()
 
 
-os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_leave_all)
 
 

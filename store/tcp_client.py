@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 
 from collectives.errors import DistNetworkError
+from collectives.forks import tell_in_children
 from collectives.store.wire import MAGIC, Command, u32
 
 __all__ = ["Client", "Connection"]
@@ -99,7 +98,7 @@ class Client:
         self._in_use: set[Connection] = set()
         self._failure: str | None = None
         self._idle.append(self._connect(timeout))
-        _clients.add(self)
+        tell_in_children(self, Client._after_fork)
 
     @contextlib.contextmanager
     def connection(self, operation: str, timeout: float) -> Iterator[Connection]:
@@ -240,17 +239,6 @@ class Client:
             connection.close()
         self._idle = []
         self._in_use = set()
-
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _forget_connections() -> None:
-    for client in list(_clients):
-        client._after_fork()
-
-
-os.register_at_fork(after_in_child=_forget_connections)
 
 
 def _remaining(deadline: float) -> float:

@@ -18,16 +18,17 @@ import pytest
 from sources import ROOT, modules
 
 CONTRACTS = {
-    "call_forms", "capabilities", "dtypes", "forks", "membership", "monitored_barrier", "primitives",
-    "process_group", "registry", "staging", "types", "uncompiled", "validation", "work",
+    "call_forms", "capabilities", "dtypes", "membership", "monitored_barrier", "primitives", "process_group",
+    "registry", "staging", "types", "uncompiled", "validation", "work",
 }  # fmt: skip
 
 MAY_USE = {
     "errors": set(),
-    "store": {"errors", "native", "store"},
-    "contracts": {"errors", "native", "store", "contracts"},
-    "users": {"errors", "native", "store", "contracts", "users"},
-    "backends": {"errors", "native", "store", "contracts", "backends"},
+    "forks": set(),
+    "store": {"errors", "forks", "native", "store"},
+    "contracts": {"errors", "forks", "native", "store", "contracts"},
+    "users": {"errors", "forks", "native", "store", "contracts", "users"},
+    "backends": {"errors", "forks", "native", "store", "contracts", "backends"},
     "ddp": {"errors", "contracts", "ddp"},
     "bench": {"errors", "native", "store", "contracts", "users", "backends", "ddp", "bench"},
     "conformance": {"errors", "contracts", "conformance"},
@@ -52,8 +53,8 @@ def area(module: str) -> str:
         return parts[1]
     if parts[1] == "_native":
         return "native"
-    if parts[1] == "errors":
-        return "errors"
+    if parts[1] in {"errors", "forks"}:
+        return parts[1]
     return "contracts" if parts[1] in CONTRACTS else "users"
 
 
@@ -155,7 +156,7 @@ def test_what_the_root_needs_does_not_need_the_root() -> None:
         for one in ALL_IMPORTS
         if one.at_top
         and one.module == "collectives"
-        and area(one.importer) in {"errors", "store", "contracts", "users"}
+        and area(one.importer) in {"errors", "forks", "store", "contracts", "users"}
         and one.importer not in {"collectives", "collectives.__main__"}
         and target(one) != "collectives._native"
         and f"collectives.{one.name}" not in MODULES

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 import pytest
 import torch
 from forked import beside_a_child, in_child, refusal
 from harness import run_ranks, run_world
 
 import collectives as dist
+from collectives.backends.host import ProcessGroupHost
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["plain", "checked"])
@@ -43,3 +47,43 @@ def test_a_child_has_no_part_in_the_world_and_may_make_its_own(world_backend: st
     told, _ = run_world(world_beside_a_child, 2, backend=world_backend)
     assert len(told) == 4
     assert [text for text in told if "belongs to the parent of this forked process" not in text] == []
+
+
+class Stubborn(ProcessGroupHost):
+    """A group that a fork finds in a state that nobody foresaw."""
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        raise RuntimeError(f"{self.group_name} was in the middle of something")
+
+
+def many_beside_a_child(rank: int, size: int) -> list[str]:
+    groups = [
+        (Stubborn if number in {1, 4} else ProcessGroupHost)(
+            dist.HashStore(), 0, 1, group_name=f"group {number}"
+        )
+        for number in range(6)
+    ]
+
+    def child() -> list[str]:
+        return [*[refusal(group.barrier) for group in groups], *unraisable]
+
+    unraisable: list[str] = []
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda told: unraisable.extend(traceback.format_exception(told.exc_value))
+    try:
+        told = in_child(child)
+    finally:
+        sys.unraisablehook = hook
+    for group in groups:
+        group.barrier().wait()
+        group.shutdown()
+    return told
+
+
+def test_a_group_that_raises_in_the_child_keeps_no_other_from_being_told() -> None:
+    (told,) = run_ranks(many_beside_a_child, 1)
+    refusals, printed = told[:6], "".join(told[6:])
+    assert [text for text in refusals if "belongs to the parent of this forked process" not in text] == []
+    for number in (1, 4):
+        assert f"RuntimeError: group {number} was in the middle of something" in printed
