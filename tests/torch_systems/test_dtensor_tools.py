@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from bridge.torch_world import run_torch
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -151,6 +152,41 @@ def drawn(rank, size):
             assert bool(picture.getvalue()) == (rank == 0)
 
 
+def where(chunk):
+    """Returns the place of a chunk as a hashable index."""
+    return tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def cut_for_checkpoints(rank, size, folder):
+    """Each rank tells which chunk it has; a checkpoint lists every chunk once, and other layouts read it."""
+    rows, square = line(), init_device_mesh("cpu", (2, 2))
+    value = whole(6, 3)
+    saved = {
+        "uneven": distribute_tensor(value, rows, [Shard(0)]),  # the last rank has nothing
+        "both": distribute_tensor(value, square, [Shard(0), Shard(1)]),
+        "twice": distribute_tensor(value, square, [Shard(0), Shard(0)]),
+        "copied": distribute_tensor(value, square, [Replicate(), Shard(0)]),
+    }
+    found = {}
+    for name, tensor in saved.items():
+        (chunk,) = tensor.__create_chunk_list__()
+        cut = tuple(slice(begin, begin + length) for begin, length in where(chunk))
+        assert torch.equal(tensor.to_local(), value[cut]), name
+        found[name] = where(chunk)
+    with pytest.raises(ValueError, match="partial placements"):
+        DTensor.from_local(value, rows, [Partial()]).__create_chunk_list__()
+    with pytest.raises(AttributeError):
+        saved["both"].device_mesh = rows
+
+    checkpoint.save(saved, checkpoint_id=folder)
+    again = {name: zeros(6, 3, device_mesh=rows, placements=[Shard(1)]) for name in saved}
+    checkpoint.load(again, checkpoint_id=folder)
+    for name, tensor in again.items():
+        assert torch.equal(tensor.full_tensor(), value), name
+    listed = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return found, {name: sorted(map(where, listed[name].chunks)) for name in saved}
+
+
 @register_sharding(torch.ops.aten.erfinv.default)
 def _of_erfinv(x):
     return [([Replicate()], [Replicate()]), *(([Shard(d)], [Shard(d)]) for d in range(x.ndim))]
@@ -206,6 +242,13 @@ def test_factories():
 def test_records(tmp_path):
     tables = run_torch(into_records, 4, str(tmp_path))
     assert tables == [tables[0]] * 4
+
+
+def test_chunks(tmp_path):
+    found, listed = zip(*run_torch(cut_for_checkpoints, 4, str(tmp_path)), strict=True)
+    wanted = {name: sorted({chunks[name] for chunks in found}) for name in found[0]}
+    assert listed == (wanted,) * 4
+    assert [len(chunks) for chunks in wanted.values()] == [4, 4, 4, 2]
 
 
 def test_drawing_and_experiments():
