@@ -1,15 +1,18 @@
-"""What the command lines of the programs share: arguments, their converters, progress and errors."""
+"""What the command lines of the programs share: arguments, their converters, progress, errors, the end."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+from collectives.bench.records import BaseReport, write_json
 from collectives.bench.sizes import parse_sizes
+from collectives.bench.table import header_lines
 from collectives.cli import CommandError
 from collectives.mpi_job import usual_ranks
 
@@ -20,12 +23,15 @@ __all__ = [
     "add_team",
     "at_least",
     "check_plot",
+    "conclude",
     "failing_as_command",
     "parse_counts",
     "parse_names",
     "parse_sizes_argument",
     "show_progress",
 ]
+
+_R = TypeVar("_R")
 
 
 # ---- converters ----------------------------------------------------------------------------------------
@@ -154,6 +160,26 @@ def failing_as_command(*kinds: type[Exception]) -> Iterator[None]:
         raise CommandError(str(error)) from error
     finally:
         show_progress("")
+
+
+def conclude(
+    report: BaseReport[_R], lines: Iterable[str], right: Callable[[_R], bool], file: Path | None
+) -> int:
+    """Prints a report and, where ``--json`` names a file, writes it there.
+
+    Args:
+        report: what the program found out.
+        lines: its text, to stand below the header.
+        right: whether the results of a record are.
+        file: the file.
+
+    Returns:
+        The command's status: 1 where a record is wrong, or where there is none.
+    """
+    print("\n".join([*header_lines(report), *lines]))
+    if file is not None:
+        write_json(file, report.as_json())
+    return 0 if report.records and all(map(right, report.records)) else 1
 
 
 def show_progress(line: str) -> None:

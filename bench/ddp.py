@@ -32,6 +32,7 @@ from collectives.bench.arguments import (
     add_ranks,
     add_team,
     at_least,
+    conclude,
     failing_as_command,
     parse_names,
     show_progress,
@@ -41,8 +42,7 @@ from collectives.bench.lockstep import create_board
 from collectives.bench.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.models import MODELS, Model, install_command, why_unavailable
 from collectives.bench.ranks import RankFailedError, SpawnedTeam, Team
-from collectives.bench.records import Skipped, Timing, write_json
-from collectives.bench.table import header_lines
+from collectives.bench.records import Skipped, Timing
 from collectives.bench.trainer import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training_peers import Peer
 from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
@@ -372,7 +372,4 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with failing_as_command(RankFailedError, MemoryError):
         report = measure(options, show_progress)
-    print("\n".join([*header_lines(report), *report_lines(report)]))
-    if arguments.json is not None:
-        write_json(arguments.json, report.as_json())
-    return 1 if not report.records or not all(record.agrees for record in report.records) else 0
+    return conclude(report, report_lines(report), lambda record: record.agrees, arguments.json)

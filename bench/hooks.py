@@ -29,6 +29,7 @@ from collectives.bench.arguments import (
     add_json,
     add_ranks,
     at_least,
+    conclude,
     failing_as_command,
     parse_names,
     show_progress,
@@ -40,8 +41,8 @@ from collectives.bench.machine import describe_machine
 from collectives.bench.models import MODELS, install_command, why_unavailable
 from collectives.bench.namespaces import Machines, NamespacesUnavailableError
 from collectives.bench.ranks import RankFailedError, SpawnedTeam
-from collectives.bench.records import BaseReport, Skipped, Timing, write_json
-from collectives.bench.table import header_lines, skipped_lines
+from collectives.bench.records import BaseReport, Skipped, Timing
+from collectives.bench.table import skipped_lines
 from collectives.registry import backend_spec
 
 __all__ = ["HookRecord", "HookReport", "Options", "add_arguments", "measure", "report_lines", "run"]
@@ -329,7 +330,4 @@ def run(arguments: argparse.Namespace) -> int:
         )
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress)
-    print("\n".join([*header_lines(report), *report_lines(report)]))
-    if arguments.json is not None:
-        write_json(arguments.json, report.as_json())
-    return 1 if not report.records or not all(record.right for record in report.records) else 0
+    return conclude(report, report_lines(report), lambda record: record.right, arguments.json)
