@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from collectives import _native
 from collectives.backends.forwarding import ForwardingGroup
 from collectives.capabilities import Capabilities, by_device
+from collectives.kinds import BARRIER
 from collectives.process_group import ProcessGroup
 from collectives.types import BarrierOptions
 from collectives.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
-
-_BARRIER = _native.COLLECTIVES["barrier"]
 
 
 class ProcessGroupByDevice(ForwardingGroup):
@@ -120,7 +118,7 @@ class ProcessGroupByDevice(ForwardingGroup):
 
     def _plain_group(self, kind: int) -> ProcessGroup | None:
         """Returns the CPU's group, unless it is a barrier that another one carries out."""
-        return None if kind == _BARRIER and self._cpu is not self._first else self._cpu
+        return None if kind == BARRIER and self._cpu is not self._first else self._cpu
 
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         return issue(self._groups[tensor.device.type])

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_distributed
 
-from collectives import ProcessGroup, Work, _native
+from collectives import ProcessGroup, Work
 from collectives.backends.forwarding import ForwardingGroup
 from collectives.backends.round_robin_options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin_work import BarrierWork, LaneWork, tell_lane
@@ -31,6 +31,7 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
+from collectives.kinds import BARRIER
 from collectives.registry import GroupOptions, capabilities_of, create_group
 from collectives.types import BarrierOptions
 from collectives.work import CoalescedWork, CompletedWork
@@ -46,7 +47,6 @@ __all__ = [
 
 _T = TypeVar("_T")
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
-_BARRIER = _native.COLLECTIVES["barrier"]
 _SHORTEST = timedelta(milliseconds=1)
 _BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
 """Errors after which a group is broken."""
@@ -261,7 +261,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
 
     def _attempt(self, kind: int, issue: Callable[[int], _T]) -> _T | None:
         """Returns what ``issue`` makes of the lane whose turn it is; takes the turn only if that is true."""
-        if not self._short or kind == _BARRIER or self._cause is not None:
+        if not self._short or kind == BARRIER or self._cause is not None:
             return None
         self._cover()
         turn = self._turn

@@ -22,8 +22,18 @@ from typing import Any, Literal
 
 import torch
 
-from collectives import _native
 from collectives.coalescing import KeptBackWork, keep_back, pending
+from collectives.kinds import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from collectives.process_group import ProcessGroup
 from collectives.types import (
     AllgatherOptions,
@@ -59,14 +69,6 @@ __all__ = [
     "scatter",
 ]
 
-_ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL, _BARRIER, _BROADCAST, _GATHER, _REDUCE, _REDUCE_SCATTER, _SCATTER = (
-    _native.COLLECTIVES[kind]
-    for kind in (
-        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce",
-        "reduce_scatter", "scatter",
-    )
-)  # fmt: skip
-
 
 def all_reduce(
     tensor: torch.Tensor,
@@ -90,7 +92,7 @@ def all_reduce(
     if pending and keep_back(target, "all_reduce", op, tensor):
         return KeptBackWork() if async_op else None
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_ALL_REDUCE, tensor, None, op.code):
+    if work := attempt(ALL_REDUCE, tensor, None, op.code):
         return _answer(work)
     return _finish(target.allreduce(tensor, AllreduceOptions(None, async_op, op)), async_op)
 
@@ -116,7 +118,7 @@ def broadcast(
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_BROADCAST, tensor, None, 0, root):
+    if work := attempt(BROADCAST, tensor, None, 0, root):
         return _answer(work)
     work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
     return _finish(work, async_op)
@@ -146,7 +148,7 @@ def reduce(
     root = group_rank(target, "reduce", dst, group_dst, "dst")
     op = _reduction(target, "reduce", op)
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_REDUCE, tensor, None, op.code, root):
+    if work := attempt(REDUCE, tensor, None, op.code, root):
         return _answer(work)
     work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
     return _finish(work, async_op)
@@ -170,7 +172,7 @@ def all_gather(
     if target is None:
         return None
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_ALL_GATHER, tensor_list, tensor, 0, 0, True):
+    if work := attempt(ALL_GATHER, tensor_list, tensor, 0, 0, True):
         return _answer(work)
     # Inside a list of one, so that a list for a group of size 1 is not taken for a tensor list "per device".
     outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
@@ -199,7 +201,7 @@ def all_gather_single(
     if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
         return KeptBackWork() if async_op else None
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_ALL_GATHER, output_tensor, input_tensor):
+    if work := attempt(ALL_GATHER, output_tensor, input_tensor):
         return _answer(work)
     work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
     return _finish(work, async_op)
@@ -228,7 +230,7 @@ def gather(
         return None
     root = _root(target, "gather", dst, group_dst, "dst")
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_GATHER, gather_list, tensor, 0, root, True):
+    if work := attempt(GATHER, gather_list, tensor, 0, root, True):
         return _answer(work)
     outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
     work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
@@ -258,7 +260,7 @@ def scatter(
         return None
     root = _root(target, "scatter", src, group_src, "src")
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_SCATTER, tensor, scatter_list, 0, root, True):
+    if work := attempt(SCATTER, tensor, scatter_list, 0, root, True):
         return _answer(work)
     inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
     work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
@@ -286,7 +288,7 @@ def reduce_scatter(
         return None
     op = _reduction(target, "reduce_scatter", op)
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_REDUCE_SCATTER, output, input_list, op.code, 0, True):
+    if work := attempt(REDUCE_SCATTER, output, input_list, op.code, 0, True):
         return _answer(work)
     inputs = check_list(target, "reduce_scatter", input_list, "input_list")
     work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
@@ -316,7 +318,7 @@ def reduce_scatter_single(
     if pending and keep_back(target, "reduce_scatter_single", op, output, input):
         return KeptBackWork() if async_op else None
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_REDUCE_SCATTER, output, input, op.code):
+    if work := attempt(REDUCE_SCATTER, output, input, op.code):
         return _answer(work)
     work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
@@ -345,7 +347,7 @@ def all_to_all_single(
         return None
     even = not (output_split_sizes or input_split_sizes)
     attempt = target.plain_launch if async_op else target.plain
-    if even and (work := attempt(_ALL_TO_ALL, output, input)):
+    if even and (work := attempt(ALL_TO_ALL, output, input)):
         return _answer(work)
     options = AllToAllOptions(None, async_op)
     work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
@@ -370,7 +372,7 @@ def all_to_all(
     if target is None:
         return None
     attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(_ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
+    if work := attempt(ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
         return _answer(work)
     work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
     return _finish(work, async_op)
@@ -395,7 +397,7 @@ def barrier(
         return None
     usual = timeout is None and device_ids is None
     attempt = target.plain_launch if async_op else target.plain
-    if usual and (work := attempt(_BARRIER)):
+    if usual and (work := attempt(BARRIER)):
         return _answer(work)
     _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)

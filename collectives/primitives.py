@@ -107,7 +107,7 @@ class Primitives(ABC):
         among them: those go the way of the group's other methods. Here nothing is plain.
 
         Args:
-            kind: number of the collective in ``_native.COLLECTIVES``.
+            kind: number of the collective, of :mod:`collectives.kinds`.
             output: what is written, or read and written.
             input: what is only read.
             op_code: code of the :class:`~collectives.ReduceOp`.

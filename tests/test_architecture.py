@@ -18,8 +18,8 @@ import pytest
 from sources import ROOT, modules
 
 CONTRACTS = {
-    "call_forms", "capabilities", "dtypes", "membership", "monitored_barrier", "primitives", "process_group",
-    "registry", "staging", "types", "uncompiled", "validation", "work",
+    "call_forms", "capabilities", "dtypes", "kinds", "membership", "monitored_barrier", "primitives",
+    "process_group", "registry", "staging", "types", "uncompiled", "validation", "work",
 }  # fmt: skip
 
 MAY_USE = {
