@@ -17,50 +17,44 @@ raises, instead of answering without having communicated.
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from collectives import _native
-from collectives.bridge import onlookers, profiling, sparse
+from collectives.bridge import onlookers, sparse
 from collectives.bridge.callers import ASK_NOTHING
-from collectives.bridge.operands import arrived, list_or_none, only
+from collectives.bridge.issuing import NO_LIMIT, UNREAD, Issuing, calling_frame
+from collectives.bridge.operands import list_or_none, only
 from collectives.bridge.records import PLAIN_CODES, plain_code, record, reduction
-from collectives.bridge.standing import Standing, missing
-from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
-from collectives.errors import UnsupportedOperationError
-from collectives.process_group import ProcessGroup
+from collectives.bridge.torch_work import DoneWork, TorchWork
+from collectives.kinds import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from collectives.staging import dense_outputs
 from collectives.types import AllreduceOptions, GatherOptions, ReduceOp
 from collectives.uncompiled import leave_uncompiled
-from collectives.work import CoalescedWork, Work
+from collectives.work import Work
 
 __all__ = ["TorchGroup"]
 
-_ALL_GATHER, _ALL_REDUCE, _ALL_TO_ALL, _BARRIER, _BROADCAST, _GATHER, _REDUCE, _REDUCE_SCATTER, _SCATTER = (
-    _native.COLLECTIVES[kind]
-    for kind in (
-        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce",
-        "reduce_scatter", "scatter",
-    )
-)  # fmt: skip
-_NO_LIMIT = timedelta(0)
 _AllreduceOptions: Any = c10d.AllreduceOptions
 _NO_INDICES = not hasattr(_AllreduceOptions, "sparseIndices")  # as before torch 2.15
 _profiler: Any = torch.autograd.profiler
-_frame = sys._getframe
-_UNREAD: DoneWork = DoneWork()  # for callers that drop it
-_UNREAD.outputs = ()
 
 
 @leave_uncompiled
-class TorchGroup(Standing):
+class TorchGroup(Issuing):
     """One of our groups in the form of torch's.
 
     Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
@@ -72,127 +66,6 @@ class TorchGroup(Standing):
         name: name of the group in torch.
         ended: called once, when the group was shut down, aborted or collected.
     """
-
-    def __init__(
-        self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(inner, backend_name, name, ended)
-        self._plain: Callable[..., bool] = inner.plain
-        self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
-
-    # ---- issuing -------------------------------------------------------------------------------------------
-
-    def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, seen: Any = None, **kwargs: Any
-    ) -> TorchWork:
-        """Issues an operation of the inner group.
-
-        Args:
-            event: name of the profiler event, without the backend.
-            shown: tensors whose shapes the event shows.
-            method: method of the inner group.
-            *args: its arguments; torch's option records among them are converted.
-            seen: name and arguments of the method of this class, to be shown to dispatch modes.
-            **kwargs: its keyword arguments.
-        """
-        if seen is not None and onlookers.possible() and (done := onlookers.show(self, *seen)):
-            return done
-        work: Work | None
-        try:
-            if profiling.possible() and profiling.enabled():
-                work = profiling.observed(
-                    f"{self._backend_name}:{event}", shown, lambda: method(*args, **kwargs)
-                )
-            else:
-                work = method(*args, **kwargs)
-        except TypeError:  # before any communication, as arguments are checked first
-            args, waited = arrived(args)
-            if not waited:
-                raise
-            work = None
-        except UnsupportedOperationError as error:
-            kinds = {
-                tensor.device.type for tensor in profiling.flat([shown])
-            } - self.inner.capabilities.devices
-            if kinds:
-                raise UnsupportedOperationError(f"{error}{missing(kinds.pop())}") from None
-            raise
-        if work is None:
-            return self._issue(event, shown, method, *args, **kwargs)
-        self._sequence = next(self._issued)
-        if self._batches:
-            batch = self._batches.get(threading.get_ident())
-            if batch is not None:
-                batch[0].append(work)
-                return BatchedWork(work)
-        return TorchWork(work)
-
-    def _at_once(
-        self,
-        opts: Any,
-        kind: int,
-        output: Any = None,
-        input: Any = None,
-        code: int | None = 0,
-        root: object = 0,
-        listed: bool = False,
-    ) -> TorchWork | None:
-        """Issues a collective where the inner group takes the arguments as they are, as it does most.
-
-        The way of :meth:`_issue` reads all of torch's record into one of ours, which takes longer than a
-        small operation.
-
-        Args:
-            opts: torch's option record.
-            kind: number of the collective in ``_native.COLLECTIVES``.
-            output: what is written, or read and written.
-            input: what is only read.
-            code: code of the reduction; ``None`` for one that has a factor.
-            root: the root.
-            listed: whether the larger operand is a list of a tensor for each rank.
-
-        Returns:
-            The Work; ``None`` with nothing done, to go the other way.
-        """
-        if code is None:
-            return None
-        if onlookers.possible() and (given := onlookers.show_plain(self, opts, kind, output, input, listed)):
-            return given
-        if self._batches or profiling.possible() or opts.timeout > _NO_LIMIT:
-            return None
-        if opts.asyncOp:
-            work = self.inner.plain_launch(kind, output, input, code, root, listed)
-            if work is None:
-                return None
-            self._sequence = next(self._issued)
-            return TorchWork(work)
-        if not self._plain(kind, output, input, code, root, listed):
-            return None
-        self._sequence = next(self._issued)
-        if id(_frame(2).f_code) in ASK_NOTHING:  # what calls the method that this one is called by
-            return _UNREAD
-        done: DoneWork = DoneWork()
-        done.outputs = () if output is None else output
-        return done
-
-    def _start_coalescing(self, device: Any = None) -> None:  # noqa: ARG002
-        left_open = self._batches.pop(threading.get_ident(), None)
-        if left_open is not None:  # by an exception: what the group kept back of the block is dropped
-            left_open[1].__exit__(RuntimeError, RuntimeError("the block was left by an exception"), None)
-        together = ExitStack()
-        together.enter_context(self.inner._together())
-        self._batches[threading.get_ident()] = [], together
-
-    def _end_coalescing(self, device: Any = None) -> TorchWork:  # noqa: ARG002
-        batch = self._batches.pop(threading.get_ident(), None)
-        if batch is None:
-            raise RuntimeError(f"[rank {self.rank()}] {self!r}: no coalescing block is open on this thread")
-        works, together = batch
-        together.close()
-        return TorchWork(CoalescedWork(works))
-
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
@@ -209,18 +82,18 @@ class TorchGroup(Standing):
             tensor = tensors[0]
             code = PLAIN_CODES.get(hash(opts.reduceOp))
             if opts.asyncOp or code is None or onlookers.possible():
-                work = self._at_once(opts, _ALL_REDUCE, tensor, None, code)
+                work = self._at_once(opts, ALL_REDUCE, tensor, None, code)
                 if work is not None:
                     return work
             # what `_at_once` does for a synchronous operation, for the call that programs wait for most
             elif (
-                opts.timeout <= _NO_LIMIT
+                opts.timeout <= NO_LIMIT
                 and not (self._batches or _profiler._is_profiler_enabled)
-                and self._plain(_ALL_REDUCE, tensor, None, code)
+                and self._plain(ALL_REDUCE, tensor, None, code)
             ):
                 self._sequence = next(self._issued)
-                if id(_frame(1).f_code) in ASK_NOTHING:
-                    return _UNREAD
+                if id(calling_frame(1).f_code) in ASK_NOTHING:
+                    return UNREAD
                 done: DoneWork = DoneWork()
                 done.outputs = tensor
                 return done
@@ -244,7 +117,7 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place."""
         if type(opts) is c10d.BroadcastOptions and (
-            work := self._at_once(opts, _BROADCAST, only(tensors), root=opts.rootRank)
+            work := self._at_once(opts, BROADCAST, only(tensors), root=opts.rootRank)
         ):
             return work
         call = self.inner.broadcast
@@ -261,9 +134,7 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
-            work := self._at_once(
-                opts, _REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
-            )
+            work := self._at_once(opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank)
         ):
             return work
         call = self.inner.reduce
@@ -281,7 +152,7 @@ class TorchGroup(Standing):
         """Gathers every rank's tensor on all ranks."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllgatherOptions and (
-            work := self._at_once(opts, _ALL_GATHER, only(output_tensors), only(source), listed=True)
+            work := self._at_once(opts, ALL_GATHER, only(output_tensors), only(source), listed=True)
         ):
             return work
         call = self.inner.allgather
@@ -291,7 +162,7 @@ class TorchGroup(Standing):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Gathers every rank's tensor into one, in rank order."""
-        if type(opts) is c10d.AllgatherOptions and (work := self._at_once(opts, _ALL_GATHER, output, input)):
+        if type(opts) is c10d.AllgatherOptions and (work := self._at_once(opts, ALL_GATHER, output, input)):
             return work
         call = self.inner.all_gather_single
         return self._issue("all_gather", input, call, output, input, record(opts), timeout)
@@ -335,7 +206,7 @@ class TorchGroup(Standing):
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.GatherOptions and (
             work := self._at_once(
-                opts, _GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, listed=True
+                opts, GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, listed=True
             )
         ):
             return work
@@ -378,7 +249,7 @@ class TorchGroup(Standing):
         target = output_tensor if output_tensors is None else output_tensors
         if type(opts) is c10d.ScatterOptions and (
             work := self._at_once(
-                opts, _SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, listed=True
+                opts, SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, listed=True
             )
         ):
             return work
@@ -400,7 +271,7 @@ class TorchGroup(Standing):
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._at_once(
                 opts,
-                _REDUCE_SCATTER,
+                REDUCE_SCATTER,
                 only(output_tensors),
                 only(source),
                 plain_code(opts.reduceOp),
@@ -418,7 +289,7 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
         if type(opts) is c10d.ReduceScatterOptions and (
-            work := self._at_once(opts, _REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp))
+            work := self._at_once(opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp))
         ):
             return work
         call = self.inner.reduce_scatter_single
@@ -441,7 +312,7 @@ class TorchGroup(Standing):
     ) -> TorchWork:
         """Sends entry r of the inputs to rank r and receives entry r of the outputs from it."""
         if type(opts) is c10d.AllToAllOptions and (
-            work := self._at_once(opts, _ALL_TO_ALL, output_tensor, input_tensor, listed=True)
+            work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor, listed=True)
         ):
             return work
         call = self.inner.alltoall
@@ -462,7 +333,7 @@ class TorchGroup(Standing):
         if (
             type(opts) is c10d.AllToAllOptions
             and not (output_split_sizes or input_split_sizes)
-            and (work := self._at_once(opts, _ALL_TO_ALL, output_tensor, input_tensor))
+            and (work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor))
         ):
             return work
         given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
@@ -475,7 +346,7 @@ class TorchGroup(Standing):
         if (
             type(opts) is c10d.BarrierOptions
             and (opts.device is None or opts.device.type == "cpu")
-            and (work := self._at_once(opts, _BARRIER))
+            and (work := self._at_once(opts, BARRIER))
         ):
             return work
         return self._issue("barrier", (), self.inner.barrier, record(opts), timeout)

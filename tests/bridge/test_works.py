@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bridge.torch_world import run_torch
 from torch._C import _distributed_c10d as c10d
 
-from collectives.bridge import torch_group
+from collectives.bridge.torch_work import DoneWork
 
 
 def value(number):
@@ -160,7 +160,7 @@ def made_for_those_who_ask(rank, size):
         lambda: dist.all_to_all_single(row, row.clone()),
         dist.barrier,
     ]
-    with mock.patch.object(torch_group, "DoneWork", side_effect=AssertionError("a Work was made")):
+    with mock.patch.object(DoneWork, "__init__", side_effect=AssertionError("a Work was made")):
         for call in calls:
             assert call() is None
         with pytest.raises(AssertionError, match="was made"):
