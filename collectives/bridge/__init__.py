@@ -2,7 +2,7 @@
 
 Where the package is installed torch knows them (:mod:`collectives_registration`), at the latest after
 ``import collectives``. A program that uses ``torch.distributed`` then runs on ``collectives`` (CPU tensors:
-the host backend) or ``collectives_round_robin`` by that one word.
+the host backend, CUDA tensors: nccl), ``collectives_mpi`` or ``collectives_round_robin`` by that one word.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def show(group: Any, name: str, *args: Any) -> TorchWork | None:
     Args:
         group: the group.
         name: name of its method.
-        *args: the method's arguments in torch's form; an option record, or ``None`` for it, stands last.
+        *args: the method's arguments in torch's form; last an option record, ``None`` for it, or a tag.
 
     Returns:
         The Work; ``None`` with nothing done where no mode is active, or this is the operator's own call.
@@ -154,7 +154,7 @@ def show_plain(
     Args:
         group: the group.
         options: torch's option record.
-        kind: number of the collective in ``_native.COLLECTIVES``.
+        kind: number of the collective, of :mod:`collectives.kinds`.
         output: what is written, or read and written.
         input: what is only read.
         listed: whether the larger operand is a list of a tensor for each rank.

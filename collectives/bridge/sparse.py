@@ -18,6 +18,7 @@ from collectives.work import CoalescedWork, FinishingWork, Work
 __all__ = ["allreduce"]
 
 _MOST_DIMENSIONS = 12
+"""What the ranks compare has the same length for tensors of any shape."""
 
 
 def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptions) -> Work:

@@ -103,8 +103,8 @@ class TorchWork(_Work):
 class DoneWork(TorchWork):
     """An operation that was done when its call returned; quicker to make than a Work around one of ours.
 
-    A synchronous call makes one and drops it unread. It could return ``None`` to Python callers, but torch's
-    C++ code does not survive that.
+    Synchronous calls return one, as torch's C++ code does not survive ``None``. Few callers ask for more than
+    :meth:`wait`.
     """
 
     __slots__ = ("_inner", "outputs")

@@ -66,7 +66,7 @@ def test_the_entry_point_imports_nothing(tmp_path):
     expected = "['collectives_registration']"
     # where torch has asked by name, the module is there already
     assert loaded == ("[]" if BY_NAME else expected)
-    assert "already has a backend 'collectives', registered by another package" in complaint
+    assert "already has a backend 'collectives', registered by another package (module __main__)" in complaint
 
 
 def test_torch_without_process_groups_is_left_alone(tmp_path):

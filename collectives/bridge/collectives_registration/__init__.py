@@ -63,7 +63,11 @@ def register_backend(
     import torch.distributed as torch_dist
 
     if _taken(name):
-        raise ValueError(f"torch.distributed already has a backend {name!r}, registered by another package")
+        owner = getattr(torch_dist.Backend._plugins[name.upper()].creator_fn, "__module__", "unknown")
+        raise ValueError(
+            f"torch.distributed already has a backend {name!r}, registered by another package (module "
+            f"{owner}); uninstall one of the two, or register yours under another name"
+        )
     creator = _Creator(name, backend, fixed or {})
     served = devices if devices is None or isinstance(devices, str) else list(devices)
     torch_dist.Backend.register_backend(name, creator, extended_api=True, devices=served)
