@@ -13,7 +13,7 @@ from types import CodeType
 
 from torch.distributed import distributed_c10d
 
-__all__ = ["ASK_NOTHING"]
+__all__ = ["SETS_LIMIT"]
 
 _NAMES = (
     "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_gather_into_tensor", "all_gather_single",
@@ -22,12 +22,16 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _codes() -> dict[int, CodeType]:
+def _codes() -> list[CodeType]:
     """Returns the codes of the functions without what decorates them; this torch may lack some."""
     functions = [getattr(distributed_c10d, name, None) for name in _NAMES]
-    codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
-    return {id(code): code for code in codes}
+    return [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
 
 
-ASK_NOTHING = _codes()
-"""The codes of these functions by ``id()``; the hash of a code would take longer than all else."""
+_CODES = _codes()  # held, so that no other object gets one's identity
+
+SETS_LIMIT = {id(code): "timeout" in code.co_names for code in _CODES}
+"""Whether such a function may set a time limit in its option record, by ``id()`` of its code.
+
+A record that cannot have one need not be asked. The hash of a code would take longer than all else.
+"""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from collectives.bridge import onlookers, profiling
-from collectives.bridge.callers import ASK_NOTHING
+from collectives.bridge.callers import SETS_LIMIT
 from collectives.bridge.operands import arrived
 from collectives.bridge.standing import Standing, missing
 from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
@@ -126,7 +126,10 @@ class Issuing(Standing):
             return None
         if onlookers.possible() and (given := onlookers.show_plain(self, opts, kind, output, input, listed)):
             return given
-        if self._batches or profiling.possible() or opts.timeout > NO_LIMIT:
+        # of what calls the method that this one is called by; looked up before the operation, as its code and
+        # data are in the caches then
+        sets_limit = SETS_LIMIT.get(id(calling_frame(2).f_code))
+        if self._batches or profiling.possible() or (sets_limit is not False and opts.timeout > NO_LIMIT):
             return None
         if opts.asyncOp:
             work = self.inner.plain_launch(kind, output, input, code, root, listed)
@@ -137,7 +140,7 @@ class Issuing(Standing):
         if not self._plain(kind, output, input, code, root, listed):
             return None
         self._sequence = next(self._issued)
-        if id(calling_frame(2).f_code) in ASK_NOTHING:  # what calls the method that this one is called by
+        if sets_limit is not None:
             return UNREAD
         done: DoneWork = DoneWork()
         done.outputs = () if output is None else output

@@ -25,7 +25,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.bridge import onlookers, sparse
-from collectives.bridge.callers import ASK_NOTHING
+from collectives.bridge.callers import SETS_LIMIT
 from collectives.bridge.issuing import NO_LIMIT, UNREAD, Issuing, calling_frame
 from collectives.bridge.operands import list_or_none, only
 from collectives.bridge.records import PLAIN_CODES, plain_code, record, reduction
@@ -81,18 +81,19 @@ class TorchGroup(Issuing):
         ):
             tensor = tensors[0]
             code = PLAIN_CODES.get(hash(opts.reduceOp))
+            sets_limit = SETS_LIMIT.get(id(calling_frame(1).f_code))
             if opts.asyncOp or code is None or onlookers.possible():
                 work = self._at_once(opts, ALL_REDUCE, tensor, None, code)
                 if work is not None:
                     return work
             # what `_at_once` does for a synchronous operation, for the call that programs wait for most
             elif (
-                opts.timeout <= NO_LIMIT
+                (sets_limit is False or opts.timeout <= NO_LIMIT)
                 and not (self._batches or _profiler._is_profiler_enabled)
                 and self._plain(ALL_REDUCE, tensor, None, code)
             ):
                 self._sequence = next(self._issued)
-                if id(calling_frame(1).f_code) in ASK_NOTHING:
+                if sets_limit is not None:
                     return UNREAD
                 done: DoneWork = DoneWork()
                 done.outputs = tensor

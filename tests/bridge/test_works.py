@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 from datetime import timedelta
 from unittest import mock
@@ -173,12 +174,15 @@ def limits_in_records(rank, size):
     scaled = value(rank + 1)
     dist.all_reduce(scaled, dist._make_nccl_premul_sum(2.0))
     assert torch.equal(scaled, value(6))
-    store, group = dist.group.WORLD.get_group_store(), dist.new_group()
+    store, group, late = dist.group.WORLD.get_group_store(), dist.new_group(), dist.new_group()
     if rank == 0:
         record = synchronous(c10d.AllreduceOptions())
         record.timeout = timedelta(milliseconds=200)
         with pytest.raises(dist.DistError, match=r"0\.2 s"):
             group.allreduce([value(1)], record).wait()
+        if "timeout" in inspect.signature(dist.barrier).parameters:
+            with pytest.raises(dist.DistError, match=r"0\.1 s"):
+                dist.barrier(late, timeout=timedelta(milliseconds=100))
         store.set("late", "")
     else:
         store.wait(["late"])
