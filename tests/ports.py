@@ -1,4 +1,4 @@
-"""Ports for servers that another process opens later."""
+"""Ports for servers that another process opens later, and who listens where."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"none of 100 ports below {end} is free")
+
+
+def listening(port):
+    """Returns the addresses, as the kernel shows them in hexadecimal, on which somebody listens on a port."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, local_port = local.partition(":")
+            if state == "0A" and int(local_port, 16) == port:
+                found.add(address)
+    return found

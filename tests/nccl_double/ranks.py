@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import current_store
+from harness import current_store, run_ranks
 
 from collectives.backends.nccl import providers
 from collectives.backends.nccl.interface import Communicator, NcclConfig, NcclLibrary
@@ -21,6 +21,13 @@ PROVIDERS = [
     )
     for name in providers.PROVIDERS
 ]
+
+
+def on(
+    provider: str, path: Path, function: object, size: int, *args: object, **options: object
+) -> list[object]:
+    """Runs a function on ranks of their own, which end with it: the double stays with a process."""
+    return run_ranks(function, size, provider, path, *args, isolated=True, **options)
 
 
 def shared_id(library: NcclLibrary, rank: int, key: str = "id") -> bytes:

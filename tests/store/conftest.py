@@ -1,4 +1,4 @@
-"""The fixture of the tests that run over all stores."""
+"""Stores for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from store_pairs import LONG
 
-from collectives.store import Store
+from collectives.store import Store, TCPStore
 
 # torch's TCPStore looks the names of addresses up for its log, which a name server that does not answer
 # would make last 5 s and more each time.
@@ -25,3 +25,17 @@ def pair(request, tmp_path):
             if isinstance(store, Store):
                 stack.callback(store.close)
         yield made[:2]
+
+
+@pytest.fixture
+def server():
+    """A TCP store that runs its server in this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where a FileStore may be."""
+    return tmp_path / "store"

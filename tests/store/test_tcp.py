@@ -1,61 +1,27 @@
-"""The TCP store: where it listens, whom it waits for, what it says of errors, and what it leaves behind."""
+"""The TCP store: where it listens, whom it waits for, who shares it, and what it says of errors."""
 
 from __future__ import annotations
 
 import datetime as dt
 import gc
 import inspect
-import itertools
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
-import harness
 import pytest
 import torch.distributed as dist
-from ports import free_port
+from ports import free_port, listening
+from store_pairs import LONG
 
 import collectives
 from collectives.store import TCPStore
 
 SECOND = timedelta(seconds=1)
-LONG = timedelta(seconds=20)
-
-
-@pytest.fixture
-def server():
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
-    yield store
-    store.close()
-
-
-def listening(port):
-    """Returns the addresses, as the kernel shows them in hexadecimal, on which somebody listens on a port."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            address, _, local_port = local.partition(":")
-            if state == "0A" and int(local_port, 16) == port:
-                found.add(address)
-    return found
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 class TestListening:
@@ -351,200 +317,6 @@ class TestSharing:
         store.close()
 
 
-def hold(rank, size, port):
-    """All ranks but the last wait until they are killed; the last lets the test say when that is over."""
-    store = TCPStore("127.0.0.1", port, timeout=LONG)
-    if rank == size - 1:
-        store.get("end")
-        return
-    store.set(f"pid{rank}", str(os.getpid()))
-    store.get("never")
-
-
-def serve(rank, size, port, control):
-    """Rank 0 serves until it is killed; rank 1 lets the test say when that is over."""
-    if rank == 1:
-        TCPStore("127.0.0.1", control, timeout=LONG).get("end")
-        return
-    store = TCPStore("127.0.0.1", port, is_master=True, timeout=LONG)
-    store.set("pid", str(os.getpid()))
-    while True:
-        signal.pause()
-
-
-def count_in_processes(rank, size, port, rounds):
-    store = TCPStore("127.0.0.1", port, timeout=LONG)
-    sums = [store.add("n", 1) for _ in range(rounds)]
-    store.barrier("done", size)
-    store.close()
-    return sums
-
-
-def answer_within(rank, size, port):
-    """Rank 1 uses the store of rank 0, which holds the GIL all the time; returns the longest answer."""
-    if rank == 0:
-        server = TCPStore("127.0.0.1", port, is_master=True, timeout=LONG)
-        server.get("ready")
-        # One bytecode, within which the interpreter gives the GIL to nobody.
-        start = time.monotonic()
-        deque(itertools.repeat(None, 4 * 10**8), maxlen=0)
-        held = time.monotonic() - start
-        server.get("done")
-        server.close()
-        return held
-    client = TCPStore("127.0.0.1", port, timeout=LONG)
-    client.set("ready", "")
-    longest = 0.0
-    for _ in range(50):
-        start = time.monotonic()
-        client.add("n", 1)
-        longest = max(longest, time.monotonic() - start)
-        time.sleep(0.005)
-    client.set("done", "")
-    return longest
-
-
-class TestProcesses:
-    def test_counting(self, server):
-        sums = harness.run_ranks(count_in_processes, 3, server.port, 50)
-        assert sorted(total for some in sums for total in some) == list(range(1, 151))
-
-    def test_a_killed_client_is_forgotten(self, server):
-        native = server._server.native
-        with ThreadPoolExecutor(1) as threads:
-            ranks = threads.submit(harness.run_ranks, hold, 3, server.port, isolated=True, lost=(0, 1))
-            pids = [int(server.get(f"pid{rank}")) for rank in range(2)]
-            until(lambda: native.waiting == 3)
-            before = native.connections
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            until(lambda: (native.waiting, native.connections) == (1, before - 2))
-            server.set("end", "")
-            assert [died.exitcode for died in ranks.result(20)[:2]] == [-9, -9]
-        server.set("never", "")
-        assert server.get("never") == b""
-
-    def test_a_server_that_dies(self, server):
-        port = free_port()
-        with ThreadPoolExecutor(2) as threads:
-            ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))
-            client = TCPStore("127.0.0.1", port, timeout=LONG)
-            got = threads.submit(client.get, "never")
-            time.sleep(0.05)
-            start = time.monotonic()
-            os.kill(int(client.get("pid")), signal.SIGKILL)
-            with pytest.raises(collectives.DistNetworkError, match=r"get: the connection .* broke"):
-                got.result(10)
-            with pytest.raises(collectives.DistNetworkError, match=r"set: the connection .* broke"):
-                client.set("key", "value")
-            assert time.monotonic() - start < 5
-            server.set("end", "")
-            ranks.result(20)
-
-    def test_a_server_that_is_stopped(self, server, monkeypatch):
-        monkeypatch.setattr("collectives.store.tcp._GRACE_S", 0.2)
-        monkeypatch.setattr("collectives.store.tcp_client._ANSWER_S", 0.2)
-        port = free_port()
-        with ThreadPoolExecutor(1) as threads:
-            ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))
-            client = TCPStore("127.0.0.1", port, timeout=LONG)
-            pid = int(client.get("pid"))
-            client.set_timeout(timedelta(seconds=0.1))
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(
-                    collectives.DistNetworkError, match="did not answer in time; is its process"
-                ):
-                    client.wait(["never"])
-                with pytest.raises(
-                    collectives.DistNetworkError, match=r"gave up after|did not answer in time"
-                ):
-                    client.set("key", "value")
-            finally:
-                os.kill(pid, signal.SIGKILL)
-            server.set("end", "")
-            ranks.result(20)
-        client.close()
-
-    def test_a_busy_interpreter_stalls_nobody(self):
-        held, longest = harness.run_ranks(answer_within, 2, free_port(), isolated=True)
-        assert longest < 0.5 < held
-
-
-class TestForking:
-    def test_a_child_is_another_client(self, server):
-        client = TCPStore("127.0.0.1", server.port)
-        client.set("before", "")
-        results = run_in_child(lambda: (client.get("before"), client.add("n", 1), server.add("n", 1)))
-        assert results == "(b'', 1, 2)"
-        assert client.add("n", 1) == 3
-        assert server.get("before") == b""
-        client.close()
-
-    def test_a_child_does_not_hold_the_server(self):
-        server = TCPStore("127.0.0.1", 0, is_master=True)
-        client = TCPStore("127.0.0.1", server.port)
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.read(read_end, 1)  # lives on, with all that it inherited
-            os._exit(0)
-        try:
-            server.close()
-            until(lambda: not listening(server.port))
-            with pytest.raises(collectives.DistNetworkError, match="broke"):
-                client.get("key")
-        finally:
-            os.write(write_end, b"x")
-            os.waitpid(pid, 0)
-            os.close(read_end)
-            os.close(write_end)
-            client.close()
-
-    def test_closing_in_a_child_closes_nothing_here(self, server):
-        client = TCPStore("127.0.0.1", server.port)
-        assert run_in_child(lambda: (client.close(), server.close())) == "(None, None)"
-        client.set("key", "value")
-        assert server.get("key") == b"value"
-        client.close()
-
-
-def run_in_child(function):
-    """Returns the text of a function's result in a forked child, or of its error."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = repr(function())
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            text = repr(error)
-        os.write(write_end, text.encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
-
-
-class TestInterrupts:
-    def test_a_wait_ends_and_the_store_stays(self, server):
-        def interrupt(number, frame):
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(KeyboardInterrupt):
-                server.get("never")
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        until(lambda: server._server.native.waiting == 0)
-        server.set("key", "value")
-        assert server.get("key") == b"value"
-
-
 class TestLimits:
     def test_key(self, server):
         with pytest.raises(ValueError, match=r"8191 bytes, this one has 8192"):
@@ -572,49 +344,3 @@ class TestLimits:
             server.multi_set(keys[:2000], keys[:2000])
             server.multi_set(keys[2000:], keys[2000:])
             assert waiting.result(20) == [key.encode() for key in keys]
-
-
-def resources():
-    gc.collect()
-    return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
-
-
-def test_nothing_is_left_after_a_hundred_rounds():
-    def round_trip():
-        server = TCPStore("localhost", 0, is_master=True)
-        client = TCPStore("localhost", server.port)
-        client.set("key", "value")
-        assert server.get("key") == b"value"
-        with pytest.raises(collectives.DistStoreError):
-            client.wait(["missing"], timedelta(0))
-
-    round_trip()
-    before = resources()
-    for _ in range(100):
-        round_trip()
-    assert resources() == before
-
-
-def test_waiting_costs_no_time(server):
-    clients = [TCPStore("127.0.0.1", server.port) for _ in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        waits = [threads.submit(client.get, "key") for client in clients]
-        until(lambda: server._server.native.waiting == 8)
-        start = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - start < 0.1
-        server.set("key", "value")
-        assert [wait.result(10) for wait in waits] == [b"value"] * 8
-    for client in clients:
-        client.close()
-
-
-def test_the_interpreter_ends_quietly_with_a_server():
-    script = (
-        "import collectives.store as s\n"
-        "store = s.TCPStore('localhost', 0, is_master=True); store.set('a', 'b')\n"
-        "keep = [store]; keep.append(keep)\n"
-    )
-    command = [sys.executable, "-X", "dev", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from waiting import until
 
 from collectives.store import TCPStore
 from collectives.store.wire import Command
@@ -67,13 +68,6 @@ def assert_alive(server):
     start = time.monotonic()
     assert server.add("alive", 1) > 0
     assert time.monotonic() - start < 5
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_the_bytes_of_each_command(raw):

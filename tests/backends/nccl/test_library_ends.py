@@ -1,0 +1,210 @@
+"""How communicators end, by way of both providers, over the double: in order, aborted, in error, alone."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Died
+from nccl_double import NcclDouble
+from nccl_double.ranks import PROVIDERS, connected, on, shared_id
+
+from collectives.backends.nccl import providers
+from collectives.backends.nccl.codes import (
+    NcclDataType,
+    NcclStatus,
+)
+from collectives.backends.nccl.interface import Communicator, NcclError
+
+pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
+
+FLOAT = NcclDataType.FLOAT32
+
+
+def aborts(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (_, library, communicator):
+        data = torch.zeros(4)
+        at = data.data_ptr()
+        part = communicator.split(0, 0)
+        assert part is not None
+
+        def blocked(communicator: Communicator, kind: str) -> None:
+            if kind == "collective":
+                communicator.all_reduce(at, at, 4, FLOAT, 0, 0)
+            else:
+                with library.group():
+                    communicator.send(at, 4, FLOAT, 1 - rank, 0)
+
+        for each, kind in ((part, "collective"), (communicator, "group")):
+            if rank == 0:
+                ended_by_abort(each, lambda each=each, kind=kind: blocked(each, kind))
+            else:
+                time.sleep(0.4)  # never comes
+                each.abort()
+            each.abort()  # again
+            each.destroy()
+            assert each.ended
+            assert each.handle == 0
+            assert each.async_error() is None
+            with pytest.raises(NcclError, match="this rank has aborted the communicator") as caught:
+                each.all_reduce(at, at, 4, FLOAT, 0, 0)
+            assert caught.value.status == NcclStatus.INVALID_USAGE
+            with pytest.raises(NcclError, match="aborted"):
+                each.split(0, 0)
+
+
+def ended_by_abort(communicator: Communicator, blocked: object) -> None:
+    """Aborts from another thread what blocks in this one, and counts how that one runs meanwhile."""
+    ticks = 0
+    over = threading.Event()
+
+    def count_and_abort() -> None:
+        nonlocal ticks
+        while not over.is_set() and ticks < 100:
+            ticks += 1
+            time.sleep(0.002)
+        communicator.abort()
+
+    thread = threading.Thread(target=count_and_abort)
+    thread.start()
+    blocked()
+    over.set()
+    thread.join()
+    assert ticks == 100, "the blocked call held the GIL, or did not block"
+
+
+def test_abort_from_another_thread(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, aborts, 2)
+
+
+def ends(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, library, communicator):
+        data = torch.ones(1)
+        parts = [communicator.split(0, 0) for _ in range(3)]
+        assert all(parts)
+        stream = double.stream()
+        double.sleep(stream, 100)
+        parts[0].all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, stream)
+        parts[0].destroy()
+        assert data.item() == size, "destroy waits for what is under way"
+        with library.group():  # several at once
+            parts[1].abort()
+            parts[2].abort()
+        assert [part.handle for part in parts] == [0, 0, 0]
+        with library.group():
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 1, FLOAT, 0, 0)
+            communicator.abort()
+
+
+def test_ends(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, ends, 2)
+
+
+def asynchronous_errors(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        assert communicator.async_error() is None
+        part = communicator.split(0, 0)
+        assert part is not None
+        double.set_async_error(part.handle, 6, "the cable was pulled")
+        error = part.async_error()
+        assert error is not None
+        assert (error.status, error.status_name) == (6, "ncclRemoteError")
+        assert "the cable was pulled" in str(error)
+        with pytest.raises(NcclError, match=r"ncclRemoteError \(6\).*cable"):
+            part.broadcast(0, 0, 1, FLOAT, 0, 0)
+        double.set_async_error(part.handle, 7)
+        assert part.async_error() is None, "in progress is no error"
+        double.set_async_error(part.handle, 8)
+        error = part.async_error()
+        assert error is not None
+        assert error.status == NcclStatus.TIMEOUT
+        part.abort()
+        assert communicator.async_error() is None
+
+        # Ranks that call different operations.
+        stream = double.stream()
+        data = torch.zeros(4)
+        if rank == 0:
+            communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, stream)
+        else:
+            communicator.broadcast(data.data_ptr(), data.data_ptr(), 2, FLOAT, 1, stream)
+        error = seen(communicator)
+        assert error.status == (NcclStatus.REMOTE_ERROR if rank else NcclStatus.INTERNAL_ERROR)
+        assert ("rank 0 has closed" if rank else "rank 0 expects 16") in str(error)
+        communicator.abort()
+        double.synchronize(stream)
+
+
+def seen(communicator: Communicator) -> NcclError:
+    """Waits for an asynchronous error."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        error = communicator.async_error()
+        if error is not None:
+            return error
+        time.sleep(0.005)
+    raise AssertionError("no asynchronous error came")
+
+
+def test_asynchronous_errors(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, asynchronous_errors, 2)
+
+
+def killed(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        stream = double.stream()
+        data = torch.ones(4)
+        communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, stream)
+        error = seen(communicator)
+        assert error.status == NcclStatus.REMOTE_ERROR
+        event = double.event()
+        double.record(event, stream)
+        assert not double.query(event), "the operation hangs until the abort"
+        communicator.abort()
+        double.synchronize(stream)
+
+
+def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
+    results = on(provider, nccl_library, killed, 3, lost=(1,))
+    assert isinstance(results[1], Died)
+
+
+def missing(rank: int, size: int, provider: str, path: Path) -> bool:
+    NcclDouble(path)
+    library = providers.load(provider)
+    identifier = shared_id(library, rank)
+    if rank == 1:
+        return True  # never comes
+    thread = threading.Thread(target=lambda: library.init(identifier, size, rank), daemon=True)
+    thread.start()
+    thread.join(0.3)  # runs while the other blocks, as the GIL is released
+    return thread.is_alive()
+
+
+def test_a_rank_that_never_comes(provider: str, nccl_library: Path) -> None:
+    assert on(provider, nccl_library, missing, 2) == [True, True]
+
+
+def forgotten(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (double, _, communicator):
+        part = communicator.split(0, 0)
+        assert part is not None
+        handle = part.handle
+        del part
+        gc.collect()
+        assert double.communicators() == 2, "only abort and destroy end a communicator"
+        double.set_async_error(handle, 0)  # it is still there
+        ctypes.CDLL(str(path)).ncclCommAbort(ctypes.c_void_p(handle))
+
+
+def test_a_forgotten_communicator_is_not_destroyed(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, forgotten, 2)
