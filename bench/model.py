@@ -26,7 +26,6 @@ from collectives.bench.model_ours import (
     broadcast,
     hierarchical,
     one_shot,
-    pair,
     reduce_scatter,
     sliced,
 )
@@ -34,12 +33,11 @@ from collectives.bench.model_terms import LINK, Parameters, Scale, Terms, turns_
 
 __all__ = ["ALGORITHMS", "OURS", "is_possible", "lower_bound_us", "terms", "time_us"]
 
-OURS = ("one-shot", "pair", "sliced", "hierarchical")
+OURS = ("one-shot", "sliced", "hierarchical")
 """Our algorithms of an all-reduce."""
 
 ALGORITHMS: dict[str, Callable[[float, Scale, Parameters], Terms]] = {
     "one-shot": one_shot,
-    "pair": pair,
     "sliced": sliced,
     "hierarchical": hierarchical,
     "ring": ring,
@@ -60,8 +58,6 @@ ALGORITHMS: dict[str, Callable[[float, Scale, Parameters], Terms]] = {
 
 def is_possible(algorithm: str, s: Scale) -> bool:
     """Returns whether an algorithm exists at a scale."""
-    if algorithm == "pair":
-        return s.ranks == 2 and s.machines == 1
     if algorithm == "sliced":
         return s.machines == 1 and s.ranks > 1
     if algorithm == "hierarchical" or algorithm.startswith("leaders'"):

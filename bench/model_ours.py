@@ -21,7 +21,6 @@ from collectives.bench.model_terms import (
     exchange_of_leaders,
     local_meeting,
     overlapped,
-    scaled,
     turns_of_a_core,
     work,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "most_staged",
     "one_shot",
     "our_algorithm",
-    "pair",
     "reduce_scatter",
     "segment_bytes",
     "sliced",
@@ -49,16 +47,16 @@ LINE_BYTES = 128
 MOST_STAGED = 64 << 10
 """Longest contribution that may travel with the meeting on one machine."""
 
-LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 8 << 10, 128 << 10, 512 << 10
+PAIR_ONE_SHOT, LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 16 << 10, 8 << 10, 64 << 10, 256 << 10
 UNSPLIT = 256 << 10
 PAST_CACHE = 8 << 20
 SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10
 LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 64 << 10, 8, 320 << 10
 LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
-CHUNKS_WANTED = 4
+CHUNKS_WANTED = SLICED_RING_CHUNKS = 4
 RING_BYTES = 1 << 20
 """Defaults of the host backend: ``transport/tuning.cpp``; between machines, ``control_page.cpp`` there and
-``algorithms/machine_parts.hpp``."""
+``algorithms/machine_parts.hpp``; of slices, ``algorithms/reductions.cpp``."""
 
 HEAD_BYTES, ENTRY_BYTES = 16, 40
 """Of a frame of the leaders' meeting (``transport/exchange.hpp``): its head, and what tells of each rank."""
@@ -120,6 +118,8 @@ def most_staged(s: Scale) -> int:
 def _one_shot_limit(s: Scale) -> float:
     if s.machines > 1:
         return most_staged(s)
+    if s.ranks == 2:
+        return PAIR_ONE_SHOT
     return min(max(SHARED_ONE_SHOT / s.ranks, LEAST_ONE_SHOT), MOST_ONE_SHOT)
 
 
@@ -130,24 +130,15 @@ def one_shot(size: float, s: Scale, p: Parameters) -> Terms:
     return add(_meet(p, s, size), work(p, s, size, (s.ranks + sums) * size))
 
 
-def pair(size: float, s: Scale, p: Parameters) -> Terms:
-    """Two ranks: each stages its array chunk by chunk and reduces both."""
-    chunks = math.ceil(size / PAIR_CHUNK)
-    first = scaled(1 / max(chunks, 1), work(p, s, size))  # nothing can be reduced before it
-    ring = RING_BYTES / PAIR_CHUNK
-    return add(_meet(p, s), work(p, s, size, 2 * size), first, _handing_of_chunks(p, s, chunks, 1, ring))
-
-
 def sliced_stages(size: float, s: Scale, p: Parameters) -> Terms:
     """Every rank reduces a slice of each chunk for all, without the meeting."""
     ranks = s.ranks_per_machine
-    # Everything but the own slice in, the own result, the others' out.
-    moved = 2 * (ranks - 1) / ranks + 1 / ranks
-    chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), LONGEST_CHUNK) if size > UNSPLIT else max(size, 1)
+    moved = 2 * (ranks - 1) / ranks  # everything but the own slice in, the others' results out
+    longest = PAIR_CHUNK if ranks == 2 else LONGEST_CHUNK
+    chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), longest) if size > UNSPLIT else max(size, 1)
     chunks = math.ceil(size / chunk)
-    return add(
-        work(p, s, size * moved, size), _handing_of_chunks(p, s, chunks, 2, min(RING_BYTES / chunk, chunks))
-    )
+    ring = min(RING_BYTES / chunk, SLICED_RING_CHUNKS)
+    return add(work(p, s, size * moved, size), _handing_of_chunks(p, s, chunks, 2, ring))
 
 
 def sliced(size: float, s: Scale, p: Parameters) -> Terms:
@@ -190,7 +181,7 @@ def our_algorithm(operation: str, size: float, s: Scale) -> str:
         return "one-shot"
     if s.machines > 1:
         return "hierarchical"
-    return "pair" if s.ranks == 2 else "sliced"
+    return "sliced"
 
 
 # ---- other operations ----------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ PLAN = (
     Step(
         "ring_bytes",
         (256 * _K, 512 * _K, _M),
-        _probes(("all_reduce", (_M, 8 * _M)), ("broadcast", (_M, 8 * _M))),
+        _probes(("all_gather", (_M, 8 * _M)), ("broadcast", (_M, 8 * _M))),
     ),
     Step(
         "past_cache_bytes",

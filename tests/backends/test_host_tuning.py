@@ -56,6 +56,11 @@ def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, m
         pytest.param({"ranks": {"2": {"luck": 1}}}, "no threshold 'luck'", id="unknown"),
         pytest.param({"ranks": {"2": {"chunk_bytes": 17000}}}, "multiple of 4096, not 17000", id="bounds"),
         pytest.param({"ranks": {"2": {"ring_bytes": 65536}}}, "at least 4 times chunk_bytes", id="together"),
+        pytest.param(
+            {"ranks": {"2": {"ring_bytes": 262144, "unsplit_bytes": 270336}}},
+            r"at least unsplit_bytes (270336), not 262144",
+            id="no room",
+        ),
         pytest.param({"ranks": {"2": {"spin_us": "long"}}}, "", id="no number"),
     ],
 )

@@ -3,19 +3,22 @@
 // Short: every rank stages its contribution, and whoever needs the result reduces all staged contributions in
 // rank order.
 //
-// Long, between two ranks: the same chunk by chunk. Each copies its chunk into its ring and reduces the chunk
-// before it, straight from its tensor and the other's ring. Reducing everything twice costs less than
-// exchanging halves of results.
-//
-// Long, between more: a pipeline of three stages over the chunks; a *slice* is one rank's share of a chunk:
+// Long: a pipeline of three stages over the chunks; a *slice* is one rank's share of a chunk:
 //   fill c      copy what the others reduce, everything but the own slice, into the own ring
 //   reduce c-1  reduce the own slice over all ranks, the own contribution straight from the tensor, into the
-//               tensor and the ring
-//   drain c-2   copy the other slices from the rings of their owners into the tensor
+//               tensor and into the next rank's ring
+//   drain c-2   copy the other slices from where their owners put them into the tensor
 // So each contribution is copied at most once, each result at most twice.
 //
-// Either way a tensor's memory is read once and written once while its chunk is still in the cache, and the
-// stages of neighbouring chunks overlap between ranks, so that nobody waits for one chunk at a time.
+// A result goes where the next rank's contribution to it was. Those lines have just come to the owner's core,
+// and are written there at little cost; lines in a ring of its own would be taken back from those that read
+// them last. Between two ranks every line then carries news both ways.
+//
+// A tensor's memory is read once and written once while its chunk is still in the cache, and is fetched into
+// it while the stage before waits for lines of other cores. The stages of neighbouring chunks overlap between
+// ranks, so that nobody waits for one chunk at a time.
+//
+// reduce between two ranks: the root reduces straight from its tensor and the other's ring.
 //
 // Which path a message takes, and where its chunks and slices end, changes no bit of the result: elements are
 // reduced one by one in rank order (kernels/kernels.hpp), between machines machine by machine. Long messages
@@ -51,6 +54,10 @@ void reduce_alone(void* data, std::size_t count, const Reduction& reduction) {
   reduce(data, &source, 1, count, reduction.dtype, reduction.op, reduction.factor);
 }
 
+// As many chunks are under way at most, and no more fit into the rings: the less memory they take, the more
+// of it stays in the cores' own caches.
+constexpr std::uint64_t kRingChunks = 4;
+
 // The chunks of a message and their slices.
 class Slices {
  public:
@@ -85,7 +92,7 @@ class SlicedReduction {
         slices_(round, count, element_),
         copy_out_(round, count * element_),
         me_(static_cast<std::uint64_t>(round.rank())) {
-    round_.open_rings(slices_.count(), sliced_chunk(round, count * element_));
+    round_.open_rings(slices_.count(), sliced_chunk(round, count * element_), kRingChunks);
   }
 
   void run_all() {
@@ -123,8 +130,18 @@ class SlicedReduction {
     return round_.chunk(rank, c) + element * element_;
   }
 
+  // Where the owner of a slice puts what it makes of it.
+  std::byte* results(int owner, std::uint64_t c, std::size_t element) const {
+    return ring((owner + 1) % round_.size(), c, element);
+  }
+  // A part of a chunk to be fetched, or null behind the last.
+  const std::byte* later(std::uint64_t c, std::size_t element) const {
+    return c < slices_.count() ? tensor(c, element) : nullptr;
+  }
+
   void fill(std::uint64_t c) {
-    round_.await_room(c);
+    // Of two ranks the one reads last in its ring what the other put there.
+    if (round_.size() > 2) round_.await_room(c);
     const Pieces slices = slices_.of(c);
     const std::size_t begin = slices.begin(me_);
     const std::size_t end = slices.begin(me_ + 1);
@@ -142,9 +159,8 @@ class SlicedReduction {
       if (r != round_.rank()) round_.await_filled(r, c);
       sources[r] = r == round_.rank() ? tensor(c, begin) : ring(r, c, begin);
     }
-    std::byte* result = keep ? tensor(c, begin) : ring(round_.rank(), c, begin);
-    reduce(result, sources, round_.size(), length, reduction_.dtype, reduction_.op, reduction_.factor);
-    if (keep) collectives::copy(ring(round_.rank(), c, begin), result, length * element_);
+    reduce(results(round_.rank(), c, begin), sources, round_.size(), length, reduction_.dtype, reduction_.op,
+           reduction_.factor, {.second = keep ? tensor(c, begin) : nullptr, .next = later(c + 1, begin)});
     round_.reduced(c);
   }
 
@@ -154,8 +170,8 @@ class SlicedReduction {
       const int r = (round_.rank() + i) % round_.size();
       round_.await_reduced(r, c);
       const auto owner = static_cast<std::uint64_t>(r);
-      copy_out_(tensor(c, slices.begin(owner)), ring(r, c, slices.begin(owner)),
-                slices.length(owner) * element_);
+      copy_out_(tensor(c, slices.begin(owner)), results(r, c, slices.begin(owner)),
+                slices.length(owner) * element_, later(c + 3, slices.begin(owner)));
     }
     round_.drained(c);
   }
@@ -169,32 +185,7 @@ class SlicedReduction {
   std::uint64_t me_;
 };
 
-void reduce_between_two(Round& round, std::byte* data, std::size_t bytes, const Reduction& reduction) {
-  const int me = round.rank();
-  const int other = 1 - me;
-  const std::size_t element = size_of(reduction.dtype);
-  const Pieces pieces{.total = bytes, .step = round.tuning().chunk_bytes};
-  const std::uint64_t chunks = pieces.count();
-  round.open_rings(chunks, round.tuning().chunk_bytes);
-  const void** sources = round.sources();
-  for (std::uint64_t i = 0; i <= chunks; ++i) {
-    if (i < chunks) {
-      round.await_room(other, i);
-      collectives::copy(round.chunk(me, i), data + pieces.begin(i), pieces.length(i));
-      round.filled(i);
-    }
-    if (i == 0) continue;
-    const std::uint64_t c = i - 1;
-    round.await_filled(other, c);
-    sources[me] = data + pieces.begin(c);
-    sources[other] = round.chunk(other, c);
-    reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction.dtype, reduction.op,
-           reduction.factor);
-    round.drained(c);
-  }
-}
-
-// The same with the result on the root alone: the other rank only fills, the root only reduces.
+// Between two ranks, with the result on the root alone: the other rank only fills, the root only reduces.
 void reduce_between_two_to(int root, Round& round, std::byte* data, std::size_t bytes,
                            const Reduction& reduction) {
   const int other = 1 - root;
@@ -234,7 +225,6 @@ void all_reduce(Round& round, void* data, std::size_t count, const Reduction& re
   if (round.placement().several()) {
     return reduce_between_machines(round, static_cast<std::byte*>(data), count, reduction, -1);
   }
-  if (round.size() == 2) return reduce_between_two(round, static_cast<std::byte*>(data), bytes, reduction);
   SlicedReduction(round, static_cast<std::byte*>(data), count, reduction).run_all();
 }
 

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "kernels/kernels.hpp"
@@ -93,12 +94,12 @@ class Round {
   // conclusion.
   [[noreturn]] void mismatch(const std::string& difference) const;
 
-  // Reserves the rings, for `chunks` chunks of at most `chunk_bytes`. All ranks name the same numbers, after
-  // the meeting.
-  void open_rings(std::uint64_t chunks, std::size_t chunk_bytes) {
+  // Reserves the rings, for `chunks` chunks of at most `chunk_bytes`, as long as the table allows and no
+  // longer than `longest` chunks. All ranks name the same numbers, after the meeting.
+  void open_rings(std::uint64_t chunks, std::size_t chunk_bytes,
+                  std::uint64_t longest = std::numeric_limits<std::uint64_t>::max()) {
     chunk_bytes_ = chunk_bytes;
-    ring_chunks_ =
-        std::min<std::uint64_t>(tuning().ring_bytes / chunk_bytes, std::max<std::uint64_t>(chunks, 1));
+    ring_chunks_ = std::clamp<std::uint64_t>(chunks, 1, std::min(tuning().ring_bytes / chunk_bytes, longest));
     ring_ = next_window(ring_chunks_ * chunk_bytes);
   }
   // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
@@ -188,12 +189,13 @@ class CopyOut {
  public:
   CopyOut(const Round& round, std::size_t bytes)
       : copy_(bytes >= round.tuning().past_cache_bytes ? copy_streaming : copy) {}
-  void operator()(std::byte* output, const std::byte* input, std::size_t bytes) const {
-    if (output != input) copy_(output, input, bytes);
+  void operator()(std::byte* output, const std::byte* input, std::size_t bytes,
+                  const std::byte* next = nullptr) const {
+    if (output != input) copy_(output, input, bytes, next);
   }
 
  private:
-  void (*copy_)(void*, const void*, std::size_t);
+  void (*copy_)(void*, const void*, std::size_t, const void*);
 };
 
 }  // namespace collectives

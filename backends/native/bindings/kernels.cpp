@@ -29,19 +29,43 @@ ReduceOp op_from(std::uint8_t code) {
 
 void* pointer_from(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-using Reduce = void (*)(void*, const void* const*, int, std::size_t, DType, ReduceOp, double);
-
-template <Reduce kFunction>
-void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t count,
-                  std::uint8_t dtype, std::uint8_t op, double factor) {
+std::vector<const void*> pointers_from(const std::vector<std::uintptr_t>& addresses) {
   std::vector<const void*> pointers;
-  pointers.reserve(sources.size());
-  for (const std::uintptr_t source : sources) pointers.push_back(pointer_from(source));
+  pointers.reserve(addresses.size());
+  for (const std::uintptr_t address : addresses) pointers.push_back(pointer_from(address));
+  return pointers;
+}
+
+void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t count,
+                  std::uint8_t dtype, std::uint8_t op, double factor, std::uintptr_t second,
+                  std::uintptr_t next) {
+  const std::vector<const void*> pointers = pointers_from(sources);
+  const DType checked_dtype = dtype_from(dtype);
+  const ReduceOp checked_op = op_from(op);
+  const nb::gil_scoped_release release;
+  reduce(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
+         checked_op, factor, {.second = pointer_from(second), .next = pointer_from(next)});
+}
+
+using Fold = void (*)(void*, const void* const*, int, std::size_t, DType, ReduceOp, double);
+
+template <Fold kFunction>
+void bound_fold(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, std::size_t count,
+                std::uint8_t dtype, std::uint8_t op, double factor) {
+  const std::vector<const void*> pointers = pointers_from(sources);
   const DType checked_dtype = dtype_from(dtype);
   const ReduceOp checked_op = op_from(op);
   const nb::gil_scoped_release release;
   kFunction(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
             checked_op, factor);
+}
+
+using Copy = void (*)(void*, const void*, std::size_t, const void*);
+
+template <Copy kFunction>
+void bound_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes, std::uintptr_t next) {
+  const nb::gil_scoped_release release;
+  kFunction(pointer_from(dst), pointer_from(src), bytes, pointer_from(next));
 }
 
 }  // namespace
@@ -56,30 +80,21 @@ void bind_kernels(nb::module_& module) {
       "reducible",
       [](std::uint8_t dtype, std::uint8_t op) { return reducible(dtype_from(dtype), op_from(op)); },
       nb::arg("dtype_code"), nb::arg("op_code"));
-  module.def("reduce", bound_reduce<reduce>, nb::arg("dst_ptr"), nb::arg("source_ptrs"), nb::arg("count"),
-             nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
-  module.def("accumulate", bound_reduce<accumulate>, nb::arg("partial_ptr"), nb::arg("source_ptrs"),
+  module.def("reduce", bound_reduce, nb::arg("dst_ptr"), nb::arg("source_ptrs"), nb::arg("count"),
+             nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("second_ptr") = 0,
+             nb::arg("next_ptr") = 0);
+  module.def("accumulate", bound_fold<accumulate>, nb::arg("partial_ptr"), nb::arg("source_ptrs"),
              nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
-  module.def("combine", bound_reduce<combine>, nb::arg("dst_ptr"), nb::arg("partial_ptrs"), nb::arg("count"),
+  module.def("combine", bound_fold<combine>, nb::arg("dst_ptr"), nb::arg("partial_ptrs"), nb::arg("count"),
              nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"));
   module.def(
       "accumulator_bytes",
       [](std::uint8_t dtype, std::uint8_t op) { return accumulator_bytes(dtype_from(dtype), op_from(op)); },
       nb::arg("dtype_code"), nb::arg("op_code"));
-  module.def(
-      "copy",
-      [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
-        const nb::gil_scoped_release release;
-        copy(pointer_from(dst), pointer_from(src), bytes);
-      },
-      nb::arg("dst_ptr"), nb::arg("src_ptr"), nb::arg("nbytes"));
-  module.def(
-      "copy_streaming",
-      [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
-        const nb::gil_scoped_release release;
-        copy_streaming(pointer_from(dst), pointer_from(src), bytes);
-      },
-      nb::arg("dst_ptr"), nb::arg("src_ptr"), nb::arg("nbytes"));
+  module.def("copy", bound_copy<copy>, nb::arg("dst_ptr"), nb::arg("src_ptr"), nb::arg("nbytes"),
+             nb::arg("next_ptr") = 0);
+  module.def("copy_streaming", bound_copy<copy_streaming>, nb::arg("dst_ptr"), nb::arg("src_ptr"),
+             nb::arg("nbytes"), nb::arg("next_ptr") = 0);
   module.def("cpu_capability", cpu_capability);
 }
 

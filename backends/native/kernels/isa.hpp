@@ -13,16 +13,19 @@
 
 namespace collectives {
 
-using ReduceKernel = void (*)(std::byte* dst, const void* const* sources, int n, std::size_t count,
-                              double factor);
-using CopyKernel = void (*)(std::byte* dst, const std::byte* src, std::size_t bytes);
+// `second` is another place for the result, `next` what to fetch meanwhile; either may be null.
+using ReduceKernel = void (*)(std::byte* dst, std::byte* second, const std::byte* next,
+                              const void* const* sources, int n, std::size_t count, double factor);
+using FoldKernel = void (*)(std::byte* dst, const void* const* sources, int n, std::size_t count,
+                            double factor);
+using CopyKernel = void (*)(std::byte* dst, const std::byte* src, const std::byte* next, std::size_t bytes);
 
 // Sums of so many 32-bit integers are exact in float64.
 inline constexpr int kMaxAveragedIntegers = 1 << 20;
 
 struct PartialKernels {
-  ReduceKernel accumulate;
-  ReduceKernel combine;
+  FoldKernel accumulate;
+  FoldKernel combine;
   std::size_t bytes;  // of an accumulator
 };
 
@@ -30,6 +33,7 @@ struct InstructionSet {
   const char* name;
   ReduceKernel reduce[kDTypeCount][kReduceOpCount];  // null: handled by the dispatcher, or not reducible
   PartialKernels partial[kDTypeCount][kReduceOpCount];
+  CopyKernel copy_fetching;
   CopyKernel copy_streaming;
 };
 

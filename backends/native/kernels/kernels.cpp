@@ -88,7 +88,7 @@ DType component_of(DType dtype) {
   }
 }
 
-void run_partial(ReduceKernel PartialKernels::* kernel, void* dst, const void* const* sources, int n,
+void run_partial(FoldKernel PartialKernels::* kernel, void* dst, const void* const* sources, int n,
                  std::size_t count, DType dtype, ReduceOp op, double factor) {
   const InstructionSet& set = instruction_set();
   if (count == 0) return;
@@ -102,19 +102,22 @@ void run_partial(ReduceKernel PartialKernels::* kernel, void* dst, const void* c
 }  // namespace
 
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
-            double factor) {
+            double factor, const Along& along) {
   check(n, dtype, op, factor);
   const InstructionSet& set = instruction_set();
   if (count == 0) return;
   if (n == 1 && op != ReduceOp::avg && op != ReduceOp::premul_sum) {
-    if (dst != sources[0]) std::memcpy(dst, sources[0], count * size_of(dtype));
+    for (void* to : {dst, along.second}) {
+      if (to != nullptr && to != sources[0]) std::memcpy(to, sources[0], count * size_of(dtype));
+    }
     return;
   }
   const DType element = component_of(dtype);
   if (element != dtype) count *= 2;
   const DefaultFloatEnvironment environment;
-  set.reduce[static_cast<int>(element)][static_cast<int>(op)](static_cast<std::byte*>(dst), sources, n, count,
-                                                              factor);
+  const ReduceKernel kernel = set.reduce[static_cast<int>(element)][static_cast<int>(op)];
+  kernel(static_cast<std::byte*>(dst), static_cast<std::byte*>(along.second),
+         static_cast<const std::byte*>(along.next), sources, n, count, factor);
 }
 
 std::size_t accumulator_bytes(DType dtype, ReduceOp op) {
@@ -136,13 +139,21 @@ void combine(void* dst, const void* const* partials, int n, std::size_t count, D
   run_partial(&PartialKernels::combine, dst, partials, n, count, dtype, op, factor);
 }
 
-void copy(void* dst, const void* src, std::size_t bytes) {
-  if (bytes != 0) std::memcpy(dst, src, bytes);
+void copy(void* dst, const void* src, std::size_t bytes, const void* next) {
+  if (bytes == 0) return;
+  if (next == nullptr) {
+    std::memcpy(dst, src, bytes);
+  } else {
+    instruction_set().copy_fetching(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src),
+                                    static_cast<const std::byte*>(next), bytes);
+  }
 }
 
-void copy_streaming(void* dst, const void* src, std::size_t bytes) {
+void copy_streaming(void* dst, const void* src, std::size_t bytes, const void* next) {
   const InstructionSet& set = instruction_set();
-  if (bytes != 0) set.copy_streaming(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), bytes);
+  if (bytes == 0) return;
+  set.copy_streaming(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src),
+                     static_cast<const std::byte*>(next), bytes);
 }
 
 const char* cpu_capability() { return instruction_set().name; }

@@ -17,6 +17,17 @@
 
 namespace collectives {
 
+// What goes along with an operation's way through memory.
+struct Along {
+  // Another place for the result, or null: written from registers, so that no copy has to read it again. It
+  // obeys what is said of the first, and does not overlap it.
+  void* second = nullptr;
+  // What the calling thread reads next, or null: as many bytes of it as the result has are fetched into the
+  // second-level cache meanwhile. Memory and peers are waited for at the same time then. Only a hint; no
+  // address is wrong.
+  const void* next = nullptr;
+};
+
 // dst[i] = round(sources[0][i] op sources[1][i] op ... op sources[n-1][i]) for i in [0, count), combined from
 // left to right.
 //
@@ -46,7 +57,7 @@ namespace collectives {
 // Throws std::invalid_argument, with nothing written, if n < 1, if the pair is not `reducible`, or if an AVG
 // factor is not positive and finite (for integers: not an integer of at most 2^53).
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
-            double factor);
+            double factor, const Along& along = {});
 
 // The same reduction in two steps, for sources in several places. The *partial* of some sources is what their
 // accumulators hold after the last of them, in memory: an accumulator an element, in their order and in this
@@ -64,12 +75,12 @@ void accumulate(void* partial, const void* const* sources, int n, std::size_t co
 void combine(void* dst, const void* const* partials, int n, std::size_t count, DType dtype, ReduceOp op,
              double factor);
 
-// Copies between ranges that do not overlap.
-void copy(void* dst, const void* src, std::size_t bytes);
+// Copies between ranges that do not overlap. `next` is as in `Along`.
+void copy(void* dst, const void* src, std::size_t bytes, const void* next = nullptr);
 
 // The same for a destination that this CPU will not read soon: the stores pass by the cache where the CPU can
 // do so, and are ordered before any store that follows in program order when the call returns.
-void copy_streaming(void* dst, const void* src, std::size_t bytes);
+void copy_streaming(void* dst, const void* src, std::size_t bytes, const void* next = nullptr);
 
 // The instruction set in use: "default" (the baseline of the architecture), "avx2" or "avx512". Chosen once,
 // the best that the CPU has; the environment variable COLLECTIVES_CPU_CAPABILITY may lower it (empty: as if

@@ -127,13 +127,18 @@ struct Accumulators {
   }
 
   template <class Op>
-  void end(std::byte* to, const Op& op) const {
+  void end(const Op& op) {
 #pragma GCC unroll 8
     for (int s = 0; s < kSteps; ++s) {
-      Register results[Format::kParts];
 #pragma GCC unroll 4
-      for (int p = 0; p < Format::kParts; ++p) results[p] = op.finish(steps[s][p]);
-      Format::store(to + static_cast<std::size_t>(s) * Format::kStepBytes, results);
+      for (int p = 0; p < Format::kParts; ++p) steps[s][p] = op.finish(steps[s][p]);
+    }
+  }
+
+  void store(std::byte* to) const {
+#pragma GCC unroll 8
+    for (int s = 0; s < kSteps; ++s) {
+      Format::store(to + static_cast<std::size_t>(s) * Format::kStepBytes, steps[s]);
     }
   }
 
@@ -152,8 +157,8 @@ constexpr std::size_t kBlockBytes = 8192;
 
 // Sources [first, last) of a chunk at `offset`. `carried` holds the accumulators between groups of sources.
 template <class Format, class Op, int kSteps>
-inline void reduce_chunk(std::byte* dst, const void* const* sources, int n, int first, int last,
-                         std::size_t offset, const Op& op, std::byte* carried) {
+inline void reduce_chunk(std::byte* dst, std::byte* second, const void* const* sources, int n, int first,
+                         int last, std::size_t offset, const Op& op, std::byte* carried) {
   Accumulators<Format, kSteps> accumulators;
   int k = first;
   if (first == 0) {
@@ -163,16 +168,19 @@ inline void reduce_chunk(std::byte* dst, const void* const* sources, int n, int 
   }
   for (; k < last; ++k) accumulators.join(at(sources[k], offset), op);
   if (last == n) {
-    accumulators.end(dst + offset, op);
+    accumulators.end(op);
+    accumulators.store(dst + offset);
+    if (second != nullptr) accumulators.store(second + offset);
   } else {
     __builtin_memcpy(carried, &accumulators, sizeof(accumulators));
   }
 }
 
-// Every element is read from all sources before its place in `dst` is written, which is why `dst` may be any
-// of them.
+// Every element is read from all sources before its places in `dst` and `second` are written, which is why
+// these may be any of them.
 template <class Format, template <class> class OpOf>
-void reduce_kernel(std::byte* dst, const void* const* sources, int n, std::size_t count, double factor) {
+void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, const void* const* sources,
+                   int n, std::size_t count, double factor) {
   using Op = OpOf<Format>;
   constexpr int kSteps = 8 / Format::kParts;
   using Step = Accumulators<Format, 1>;
@@ -190,10 +198,11 @@ void reduce_kernel(std::byte* dst, const void* const* sources, int n, std::size_
       std::byte* carry = carried;
       std::size_t offset = block;
       for (; end - offset >= Chunk::kBytes; offset += Chunk::kBytes, carry += sizeof(Chunk)) {
-        reduce_chunk<Format, Op, kSteps>(dst, sources, n, first, last, offset, op, carry);
+        if (next != nullptr && first == 0) fetch(next + offset, Chunk::kBytes);
+        reduce_chunk<Format, Op, kSteps>(dst, second, sources, n, first, last, offset, op, carry);
       }
       for (; offset < end; offset += Step::kBytes, carry += sizeof(Step)) {
-        reduce_chunk<Format, Op, 1>(dst, sources, n, first, last, offset, op, carry);
+        reduce_chunk<Format, Op, 1>(dst, second, sources, n, first, last, offset, op, carry);
       }
     }
   }
@@ -210,15 +219,18 @@ void reduce_kernel(std::byte* dst, const void* const* sources, int n, std::size_
     __builtin_memcpy(padded, at(sources[k], whole), rest);
     accumulators.join(padded, op);
   }
-  accumulators.end(padded, op);
+  accumulators.end(op);
+  accumulators.store(padded);
   __builtin_memcpy(dst + whole, padded, rest);
+  if (second != nullptr) __builtin_memcpy(second + whole, padded, rest);
 }
 
 // Integer AVG. `Wide` holds every sum of kMaxAveragedIntegers elements exactly: float64 for elements of up to
 // 32 bits, where the truncated quotient is exact as well: a quotient that is not an integer differs from the
 // next one by at least 2^-53 of itself.
 template <class T, class Wide, class Divisor>
-void average_kernel(std::byte* dst, const void* const* sources, int n, std::size_t count, double factor) {
+void average_kernel(std::byte* dst, std::byte* second, const std::byte*, const void* const* sources, int n,
+                    std::size_t count, double factor) {
   constexpr std::size_t kBlock = 512;
   const auto divisor = static_cast<Divisor>(factor);
   for (std::size_t begin = 0; begin < count; begin += kBlock) {
@@ -237,6 +249,7 @@ void average_kernel(std::byte* dst, const void* const* sources, int n, std::size
       const T x = static_cast<T>(static_cast<std::int64_t>(sums[i] / divisor));
       __builtin_memcpy(to + i * sizeof(T), &x, sizeof(T));
     }
+    if (second != nullptr) __builtin_memcpy(second + begin * sizeof(T), to, size * sizeof(T));
   }
 }
 
@@ -302,7 +315,7 @@ constexpr void add_ordered(InstructionSet& set, DType dtype) {
 }
 
 constexpr InstructionSet make_instruction_set() {
-  InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_past_cache};
+  InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_fetching, copy_past_cache};
 
   add<Boolean, Or>(set, DType::boolean, ReduceOp::sum);
   add<Boolean, Or>(set, DType::boolean, ReduceOp::max);

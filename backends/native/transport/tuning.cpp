@@ -43,8 +43,10 @@ Tuning default_tuning(int size) {
   const auto ranks = static_cast<std::uint64_t>(std::max(size, 1));
   const bool pair = size <= 2;
   return Tuning{
-      // With more ranks, reducing everything is more work for each, and slices pay off earlier.
-      .one_shot_bytes = std::clamp(512 * kKiB / ranks, 8 * kKiB, 128 * kKiB),
+      // Two ranks on two cores meet twice in less time than it takes to read what slices spare them. With
+      // more
+      // ranks, a second meeting costs more, and reducing everything is more work for each.
+      .one_shot_bytes = pair ? 16 * kKiB : std::clamp(256 * kKiB / ranks, 8 * kKiB, 64 * kKiB),
       .staged_bytes = 64 * kKiB,
       // Between two ranks a chunk stays in a core's cache together with its neighbours; between more, long
       // chunks keep the number of synchronisations low, each of which costs context switches where ranks
@@ -75,6 +77,10 @@ std::string complaint_about(const Tuning& tuning) {
   if (tuning.ring_bytes < 4 * tuning.chunk_bytes) {
     return "ring_bytes must be at least 4 times chunk_bytes (" + std::to_string(tuning.chunk_bytes) +
            "), not " + std::to_string(tuning.ring_bytes);
+  }
+  if (tuning.ring_bytes < tuning.unsplit_bytes) {
+    return "ring_bytes must be at least unsplit_bytes (" + std::to_string(tuning.unsplit_bytes) + "), not " +
+           std::to_string(tuning.ring_bytes);
   }
   return {};
 }
