@@ -141,6 +141,10 @@ class TCPStore(Store):
         self._client.close()
         self._server = None
 
+    def _release(self) -> None:
+        if hasattr(self, "_client"):  # unless the constructor failed
+            self.close()
+
     def __repr__(self) -> str:
         role = "client" if self._server is None else "server"
         return f"TCPStore({self._address()}, {role})"

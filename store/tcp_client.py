@@ -16,6 +16,13 @@ from collectives.store.wire import MAGIC, Command, u32
 
 __all__ = ["Client", "Connection"]
 
+_open: set[Client] = set()
+"""Clients that nobody has closed.
+
+Garbage collection ends whatever it finds beside a store, even where the store stays because C++ code holds it
+(:mod:`collectives.store.keep_alive`). So it must not find connections: they live until they are closed.
+"""
+
 _IDLE_KEPT = 2
 _FIRST_RETRY_S = 0.01
 _LONGEST_RETRY_S = 1.0
@@ -77,8 +84,9 @@ class Connection:
 class Client:
     """A few connections to one server, made when needed, so that threads do not wait for each other.
 
-    Connections are made again in a process forked from this one: sockets must not be shared. A connection
-    that breaks makes the client unusable, because a server found at the address later has lost the data.
+    They stay until :meth:`close`. They are made again in a process forked from this one: sockets must not be
+    shared. A connection that breaks makes the client unusable, because a server found at the address later
+    has lost the data.
     """
 
     def __init__(self, host: str, port: int, shown_as: str, timeout: float) -> None:
@@ -99,6 +107,7 @@ class Client:
         self._failure: str | None = None
         self._idle.append(self._connect(timeout))
         tell_in_children(self, Client._after_fork)
+        _open.add(self)
 
     @contextlib.contextmanager
     def connection(self, operation: str, timeout: float) -> Iterator[Connection]:
@@ -142,6 +151,7 @@ class Client:
 
     def close(self) -> None:
         """Closes all connections; calls that use one in another thread raise. Idempotent."""
+        _open.discard(self)
         with self._lock:
             self._failure = self._failure or f"the store on {self._shown_as} was closed in this process"
             idle, self._idle = self._idle, []
@@ -150,7 +160,7 @@ class Client:
         for connection in idle:
             connection.close()
 
-    def __del__(self) -> None:
+    def __del__(self) -> None:  # at the end of the interpreter
         for connection in getattr(self, "_idle", ()):
             connection.close()
 
@@ -196,21 +206,24 @@ class Client:
             addresses = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
             raise ValueError(f"{self._host!r} cannot be the name of a machine: {error}") from error
-        last_error: OSError | None = None
-        for family, kind, protocol, _, address in addresses:
-            sock = None
-            try:
-                sock = socket.socket(family, kind, protocol)
-                return self._greet(sock, address, deadline)
-            except OSError as error:
-                last_error = error
-                if sock is not None:
-                    sock.close()
-            except BaseException:
-                if sock is not None:
-                    sock.close()
-                raise
-        raise last_error or OSError(f"{self._host!r} has no address")
+        errors: list[OSError] = []
+        try:
+            for family, kind, protocol, _, address in addresses:
+                sock = None
+                try:
+                    sock = socket.socket(family, kind, protocol)
+                    return self._greet(sock, address, deadline)
+                except OSError as error:
+                    errors.append(error)
+                    if sock is not None:
+                        sock.close()
+                except BaseException:
+                    if sock is not None:
+                        sock.close()
+                    raise
+            raise errors[-1] if errors else OSError(f"{self._host!r} has no address")
+        finally:
+            errors.clear()  # one that this frame knew would be in a cycle, with the client and its store
 
     def _greet(self, sock: socket.socket, address: tuple[object, ...], deadline: float) -> Connection:
         answer_by = min(deadline, time.monotonic() + _ANSWER_S)

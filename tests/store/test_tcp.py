@@ -9,19 +9,37 @@ import re
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from ports import free_port, listening
 from store_pairs import LONG
+from waiting import until
 
 import collectives
 from collectives.store import TCPStore
 
 SECOND = timedelta(seconds=1)
+
+
+@contextmanager
+def garbage_stays():
+    """What is in a cycle is not collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def later(seconds, function):
+    time.sleep(seconds)
+    return function()
 
 
 class TestListening:
@@ -162,6 +180,19 @@ class TestConnecting:
             server = TCPStore("127.0.0.1", port, is_master=True)
             assert client.result(10).add("n", 1) == 1
         server.close()
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+    def test_a_client_that_had_to_wait_ends_with_its_owner(self, host):
+        port = free_port()
+        with ThreadPoolExecutor(1) as threads, garbage_stays():
+            server = threads.submit(later, 0.1, lambda: TCPStore("127.0.0.1", port, is_master=True))
+            client = TCPStore(host, port, timeout=LONG)
+            native = server.result(10)._server.native
+            gone = weakref.ref(client)
+            del client
+            assert gone() is None
+            until(lambda: native.connections == 1)  # the server's own
+            server.result().close()
 
     def test_another_service(self):
         with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as threads:

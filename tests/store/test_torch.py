@@ -164,6 +164,20 @@ class TestLife:
         gc.collect()
         assert len(alive(kind)) == before - 1
 
+    def test_a_store_that_only_torch_holds_in_garbage(self, store):
+        kind, ring = type(store), [store.clone()]
+        before = len(alive(kind))
+        ring.append(ring)
+        prefix = dist.PrefixStore("a", ring[0])
+        del ring
+        gc.collect()
+        assert len(alive(kind)) == before
+        prefix.set("key", "value")
+        assert store.get("a/key") == b"value"
+        del prefix
+        gc.collect()
+        assert len(alive(kind)) == before - 1
+
     def test_a_server_ends_when_torch_lets_it_go(self):
         prefix = dist.PrefixStore("a", TCPStore("127.0.0.1", 0, is_master=True))
         gc.collect()
