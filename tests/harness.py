@@ -28,15 +28,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import rank_server
-from rank_server import Outcome, Task, current_store
+from rank_server import Task, current_store
+from rank_watch import Died, RankFailedError, RankProcess, RankTimeoutError, Watch
 
 if TYPE_CHECKING:
     from collectives.bench.namespaces import Machines
@@ -57,71 +56,7 @@ __all__ = [
 SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 """Environment variable that marks all descendants of this pytest process."""
 
-_GRACE_SECONDS = 5.0
-"""How long the other ranks may still report their own errors after the first one failed."""
-
-_LOG_TAIL = 6000
-
 _MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
-
-
-class RankFailedError(AssertionError):
-    """A rank raised or died; the message has its traceback and what the other ranks did.
-
-    Attributes:
-        rank: the first rank that failed.
-        errors: texts by rank.
-    """
-
-    def __init__(self, message: str, rank: int, errors: dict[int, str]) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.errors = errors
-
-
-class RankTimeoutError(RankFailedError):
-    """The ranks did not finish in time; the message has the stacks of those that had not."""
-
-
-@dataclass(frozen=True)
-class Died:
-    """Stands in the results for a rank of ``lost`` that did not answer.
-
-    Attributes:
-        exitcode: its exit status, or the negative number of the signal that ended it.
-    """
-
-    exitcode: int
-
-
-class RankProcess:
-    """A process that plays ranks, seen from here.
-
-    Args:
-        connection: where it gets tasks and answers.
-        pid: its number.
-        log: file with its output.
-    """
-
-    def __init__(self, connection: mp_connection.Connection, pid: int, log: Path) -> None:
-        self.connection = connection
-        self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
-        self._log = log
-        self._seen = 0
-
-    def start(self, task: Task) -> None:
-        self._seen = self._log.stat().st_size
-        self.connection.send_bytes(pickle.dumps(task))
-
-    def output(self) -> str:
-        """Returns what the rank wrote to stdout and stderr since its task began."""
-        with self._log.open("rb") as log:
-            log.seek(self._seen)
-            return log.read().decode(errors="replace")[-_LOG_TAIL:]
-
-    def send_signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self.pidfd, number)
 
 
 class _Rank(RankProcess):
@@ -450,7 +385,7 @@ def _play(
     for rank, task in zip(ranks, tasks, strict=True):
         rank.start(task)
     what = f"{function.__qualname__} on {len(ranks)} ranks"
-    return _Watch(what, ranks, set(lost)).until(time.monotonic() + timeout, timeout)
+    return Watch(what, ranks, set(lost)).until(time.monotonic() + timeout, timeout)
 
 
 def _modules_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, str]]:
@@ -463,109 +398,3 @@ def _modules_of(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tup
         if file is not None and name != "__main__":
             found[name] = file
     return list(found.items())
-
-
-class _Watch:
-    """Waits for the outcomes of one call."""
-
-    def __init__(self, what: str, ranks: Sequence[RankProcess], lost: set[int]) -> None:
-        self._what = what
-        self._ranks = ranks
-        self._lost = lost
-        self._waiting = set(range(len(ranks)))
-        self._results: list[Any] = [None] * len(ranks)
-        self._errors: dict[int, str] = {}
-        self._raised: BaseException | None = None
-        self._skipped: str | None = None
-
-    def until(self, deadline: float, timeout: float) -> list[Any]:
-        """Returns the results."""
-        __tracebackhide__ = True
-        while self._waiting - self._lost:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._receive(left):
-                if not self._errors:
-                    self._fail_late(timeout)
-                break
-            if self._errors:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        for rank in self._waiting & self._lost:
-            self._results[rank] = Died(0)
-        self._show_output()
-        if self._errors:
-            self._fail()
-        if self._skipped is not None:
-            pytest.skip(self._skipped)
-        return self._results
-
-    def _receive(self, left: float) -> bool:
-        sources: dict[Any, int] = {}
-        for rank in self._waiting:
-            sources[self._ranks[rank].connection] = rank
-            sources[self._ranks[rank].pidfd] = rank
-        ready = mp_connection.wait(list(sources), timeout=left)
-        for rank in {sources[source] for source in ready}:
-            self._note(rank)
-        return bool(ready)
-
-    def _note(self, rank: int) -> None:
-        self._waiting.discard(rank)
-        try:
-            outcome: Outcome = pickle.loads(self._ranks[rank].connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            if rank in self._lost:
-                self._results[rank] = Died(0)
-            else:
-                self._errors[rank] = f"the process of rank {rank} (pid {self._ranks[rank].pid}) died"
-            return
-        self._results[rank] = outcome.value
-        self._skipped = outcome.skipped or self._skipped
-        if outcome.error is not None:
-            if not self._errors and outcome.raised is not None:
-                self._raised = _unpickled(outcome.raised)
-            self._errors[rank] = outcome.error
-
-    def _show_output(self) -> None:
-        for number, rank in enumerate(self._ranks):
-            text = rank.output()
-            if text:
-                sys.stdout.write(f"--- output of rank {number}\n{text}\n")
-
-    def _fail(self) -> None:
-        __tracebackhide__ = True
-        first = next(iter(self._errors))
-        stuck = f"; still running: {sorted(self._waiting)}" if self._waiting else ""
-        parts = [f"{self._what}: rank {first} failed{stuck}"]
-        shown: dict[str, int] = {}
-        for rank, text in self._errors.items():
-            same = shown.setdefault(text, rank)
-            parts.append(f"--- rank {rank}\n{text if same == rank else f'the same as rank {same}'}")
-        if self._waiting:
-            parts += self._stacks()
-        raise RankFailedError("\n".join(parts), first, self._errors) from self._raised
-
-    def _fail_late(self, timeout: float) -> None:
-        __tracebackhide__ = True
-        parts = [
-            f"{self._what}: ranks {sorted(self._waiting)} did not finish within {timeout:g} s",
-            *self._stacks(),
-        ]
-        raise RankTimeoutError("\n".join(parts), min(self._waiting), {})
-
-    def _stacks(self) -> list[str]:
-        """Returns where the ranks that have not answered are."""
-        for rank in self._waiting:
-            self._ranks[rank].send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        return [
-            f"--- rank {rank} is here, after its output\n{self._ranks[rank].output()}"
-            for rank in sorted(self._waiting)
-        ]
-
-
-def _unpickled(raised: bytes) -> BaseException | None:
-    try:
-        value = pickle.loads(raised)
-    except Exception:  # noqa: BLE001 - its text is shown anyway
-        return None
-    return value if isinstance(value, BaseException) else None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import harness
 import pytest
+import rank_watch
 import torch
 from harness import Died, RankFailedError, RankTimeoutError, current_store, run_ranks, run_world
 
@@ -113,7 +114,7 @@ def test_every_call_has_an_empty_store() -> None:
 
 
 def test_a_failure_shows_its_traceback_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(rank_watch, "_GRACE_SECONDS", 0.2)
     before = run_ranks(pid_of, 2)
     with pytest.raises(
         RankFailedError, match=r"(?s)rank 1 failed; still running: \[0\].*rank one is unhappy"
