@@ -75,8 +75,7 @@ class Store(TorchStore):
 
         Raises:
             DistStoreError: the key was :meth:`set` to something that is no integer, or the sum leaves the
-            range
-                of 64 bits; nothing was changed.
+                range of 64 bits; nothing was changed.
         """
         return self._add(_key(key), _integer("amount", amount))
 

@@ -73,20 +73,18 @@ class TCPStore(Store):
 
     Args:
         host_name: name or address of the machine that runs the server, as clients connect to it. The server
-        listens
-            on loopback only for ``localhost`` and loopback addresses, on exactly the address if it is one of
-            this machine, and on all interfaces for any other name or address, as torch does.
+            listens on loopback only for ``localhost`` and loopback addresses, on exactly the address if it is
+            one of this machine, and on all interfaces for any other name or address, as torch does.
         port: port of the server; 0 lets the server choose (see :attr:`port`).
         world_size: number of users of the store, this one and the server's included; ``None`` (or a negative
-        number)
-            if it is not fixed.
+            number) if it is not fixed.
         is_master: run the server in this process.
         timeout: limit for connecting, for ``wait_for_workers``, and default of waiting calls.
         wait_for_workers: with a fixed ``world_size``, let the master wait here until all users have
-        connected.
+            connected.
         multi_tenant: share the server that this process already runs on the same port, if there is one.
         master_listen_fd: descriptor of a socket bound to ``port`` (any if ``port`` is 0) that the server
-        takes over.
+            takes over.
         use_libuv: accepted for torch's sake; our server is always event-driven (:attr:`libuvBackend`).
 
     Raises:

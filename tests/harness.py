@@ -236,8 +236,7 @@ def run_ranks(
         placement: a letter for each rank; host groups take ranks of different letters for ranks of different
             machines, which reach each other over the loopback interface.
         **options: further fields of :class:`collectives.registry.GroupOptions`, such as ``pg_options`` and
-        ``timeout`` (here
-            ``group_timeout``).
+            ``timeout`` (here ``group_timeout``).
 
     Raises:
         RankFailedError: a rank raised, or died.

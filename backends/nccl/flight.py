@@ -69,8 +69,7 @@ class Flight:
         device: the device.
         peers: the ranks that they need, this one among them or not; ``None`` for all.
         captured: whether they are recorded into a graph, to run when that is replayed: then their events
-        tell
-            nothing.
+            tell nothing.
     """
 
     def __init__(

@@ -248,7 +248,7 @@ class ProcessGroupNCCL(ProcessGroup):
             plan: gives it its steps.
             detail: what else messages say about it.
             shown: the tensors that messages show, where the outputs are not everywhere or not all of one
-            size.
+                size.
         """
         tensors = shown or outputs
         operation = self._operation(name, next(self._numbers), tensors, opts.timeout, detail)
