@@ -85,8 +85,8 @@ class ProcessGroupHost(ProcessGroup):
     and has one more thread. A secret that the store keeps protects the connections; they are not encrypted.
     ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
 
-    Memory beyond the tensors: 4.1 MiB a rank, and up to 1 MiB for each rank that it sends messages to, but no
-    more than 4 MiB for all of them where they are 256 or fewer.
+    Memory beyond the tensors: 4.1 MiB a rank (5.1 in a group of two), and up to 1 MiB for each rank that it
+    sends messages to, but no more than 4 MiB for all of them where they are 256 or fewer.
 
     How an operation is carried out depends on thresholds that rank 0 may read from a file
     (:mod:`collectives.backends.host_tuning`); they change no bit of a result.

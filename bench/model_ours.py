@@ -47,7 +47,7 @@ LINE_BYTES = 128
 MOST_STAGED = 64 << 10
 """Longest contribution that may travel with the meeting on one machine."""
 
-PAIR_ONE_SHOT, LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 16 << 10, 8 << 10, 64 << 10, 256 << 10
+PAIR_ONE_SHOT, LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 4 << 10, 8 << 10, 64 << 10, 256 << 10
 UNSPLIT = 256 << 10
 PAST_CACHE = 8 << 20
 SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10

@@ -12,7 +12,7 @@
 //
 // A result goes where the next rank's contribution to it was. Those lines have just come to the owner's core,
 // and are written there at little cost; lines in a ring of its own would be taken back from those that read
-// them last. Between two ranks every line then carries news both ways.
+// them last. Between two ranks every line then carries news both ways, and the rings need not move.
 //
 // A tensor's memory is read once and written once while its chunk is still in the cache, and is fetched into
 // it while the stage before waits for lines of other cores. The stages of neighbouring chunks overlap between
@@ -92,7 +92,12 @@ class SlicedReduction {
         slices_(round, count, element_),
         copy_out_(round, count * element_),
         me_(static_cast<std::uint64_t>(round.rank())) {
-    round_.open_rings(slices_.count(), sliced_chunk(round, count * element_), kRingChunks);
+    const std::size_t chunk = sliced_chunk(round, count * element_);
+    if (round.size() == 2) {
+      round_.open_standing_rings(slices_.count(), chunk, kRingChunks);
+    } else {
+      round_.open_rings(slices_.count(), chunk, kRingChunks);
+    }
   }
 
   void run_all() {

@@ -17,6 +17,11 @@
 // cores). All ranks reserve the same windows, so each knows where the others' are. What an operation stages
 // overwrites nothing that the operation before it may still read, because both fit into the arena; what was
 // there earlier nobody reads any more, as everyone has met since.
+//
+// The *standing* window of a group of two stays where it is, at the end of the arena, for rings in which both
+// ranks write every line in turn: whoever is about to write one has just read it, and has it at hand
+// (measured: 13 us instead of 17 for 256 KiB). Nobody fills a ring before the meeting, when all are done with
+// the operation before.
 #pragma once
 
 #include <algorithm>
@@ -98,9 +103,13 @@ class Round {
   // longer than `longest` chunks. All ranks name the same numbers, after the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes,
                   std::uint64_t longest = std::numeric_limits<std::uint64_t>::max()) {
-    chunk_bytes_ = chunk_bytes;
-    ring_chunks_ = std::clamp<std::uint64_t>(chunks, 1, std::min(tuning().ring_bytes / chunk_bytes, longest));
+    set_rings(chunks, chunk_bytes, longest);
     ring_ = next_window(ring_chunks_ * chunk_bytes);
+  }
+  // The same in the standing window, of a group that has one.
+  void open_standing_rings(std::uint64_t chunks, std::size_t chunk_bytes, std::uint64_t longest) {
+    set_rings(chunks, chunk_bytes, longest);
+    ring_ = moving_bytes();
   }
   // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
   std::size_t piece_bytes() const noexcept {
@@ -161,9 +170,17 @@ class Round {
     if (bytes <= station_.shape().near_bytes) return station_.near_slot(peer, call_.sequence);
     return station_.arena(peer) + window_;
   }
+  void set_rings(std::uint64_t chunks, std::size_t chunk_bytes, std::uint64_t longest) noexcept {
+    chunk_bytes_ = chunk_bytes;
+    ring_chunks_ = std::clamp<std::uint64_t>(chunks, 1, std::min(tuning().ring_bytes / chunk_bytes, longest));
+  }
+  // The part of the arena through which windows move.
+  std::size_t moving_bytes() const noexcept {
+    return station_.shape().arena_bytes - station_.shape().standing_bytes;
+  }
   // The offset in the arena of a window that does not wrap.
   std::size_t next_window(std::size_t bytes) noexcept {
-    const std::size_t arena = station_.shape().arena_bytes;
+    const std::size_t arena = moving_bytes();
     const std::size_t length = (bytes + kLine - 1) / kLine * kLine;
     if (position_ % arena + length > arena) position_ = (position_ / arena + 1) * arena;
     const std::size_t offset = position_ % arena;

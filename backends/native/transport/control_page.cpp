@@ -11,6 +11,8 @@ constexpr std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kP
 constexpr std::size_t kNearBytes = 4 << 10;
 // Several times the cache of a core: see Round.
 constexpr std::size_t kArenaBytes = 4 << 20;
+// As long as a ring, or a chunk alone, can be.
+constexpr std::size_t kStandingBytes = 1 << 20;
 
 // Mailboxes are allocated when first used; this bounds what a rank that talks to all others holds for
 // sending.
@@ -28,9 +30,11 @@ Shape shape_for(int size, bool several) {
   const auto ranks = static_cast<std::size_t>(size);
   const std::size_t between = std::clamp(std::bit_floor(kNearBytesInAll / ranks), kNearBytes, kMostNearBytes);
   const std::size_t share = std::bit_floor(kMailBytesPerRank / std::max<std::size_t>(ranks - 1, 1));
+  const std::size_t standing = size == 2 ? kStandingBytes : 0;
   return Shape{.size = ranks,
                .near_bytes = several ? between : kNearBytes,
-               .arena_bytes = kArenaBytes,
+               .arena_bytes = kArenaBytes + standing,
+               .standing_bytes = standing,
                .mail_bytes = std::clamp(share, kLeastMailBytes, kMostMailBytes)};
 }
 

@@ -167,7 +167,8 @@ struct Shape {
   std::uint64_t size;
   std::uint64_t near_bytes;
   std::uint64_t arena_bytes;
-  std::uint64_t mail_bytes;  // a power of two
+  std::uint64_t standing_bytes;  // of them, at their end
+  std::uint64_t mail_bytes;      // a power of two
 
   bool operator==(const Shape&) const = default;
 };

@@ -46,7 +46,7 @@ Tuning default_tuning(int size) {
       // Two ranks on two cores meet twice in less time than it takes to read what slices spare them. With
       // more
       // ranks, a second meeting costs more, and reducing everything is more work for each.
-      .one_shot_bytes = pair ? 16 * kKiB : std::clamp(256 * kKiB / ranks, 8 * kKiB, 64 * kKiB),
+      .one_shot_bytes = pair ? 4 * kKiB : std::clamp(256 * kKiB / ranks, 8 * kKiB, 64 * kKiB),
       .staged_bytes = 64 * kKiB,
       // Between two ranks a chunk stays in a core's cache together with its neighbours; between more, long
       // chunks keep the number of synchronisations low, each of which costs context switches where ranks
