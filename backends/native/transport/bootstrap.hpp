@@ -54,7 +54,7 @@ struct Membership {
   Network network;                   // empty on one machine
   std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
   Tuning tuning = default_tuning(1);
-  Layout layout{Shape{.size = 1, .near_bytes = 0, .arena_bytes = 0, .mail_bytes = 0}};
+  Layout layout{Shape{.size = 1, .near_bytes = 0, .arena_bytes = 0, .standing_bytes = 0, .mail_bytes = 0}};
   std::vector<Descriptor>
       processes;  // by rank; empty for this rank, remote ones, and where the kernel has no such descriptors
 
