@@ -54,7 +54,7 @@ SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10
 LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 64 << 10, 8, 320 << 10
 LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
 CHUNKS_WANTED = SLICED_RING_CHUNKS = 4
-RING_BYTES = 1 << 20
+RING_BYTES = 2 << 20
 """Defaults of the host backend: ``transport/tuning.cpp``; between machines, ``control_page.cpp`` there and
 ``algorithms/machine_parts.hpp``; of slices, ``algorithms/reductions.cpp``."""
 

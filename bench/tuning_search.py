@@ -104,7 +104,7 @@ PLAN = (
     Step("chunks_wanted", (2, 4, 8), _probes(("all_reduce", (192 * _K, 512 * _K)))),
     Step(
         "ring_bytes",
-        (256 * _K, 512 * _K, _M),
+        (512 * _K, _M, 2 * _M),
         _probes(("all_gather", (_M, 8 * _M)), ("broadcast", (_M, 8 * _M))),
     ),
     Step(

@@ -23,7 +23,7 @@ constexpr TuningField kFields[] = {
      "all_reduce and reduce by slices: chunks become no shorter than this to make them more"},
     {"chunks_wanted", &Tuning::chunks_wanted, 1, 64, 1,
      "all_reduce and reduce by slices: chunks that a message is cut into if they may be so short"},
-    {"ring_bytes", &Tuning::ring_bytes, 64 * kKiB, 1 * kMiB, 4 * kKiB,
+    {"ring_bytes", &Tuning::ring_bytes, 64 * kKiB, 2 * kMiB, 4 * kKiB,
      "how far a rank may be ahead of those who read what it contributes; at least 4 chunks"},
     {"past_cache_bytes", &Tuning::past_cache_bytes, 0, std::uint64_t{1} << 62, 1,
      "outputs of at least this length are written past the processor's caches"},
@@ -55,7 +55,8 @@ Tuning default_tuning(int size) {
       .unsplit_bytes = 256 * kKiB,
       .shortest_chunk_bytes = 32 * kKiB,
       .chunks_wanted = 4,
-      .ring_bytes = 1 * kMiB,
+      // Longer than a core's own cache, out of which its readers' copies are gone when it is written again.
+      .ring_bytes = 2 * kMiB,
       .past_cache_bytes = 8 * kMiB,
       .spin_us = 100,
       .background_spin_us = 20,
