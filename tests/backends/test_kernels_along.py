@@ -1,7 +1,9 @@
-"""What goes along with reductions and copies: a second place for the result, and memory that is fetched."""
+"""What goes along with reductions and copies: a second place for the result, memory that is fetched, and
+lines that are taken over."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import pytest
@@ -86,3 +88,36 @@ def test_what_is_fetched_may_end_before_its_length_does():
             function(out.data_ptr(), a.data_ptr(), a.nbytes - 5, next_ptr=address)
             assert torch.equal(_raw(out)[:-5], _raw(a)[:-5])
             assert (_raw(out)[-5:] == 0).all()
+
+
+@pytest.mark.parametrize("function", [_native.copy_taking, _native.copy_taking_streaming])
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 71, 4097, 32768, (1 << 17) + 13])
+def test_what_is_taken_over_stays_as_it_is(function, nbytes):
+    before = torch.randint(0, 256, (nbytes + 256,), dtype=torch.uint8)
+    for start, to in ((0, 0), (1, 3), (63, 64), (8, 17)):
+        source = before.clone()
+        target = torch.full((nbytes + 256,), 0xA5, dtype=torch.uint8)
+        function(target.data_ptr() + to, source.data_ptr() + start, nbytes)
+        assert torch.equal(source, before)
+        assert torch.equal(target[to : to + nbytes], before[start : start + nbytes])
+        assert (target[:to] == 0xA5).all()
+        assert (target[to + nbytes :] == 0xA5).all()
+
+
+@pytest.mark.parametrize("function", [_native.copy_taking, _native.copy_taking_streaming])
+def test_no_word_beyond_what_is_taken_over_is_touched(function):
+    # Others may write there meanwhile: pages that cannot be written prove that nobody tries.
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    pages = mmap.mmap(-1, 3 * page)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    middle = memory.data_ptr() + page
+    for address in (middle - page, middle + page):
+        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), mmap.PROT_READ) == 0
+    target = torch.empty(page, dtype=torch.uint8)
+    for begin, end in ((0, page), (3, page - 5), (page - 9, page), (0, 5)):
+        function(target.data_ptr(), middle + begin, end - begin)
+    for address in (middle - page, middle + page):
+        assert (
+            libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+            == 0
+        )

@@ -53,7 +53,7 @@ void broadcast(Round& round, std::byte* data, std::size_t bytes, int root) {
       round.filled(c);
     } else {
       round.await_filled(root, c);
-      copy_out(data + pieces.begin(c), round.chunk(root, c), pieces.length(c));
+      copy_out.drain(data + pieces.begin(c), round.chunk(root, c), pieces.length(c));
       round.drained(c);
     }
   }
@@ -97,7 +97,7 @@ void all_gather(Round& round, const std::vector<Part>& outputs, const std::byte*
       const Pieces pieces{.total = part.bytes, .step = step};
       if (pieces.length(c) == 0) continue;
       round.await_filled(r, c);
-      copy_out(part.data + pieces.begin(c), round.chunk(r, c), pieces.length(c));
+      copy_out.drain(part.data + pieces.begin(c), round.chunk(r, c), pieces.length(c));
     }
     round.drained(c);
   }
@@ -146,8 +146,8 @@ void gather(Round& round, const std::vector<Part>& outputs, const std::byte* inp
     for (int k = 1; k < ranks; ++k) {
       const int r = (me + k) % ranks;
       round.await_filled(r, c);
-      copy_out(outputs[static_cast<std::size_t>(r)].data + pieces.begin(c), round.chunk(r, c),
-               pieces.length(c));
+      copy_out.take(outputs[static_cast<std::size_t>(r)].data + pieces.begin(c), round.chunk(r, c),
+                    pieces.length(c));
     }
     round.drained(c);
     // While the others fill.
@@ -203,8 +203,8 @@ void scatter(Round& round, std::byte* output, std::size_t bytes, const std::vect
                pieces.length(c));
     } else {
       round.await_filled(root, c);
-      copy_out(output + pieces.begin(c), round.chunk(root, c) + static_cast<std::size_t>(me) * pieces.step,
-               pieces.length(c));
+      copy_out.take(output + pieces.begin(c),
+                    round.chunk(root, c) + static_cast<std::size_t>(me) * pieces.step, pieces.length(c));
       round.drained(c);
     }
   }
@@ -302,7 +302,8 @@ void all_to_all(Round& round, const std::vector<Part>& outputs, const std::vecto
       const Pieces pieces{.total = outputs[r].bytes, .step = step};
       if (staged[r] || pieces.length(c) == 0) continue;
       round.await_filled(as_rank(r), c);
-      copy_out(outputs[r].data + pieces.begin(c), round.chunk(as_rank(r), c) + me * step, pieces.length(c));
+      copy_out.take(outputs[r].data + pieces.begin(c), round.chunk(as_rank(r), c) + me * step,
+                    pieces.length(c));
     }
     round.drained(c);
   }

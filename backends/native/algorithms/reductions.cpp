@@ -93,11 +93,7 @@ class SlicedReduction {
         copy_out_(round, count * element_),
         me_(static_cast<std::uint64_t>(round.rank())) {
     const std::size_t chunk = sliced_chunk(round, count * element_);
-    if (round.size() == 2) {
-      round_.open_standing_rings(slices_.count(), chunk, kRingChunks);
-    } else {
-      round_.open_rings(slices_.count(), chunk, kRingChunks);
-    }
+    round_.open_rings(slices_.count(), chunk, kRingChunks);
   }
 
   void run_all() {
@@ -208,8 +204,9 @@ void reduce_between_two_to(int root, Round& round, std::byte* data, std::size_t 
     round.await_filled(other, c);
     sources[root] = data + pieces.begin(c);
     sources[other] = round.chunk(other, c);
+    // The result is of no use in the ring, but storing it takes the lines over: see common/lines.hpp.
     reduce(data + pieces.begin(c), sources, 2, pieces.length(c) / element, reduction.dtype, reduction.op,
-           reduction.factor);
+           reduction.factor, {.second = round.chunk(other, c)});
     round.drained(c);
   }
 }
@@ -315,8 +312,9 @@ void reduce_scatter(Round& round, std::byte* output, const std::vector<Part>& pa
       sources[r] =
           r == me ? mine.data + pieces.begin(c) : round.chunk(r, c) + static_cast<std::size_t>(me) * step;
     }
+    std::byte* taken = round.chunk((me + 1) % ranks, c) + static_cast<std::size_t>(me) * step;
     reduce(output + pieces.begin(c), sources, ranks, pieces.length(c) / element, reduction.dtype,
-           reduction.op, reduction.factor);
+           reduction.op, reduction.factor, {.second = taken});  // as in reduce_between_two_to
     round.drained(c);
   }
 }

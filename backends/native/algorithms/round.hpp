@@ -18,10 +18,11 @@
 // overwrites nothing that the operation before it may still read, because both fit into the arena; what was
 // there earlier nobody reads any more, as everyone has met since.
 //
-// The *standing* window of a group of two stays where it is, at the end of the arena, for rings in which both
-// ranks write every line in turn: whoever is about to write one has just read it, and has it at hand
-// (measured: 13 us instead of 17 for 256 KiB). Nobody fills a ring before the meeting, when all are done with
-// the operation before.
+// The *standing* window of a group of two stays where it is, at the end of the arena, and holds its rings.
+// Whoever reads a line there also writes it, a result or what it holds anyway: the line is the reader's alone
+// then, and its next writer gets it at once (common/lines.hpp), so that a ring may be short enough to
+// stay in the cores' own caches (measured: 13 us instead of 17 for 256 KiB). Where several ranks read a line
+// none may do that. Nobody fills a ring before the meeting, when all are done with the operation before.
 #pragma once
 
 #include <algorithm>
@@ -103,13 +104,12 @@ class Round {
   // longer than `longest` chunks. All ranks name the same numbers, after the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes,
                   std::uint64_t longest = std::numeric_limits<std::uint64_t>::max()) {
-    set_rings(chunks, chunk_bytes, longest);
-    ring_ = next_window(ring_chunks_ * chunk_bytes);
-  }
-  // The same in the standing window, of a group that has one.
-  void open_standing_rings(std::uint64_t chunks, std::size_t chunk_bytes, std::uint64_t longest) {
-    set_rings(chunks, chunk_bytes, longest);
-    ring_ = moving_bytes();
+    const bool stands = station_.shape().standing_bytes > 0;
+    chunk_bytes_ = chunk_bytes;
+    ring_chunks_ = std::clamp<std::uint64_t>(
+        chunks, 1,
+        std::min({tuning().ring_bytes / chunk_bytes, longest, stands ? kStandingChunks : longest}));
+    ring_ = stands ? moving_bytes() : next_window(ring_chunks_ * chunk_bytes);
   }
   // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
   std::size_t piece_bytes() const noexcept {
@@ -161,6 +161,8 @@ class Round {
 
  private:
   static constexpr unsigned kChunkBits = 24;
+  // Few enough to stay in the cores' own caches.
+  static constexpr std::uint64_t kStandingChunks = 4;
 
   std::uint64_t mark(std::uint64_t chunk) const noexcept {
     return (call_.sequence << kChunkBits) + chunk + 1;
@@ -169,10 +171,6 @@ class Round {
     if (bytes <= kInlineBytes) return station_.arrival(peer, call_.sequence).payload;
     if (bytes <= station_.shape().near_bytes) return station_.near_slot(peer, call_.sequence);
     return station_.arena(peer) + window_;
-  }
-  void set_rings(std::uint64_t chunks, std::size_t chunk_bytes, std::uint64_t longest) noexcept {
-    chunk_bytes_ = chunk_bytes;
-    ring_chunks_ = std::clamp<std::uint64_t>(chunks, 1, std::min(tuning().ring_bytes / chunk_bytes, longest));
   }
   // The part of the arena through which windows move.
   std::size_t moving_bytes() const noexcept {
@@ -205,14 +203,24 @@ class Round {
 class CopyOut {
  public:
   CopyOut(const Round& round, std::size_t bytes)
-      : copy_(bytes >= round.tuning().past_cache_bytes ? copy_streaming : copy) {}
+      : past_cache_(bytes >= round.tuning().past_cache_bytes), one_reader_(round.size() == 2) {}
   void operator()(std::byte* output, const std::byte* input, std::size_t bytes,
                   const std::byte* next = nullptr) const {
-    if (output != input) copy_(output, input, bytes, next);
+    if (output != input) (past_cache_ ? copy_streaming : copy)(output, input, bytes, next);
+  }
+  // The same out of a part of a ring that only this rank reads.
+  void take(std::byte* output, std::byte* input, std::size_t bytes) const {
+    (past_cache_ ? copy_taking_streaming : copy_taking)(output, input, bytes);
+  }
+  // Out of one that all other ranks read.
+  void drain(std::byte* output, std::byte* input, std::size_t bytes) const {
+    if (one_reader_) return take(output, input, bytes);
+    (*this)(output, input, bytes);
   }
 
  private:
-  void (*copy_)(void*, const void*, std::size_t, const void*);
+  bool past_cache_;
+  bool one_reader_;
 };
 
 }  // namespace collectives

@@ -68,6 +68,14 @@ void bound_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes, std::
   kFunction(pointer_from(dst), pointer_from(src), bytes, pointer_from(next));
 }
 
+using Take = void (*)(void*, void*, std::size_t);
+
+template <Take kFunction>
+void bound_take(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
+  const nb::gil_scoped_release release;
+  kFunction(pointer_from(dst), pointer_from(src), bytes);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
@@ -95,6 +103,10 @@ void bind_kernels(nb::module_& module) {
              nb::arg("next_ptr") = 0);
   module.def("copy_streaming", bound_copy<copy_streaming>, nb::arg("dst_ptr"), nb::arg("src_ptr"),
              nb::arg("nbytes"), nb::arg("next_ptr") = 0);
+  module.def("copy_taking", bound_take<copy_taking>, nb::arg("dst_ptr"), nb::arg("src_ptr"),
+             nb::arg("nbytes"));
+  module.def("copy_taking_streaming", bound_take<copy_taking_streaming>, nb::arg("dst_ptr"),
+             nb::arg("src_ptr"), nb::arg("nbytes"));
   module.def("cpu_capability", cpu_capability);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "common/lines.hpp"
 #include "kernels/float_environment.hpp"
 #include "kernels/isa.hpp"
 
@@ -154,6 +155,17 @@ void copy_streaming(void* dst, const void* src, std::size_t bytes, const void* n
   if (bytes == 0) return;
   set.copy_streaming(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src),
                      static_cast<const std::byte*>(next), bytes);
+}
+
+void copy_taking(void* dst, void* src, std::size_t bytes) {
+  copy_and_take(static_cast<std::byte*>(dst), static_cast<std::byte*>(src), bytes,
+                [](std::byte* to, const std::byte* from, std::size_t length) { copy(to, from, length); });
+}
+
+void copy_taking_streaming(void* dst, void* src, std::size_t bytes) {
+  copy_and_take(
+      static_cast<std::byte*>(dst), static_cast<std::byte*>(src), bytes,
+      [](std::byte* to, const std::byte* from, std::size_t length) { copy_streaming(to, from, length); });
 }
 
 const char* cpu_capability() { return instruction_set().name; }

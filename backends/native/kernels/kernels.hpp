@@ -82,6 +82,10 @@ void copy(void* dst, const void* src, std::size_t bytes, const void* next = null
 // do so, and are ordered before any store that follows in program order when the call returns.
 void copy_streaming(void* dst, const void* src, std::size_t bytes, const void* next = nullptr);
 
+// The same, and takes the lines of the source over (common/lines.hpp). Nobody else may use it meanwhile.
+void copy_taking(void* dst, void* src, std::size_t bytes);
+void copy_taking_streaming(void* dst, void* src, std::size_t bytes);
+
 // The instruction set in use: "default" (the baseline of the architecture), "avx2" or "avx512". Chosen once,
 // the best that the CPU has; the environment variable COLLECTIVES_CPU_CAPABILITY may lower it (empty: as if
 // unset). Throws std::invalid_argument if the variable names none, or one that this CPU lacks. `reduce` and

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/lines.hpp"
 #include "transport/courier.hpp"
 
 namespace collectives {
@@ -66,7 +67,16 @@ void RingInbox::peek(void* bytes, std::size_t count) const {
 }
 
 void RingInbox::read(void* bytes, std::size_t count) {
-  peek(bytes, count);
+  const std::size_t ring = station_.shape().mail_bytes;
+  std::byte* base = station_.mailbox(sender_, station_.rank());
+  const std::size_t at = read_ % ring;
+  const std::size_t first = std::min(count, ring - at);
+  const auto copy = [](std::byte* to, const std::byte* from, std::size_t length) {
+    std::memcpy(to, from, length);
+  };
+  auto* to = static_cast<std::byte*>(bytes);
+  copy_and_take(to, base + at, first, copy);
+  if (count > first) copy_and_take(to + first, base, count - first, copy);
   read_ += count;
 }
 
