@@ -4,8 +4,9 @@
 // most where ranks exchange data through a ring. A reader can spare its writer that by *taking the lines
 // over*: it stores a word of each back as it was, so that the line is its core's alone, from where the next
 // writer gets it at once. Measured for a ring that one rank fills and another empties, in us for each MiB,
-// without it and with it (two cores of an AMD EPYC): 35 and 31 where both share a third-level cache, 560 and
-// 53 where they do not; a ring that the cores' own caches hold, 130 and 36, 610 and 64.
+// without it and with it, between two cores of a virtual machine (AMD EPYC) that at times behave as if they
+// shared a third-level cache, at times as if not: 35 and 31, 560 and 53; a ring that the cores' own caches
+// hold, 130 and 36, 610 and 64.
 #pragma once
 
 #include <algorithm>
