@@ -7,6 +7,22 @@
 #include "transport/courier.hpp"
 
 namespace collectives {
+namespace {
+
+// Copies what lies in a ring from `position` on, in one or two parts, by `copy(to, from, bytes)`.
+template <class Copy>
+void copy_from(std::byte* base, std::size_t ring, std::uint64_t position, void* bytes, std::size_t count,
+               Copy&& copy) {
+  auto* to = static_cast<std::byte*>(bytes);
+  const std::size_t at = position % ring;
+  const std::size_t first = std::min(count, ring - at);
+  copy(to, base + at, first);
+  if (count > first) copy(to + first, base, count - first);
+}
+
+void copy_plainly(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
+}  // namespace
 
 std::unique_ptr<Outbox> outbox_to(Station& station, int receiver) {
   if (station.placement().is_local(receiver)) return std::make_unique<RingOutbox>(station, receiver);
@@ -58,25 +74,15 @@ std::size_t RingInbox::available() {
 }
 
 void RingInbox::peek(void* bytes, std::size_t count) const {
-  const std::size_t ring = station_.shape().mail_bytes;
-  const std::byte* base = station_.mailbox(sender_, station_.rank());
-  const std::size_t at = read_ % ring;
-  const std::size_t first = std::min(count, ring - at);
-  std::memcpy(bytes, base + at, first);
-  if (count > first) std::memcpy(static_cast<std::byte*>(bytes) + first, base, count - first);
+  copy_from(station_.mailbox(sender_, station_.rank()), station_.shape().mail_bytes, read_, bytes, count,
+            copy_plainly);
 }
 
 void RingInbox::read(void* bytes, std::size_t count) {
-  const std::size_t ring = station_.shape().mail_bytes;
-  std::byte* base = station_.mailbox(sender_, station_.rank());
-  const std::size_t at = read_ % ring;
-  const std::size_t first = std::min(count, ring - at);
-  const auto copy = [](std::byte* to, const std::byte* from, std::size_t length) {
-    std::memcpy(to, from, length);
-  };
-  auto* to = static_cast<std::byte*>(bytes);
-  copy_and_take(to, base + at, first, copy);
-  if (count > first) copy_and_take(to + first, base, count - first, copy);
+  copy_from(station_.mailbox(sender_, station_.rank()), station_.shape().mail_bytes, read_, bytes, count,
+            [](std::byte* to, std::byte* from, std::size_t length) {
+              copy_and_take(to, from, length, copy_plainly);
+            });
   read_ += count;
 }
 
