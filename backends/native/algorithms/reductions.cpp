@@ -54,10 +54,6 @@ void reduce_alone(void* data, std::size_t count, const Reduction& reduction) {
   reduce(data, &source, 1, count, reduction.dtype, reduction.op, reduction.factor);
 }
 
-// As many chunks are under way at most, and no more fit into the rings: the less memory they take, the more
-// of it stays in the cores' own caches.
-constexpr std::uint64_t kRingChunks = 4;
-
 // The chunks of a message and their slices.
 class Slices {
  public:
@@ -92,8 +88,7 @@ class SlicedReduction {
         slices_(round, count, element_),
         copy_out_(round, count * element_),
         me_(static_cast<std::uint64_t>(round.rank())) {
-    const std::size_t chunk = sliced_chunk(round, count * element_);
-    round_.open_rings(slices_.count(), chunk, kRingChunks);
+    round_.open_rings(slices_.count(), sliced_chunk(round, count * element_), Round::kFewChunks);
   }
 
   void run_all() {

@@ -100,6 +100,9 @@ class Round {
   // conclusion.
   [[noreturn]] void mismatch(const std::string& difference) const;
 
+  // Chunks of a ring that is to stay in the cores' own caches.
+  static constexpr std::uint64_t kFewChunks = 4;
+
   // Reserves the rings, for `chunks` chunks of at most `chunk_bytes`, as long as the table allows and no
   // longer than `longest` chunks. All ranks name the same numbers, after the meeting.
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes,
@@ -107,8 +110,7 @@ class Round {
     const bool stands = station_.shape().standing_bytes > 0;
     chunk_bytes_ = chunk_bytes;
     ring_chunks_ = std::clamp<std::uint64_t>(
-        chunks, 1,
-        std::min({tuning().ring_bytes / chunk_bytes, longest, stands ? kStandingChunks : longest}));
+        chunks, 1, std::min({tuning().ring_bytes / chunk_bytes, longest, stands ? kFewChunks : longest}));
     ring_ = stands ? moving_bytes() : next_window(ring_chunks_ * chunk_bytes);
   }
   // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
@@ -161,8 +163,6 @@ class Round {
 
  private:
   static constexpr unsigned kChunkBits = 24;
-  // Few enough to stay in the cores' own caches.
-  static constexpr std::uint64_t kStandingChunks = 4;
 
   std::uint64_t mark(std::uint64_t chunk) const noexcept {
     return (call_.sequence << kChunkBits) + chunk + 1;
