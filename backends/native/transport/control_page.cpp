@@ -30,7 +30,7 @@ Shape shape_for(int size, bool several) {
   const auto ranks = static_cast<std::size_t>(size);
   const std::size_t between = std::clamp(std::bit_floor(kNearBytesInAll / ranks), kNearBytes, kMostNearBytes);
   const std::size_t share = std::bit_floor(kMailBytesPerRank / std::max<std::size_t>(ranks - 1, 1));
-  const std::size_t standing = size == 2 ? kStandingBytes : 0;
+  const std::size_t standing = size == 2 && !several ? kStandingBytes : 0;
   return Shape{.size = ranks,
                .near_bytes = several ? between : kNearBytes,
                .arena_bytes = kArenaBytes + standing,

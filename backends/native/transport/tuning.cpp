@@ -43,9 +43,8 @@ Tuning default_tuning(int size) {
   const auto ranks = static_cast<std::uint64_t>(std::max(size, 1));
   const bool pair = size <= 2;
   return Tuning{
-      // Two ranks on two cores meet twice in less time than it takes to read what slices spare them. With
-      // more
-      // ranks, a second meeting costs more, and reducing everything is more work for each.
+      // Two ranks meet twice in less time than it takes to read what slices spare them. With more, a second
+      // meeting costs more, and reducing everything is more work for each.
       .one_shot_bytes = pair ? 4 * kKiB : std::clamp(256 * kKiB / ranks, 8 * kKiB, 64 * kKiB),
       .staged_bytes = 64 * kKiB,
       // Between two ranks a chunk stays in a core's cache together with its neighbours; between more, long
