@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -69,6 +68,13 @@ class _Rank(RankProcess):
         with theirs, log_file.open("wb") as log:
             pid = server.fork(theirs.fileno(), log.fileno())
         super().__init__(mp_connection.Connection(ours.detach()), pid, log_file)
+        self._status: int | None = None
+
+    def exit_status(self) -> int:
+        """Returns the exit status; waits for the process, which must be about to end."""
+        if self._status is None:
+            self._status = self._server.wait(self.pid)
+        return self._status
 
     def close(self, kill: bool, patience: float = 0.0) -> int:
         """Ends the process; returns its exit status.
@@ -77,13 +83,13 @@ class _Rank(RankProcess):
             kill: whether to kill it; it ends by itself otherwise.
             patience: seconds that one to be killed gets to end by itself, if it is about to.
         """
-        if kill and not select.select([self.pidfd], [], [], patience)[0]:
+        if kill and not self.has_ended(patience):
             self.send_signal(signal.SIGKILL)
         self.connection.close()
-        if not kill and not select.select([self.pidfd], [], [], 5.0)[0]:
+        if not kill and not self.has_ended(5.0):
             self.send_signal(signal.SIGKILL)
         os.close(self.pidfd)
-        status = self._server.wait(self.pid)
+        status = self.exit_status()
         self._log.unlink()
         return status
 

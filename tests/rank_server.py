@@ -209,6 +209,7 @@ def be_rank(connection: Connection, log_fd: int) -> None:
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
+    sys.stdout.reconfigure(line_buffering=True)  # the last lines of one that dies must be in its log
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     warnings.filterwarnings("error", module=r"collectives(\.|$)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
 import time
@@ -20,6 +22,9 @@ __all__ = ["Died", "RankFailedError", "RankProcess", "RankTimeoutError", "Watch"
 
 _GRACE_SECONDS = 5.0
 """How long the other ranks may still report their own errors after the first one failed."""
+
+_END_SECONDS = 5.0
+"""How long a process may take to end after it closed its connection: a core may have to be written."""
 
 _LOG_TAIL = 6000
 
@@ -82,6 +87,14 @@ class RankProcess:
     def send_signal(self, number: int) -> None:
         signal.pidfd_send_signal(self.pidfd, number)
 
+    def has_ended(self, patience: float = 0.0) -> bool:
+        """Returns whether the process has ended, or does within so many seconds."""
+        return bool(select.select([self.pidfd], [], [], patience)[0])
+
+    def exit_status(self) -> int | None:
+        """Returns how it ended, as in :class:`Died`; ``None`` where only another process can tell."""
+        return None
+
 
 class Watch:
     """Waits for the outcomes of one call."""
@@ -128,13 +141,12 @@ class Watch:
 
     def _note(self, rank: int) -> None:
         self._waiting.discard(rank)
-        try:
-            outcome: Outcome = pickle.loads(self._ranks[rank].connection.recv_bytes())
-        except (EOFError, ConnectionError):
+        outcome = _answer(self._ranks[rank].connection)
+        if outcome is None:
             if rank in self._lost:
                 self._results[rank] = Died(0)
             else:
-                self._errors[rank] = f"the process of rank {rank} (pid {self._ranks[rank].pid}) died"
+                self._errors[rank] = _how_it_ended(rank, self._ranks[rank])
             return
         self._results[rank] = outcome.value
         self._skipped = outcome.skipped or self._skipped
@@ -173,12 +185,45 @@ class Watch:
     def _stacks(self) -> list[str]:
         """Returns where the ranks that have not answered are."""
         for rank in self._waiting:
-            self._ranks[rank].send_signal(signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                self._ranks[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         return [
             f"--- rank {rank} is here, after its output\n{self._ranks[rank].output()}"
             for rank in sorted(self._waiting)
         ]
+
+
+def _answer(connection: mp_connection.Connection) -> Outcome | None:
+    """Returns what a rank has answered; ``None`` where it never will."""
+    try:
+        # A process that the rank forked may keep the other end open.
+        answer = connection.recv_bytes() if connection.poll() else None
+    except (EOFError, ConnectionError):
+        return None
+    return None if answer is None else pickle.loads(answer)
+
+
+def _how_it_ended(rank: int, process: RankProcess) -> str:
+    """Returns the error of a rank that did not answer."""
+    if process.has_ended(_END_SECONDS):
+        manner = _manner(process.exit_status())
+    else:
+        manner = "closed its connection and still runs"
+    output = process.output()
+    said = f"its last output:\n{output}" if output else "it wrote no output"
+    return f"the process of rank {rank} (pid {process.pid}) {manner}; {said}"
+
+
+def _manner(status: int | None) -> str:
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was killed by signal {-status}"
 
 
 def _unpickled(raised: bytes) -> BaseException | None:

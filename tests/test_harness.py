@@ -50,10 +50,29 @@ def fail_on_one(rank: int, size: int) -> None:
     time.sleep(60)
 
 
-def die_on_one(rank: int, size: int) -> None:
+def die_on_one(rank: int, size: int, number: int) -> None:
     print("last words of", rank)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
+
+
+def exit_on_one(rank: int, size: int, code: int) -> None:
+    if rank == 1:
+        os._exit(code)
+
+
+def die_before_a_child(rank: int, size: int) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print("child", child)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def close_all_files(rank: int, size: int) -> None:
+    os.closerange(3, 1000)
+    time.sleep(60)
 
 
 def hang_on_one(rank: int, size: int) -> None:
@@ -125,9 +144,48 @@ def test_a_failure_shows_its_traceback_and_stops_all(monkeypatch: pytest.MonkeyP
     assert not set(run_ranks(pid_of, 2)) & set(before)
 
 
-def test_a_death_is_an_error() -> None:
-    with pytest.raises(RankFailedError, match=r"the process of rank 1 \(pid \d+\) died"):
-        run_ranks(die_on_one, 2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_death_is_an_error_with_the_signal_and_the_last_output(number: signal.Signals) -> None:
+    with pytest.raises(
+        RankFailedError,
+        match=rf"the process of rank 1 \(pid \d+\) was killed by {number.name}; "
+        r"its last output:\nlast words of 1",
+    ):
+        run_ranks(die_on_one, 2, number)
+
+
+def test_a_signal_without_a_name_is_given_by_its_number() -> None:
+    number = signal.SIGRTMIN + 2
+    with pytest.raises(RankFailedError, match=rf"was killed by signal {number:d};"):
+        run_ranks(die_on_one, 2, int(number))
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_an_exit_is_an_error_with_the_exit_code(code: int) -> None:
+    with pytest.raises(
+        RankFailedError, match=rf"\(pid \d+\) ended with exit code {code}; it wrote no output"
+    ):
+        run_ranks(exit_on_one, 2, code)
+
+
+def test_a_death_is_seen_while_a_child_of_the_rank_lives() -> None:
+    with pytest.raises(RankFailedError, match="was killed by SIGKILL") as info:
+        run_ranks(die_before_a_child, 1)
+    child = int(info.value.errors[0].split()[-1])
+    assert Path(f"/proc/{child}/cmdline").read_bytes()  # nothing if it had ended
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_that_can_no_longer_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "_END_SECONDS", 0.2)
+    with pytest.raises(RankFailedError, match="closed its connection and still runs"):
+        run_ranks(close_all_files, 1)
+
+
+def test_ranks_work_on_after_one_died() -> None:
+    with pytest.raises(RankFailedError):
+        run_ranks(die_on_one, 2, signal.SIGKILL)
+    assert run_ranks(multiply, 2, Case(5)) == [Case(0), Case(5)]
 
 
 def test_a_hang_ends_and_shows_where() -> None:
