@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from datetime import timedelta
@@ -48,12 +49,26 @@ class Layers(nn.Module):
         return x
 
 
+@contextlib.contextmanager
+def memory_only():
+    """Has a profiler record allocations and no operations.
+
+    Gloo completes a future before it records the end of the operation, on a thread of its own. A profiler
+    that stops between the two has its memory written to after it was freed, and the process may crash.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def peak_bytes(wrap, set_to_none):
     """Returns the most that was allocated at a time while a module was wrapped and trained, beyond it."""
     module = Layers()
     gc.collect()
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile, memory_only():
         model = wrap(module)
         for _ in range(4):
             model.zero_grad(set_to_none=set_to_none)
