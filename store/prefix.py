@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,14 +18,17 @@ from collectives.store.base import Store, TorchStore
 __all__ = ["PrefixStore"]
 
 _ANSWER = timedelta(seconds=5)
-"""How long a store without a time limit may take to send a value that it has."""
+"""How long a store whose limit is zero may take to send a value that it has."""
+
+_answering = threading.Lock()
+"""Held while a store has that limit: of two threads, the second would take it for the user's, and keep it."""
 
 
 class PrefixStore(Store):
     """Puts ``prefix + "/"`` before every key of a store, so that its users cannot collide with others.
 
-    Keys that were given out (:meth:`list_keys`) and those in errors are without the prefix; :meth:`num_keys`
-    counts the keys of the whole underlying store. The time limit is that of the underlying store.
+    Keys that :meth:`list_keys` returns are without the prefix; errors of the underlying store name keys as it
+    has them, and :meth:`num_keys` counts all of that. The time limit is that of the underlying store.
 
     Args:
         prefix: name of the part.
@@ -115,16 +119,18 @@ class PrefixStore(Store):
             self._raise_timeout(operation, [key for key in keys if not self._check([key])], limit)
 
     @contextlib.contextmanager
-    def _time_to_answer(self, limit: float) -> Iterator[None]:
-        """Gives the store below time to send what is there; torch's TCPStore counts the way as waiting."""
-        if limit > 0:
+    def _time_to_answer(self, limit: float | None) -> Iterator[None]:
+        """Gives a store of torch time to send what is there: its TCPStore counts the way as waiting."""
+        if limit != 0 or isinstance(self._store, Store):
             yield
             return
-        self._store.set_timeout(_ANSWER)
-        try:
-            yield
-        finally:
-            self._store.set_timeout(self._passed_on)
+        with _answering:
+            limit_of_user = self._store.timeout
+            self._store.set_timeout(_ANSWER)
+            try:
+                yield
+            finally:
+                self._store.set_timeout(limit_of_user)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -205,7 +211,7 @@ class PrefixStore(Store):
         end = time.monotonic() + (limit or 0.0)
         while True:
             try:
-                with self._own_errors():
+                with self._own_errors(), self._time_to_answer(limit):
                     value: bytes = self._store.queue_pop(self._key(key), limit is not None)
                     return value
             except QueueEmptyError:  # noqa: PERF203

@@ -136,6 +136,22 @@ def test_our_prefix_over_torchs():
     assert inner.timeout == timedelta(seconds=9)
 
 
+@pytest.mark.parametrize("reader", ["get", "multi_get", "queue_pop"])
+def test_a_limit_of_zero_on_torchs_store_finds_what_is_there_and_stays(reader):
+    inner = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    store = PrefixStore("a", inner)
+    store.set("key", "value")
+    store.queue_push("queue", "value")
+    inner.set_timeout(timedelta(0))
+    read = {
+        "get": lambda: store.get("key"),
+        "multi_get": lambda: store.multi_get(["key"])[0],
+        "queue_pop": lambda: store.queue_pop("queue"),
+    }
+    assert read[reader]() == b"value"
+    assert inner.timeout == store.timeout == timedelta(0)
+
+
 def test_what_is_no_store():
     with pytest.raises(TypeError, match=r"must be a torch\.distributed\.Store, not dict"):
         PrefixStore("a", {})
