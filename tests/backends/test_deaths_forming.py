@@ -160,6 +160,61 @@ def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, moment
     assert not complaints, complaints
 
 
+def aborted(group, store):
+    group.abort("rank 0 has had enough")
+
+
+def dead(group, store):
+    store.wait(["died"])
+
+
+def precede(rank, size, happens):
+    """Something happens on the machine of ranks 0 and 1 before rank 2 connects with its leader."""
+    store = current_store()
+    attempt, native_group = host_bootstrap._Attempt, host_bootstrap._native.HostGroup
+
+    def make(*arguments):
+        if rank == 2:
+            store.wait(["happened"])
+            time.sleep(LATE_S)  # the leader's thread looks every tenth of a second
+        group = native_group(*arguments)
+        if rank == 1 and happens is dead:
+            die(store)
+        if rank == 0:
+            happens(group, store)
+            store.set("happened", "")
+        return group
+
+    host_bootstrap._native.HostGroup = make
+    if rank != 2:
+        attempt.link = lambda *_: None  # it would end what this rank is to tell rank 2 of
+    error = None
+    try:
+        group = ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT, group_name="group")
+        if rank == 2:
+            group.allreduce([torch.ones(3)]).wait()
+    except dist.DistError as caught:
+        error = caught
+    store.set(f"done{rank}", "")
+    store.wait(["done2"])
+    return type(error), str(error), getattr(error, "rank", None), time.time()
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind", "said"),
+    [(aborted, dist.GroupAbortedError, "rank 0 has had enough"), (dead, dist.PeerLostError, "rank 1 ")],
+)
+def test_a_machine_that_links_up_late_hears_what_happened_before(happens, kind, said):
+    lost = [1] if happens is dead else []
+    begin = time.time()
+    results = run_ranks(precede, 3, happens, isolated=True, lost=lost, placement="aab")
+    found, text, rank, ended = results[2]
+    assert found is kind, text
+    assert said in text
+    assert rank == (1 if happens is dead else None)
+    assert ended - begin < LIMIT.total_seconds() / 2
+
+
 def leave(rank, size, victim, delay):
     """Ends a group in which a rank dies meanwhile; returns what a survivor saw."""
     store = current_store()

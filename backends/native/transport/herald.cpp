@@ -72,6 +72,7 @@ void Herald::adopt(int leader, Descriptor socket) {
   link.leader = leader;
   link.socket = std::move(socket);
   link.behind = true;
+  tell_past(link);
   look_soon();
 }
 
@@ -108,8 +109,25 @@ void Herald::tell(Link& link, Kind kind, int rank, std::string_view payload) {
   if (idle) flush(link);
 }
 
-void Herald::tell_all(Kind kind, int rank, std::string_view payload) {
-  for (auto& [fd, link] : links_) tell(link, kind, rank, payload);
+void Herald::tell_poison(Link& link, const Poisoned& news) {
+  const PoisonNews head{static_cast<std::uint32_t>(news.kind), news.rank, news.writer, 0};
+  tell(link, Kind::poison, news.writer, std::string(bytes_of(head)) + news.text);
+}
+
+void Herald::tell_gone(Link& link, const Local& local, Nanoseconds now) {
+  Snapshot last = station_.snapshot(local.rank);
+  last.presence = static_cast<std::uint32_t>(*local.gone);
+  last.to_ages(now);
+  tell(link, Kind::gone, local.rank, bytes_of(last));
+}
+
+void Herald::tell_past(Link& link) {
+  if (poison_known_) {
+    if (const std::optional<Poisoned> news = station_.poisoned()) tell_poison(link, *news);
+  }
+  for (const Local& local : locals_) {
+    if (local.gone) tell_gone(link, local, now_ns());
+  }
 }
 
 void Herald::flush(Link& link) {
@@ -126,12 +144,9 @@ void Herald::flush(Link& link) {
   courier_.add(Courier::Source::herald, link.socket.get(), more ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
-void Herald::tell_gone(Local& local, Presence how, Nanoseconds now) {
-  local.gone = true;
-  Snapshot last = station_.snapshot(local.rank);
-  last.presence = static_cast<std::uint32_t>(how);
-  last.to_ages(now);
-  tell_all(Kind::gone, local.rank, bytes_of(last));
+void Herald::note_gone(Local& local, Presence how, Nanoseconds now) {
+  local.gone = how;
+  for (auto& [fd, link] : links_) tell_gone(link, local, now);
 }
 
 void Herald::say_goodbye() {
@@ -139,7 +154,7 @@ void Herald::say_goodbye() {
   if (said_goodbye_) return;
   said_goodbye_ = true;
   for (Local& local : locals_) {
-    if (local.rank == station_.rank() && !local.gone) tell_gone(local, Presence::departed, now_ns());
+    if (local.rank == station_.rank() && !local.gone) note_gone(local, Presence::departed, now_ns());
   }
   for (auto& [fd, link] : links_) {
     if (!link.closing) flush(link);
@@ -154,8 +169,7 @@ void Herald::look(Nanoseconds now) {
   if (!poison_known_) {
     if (const std::optional<Poisoned> news = station_.poisoned()) {
       poison_known_ = true;
-      const PoisonNews head{static_cast<std::uint32_t>(news->kind), news->rank, news->writer, 0};
-      tell_all(Kind::poison, news->writer, std::string(bytes_of(head)) + news->text);
+      for (auto& [fd, link] : links_) tell_poison(link, *news);
     }
   }
   const bool tick = now >= next_tick_;
@@ -172,11 +186,11 @@ void Herald::look_at_ranks(Nanoseconds now, bool tick) {
     if (local.gone) continue;
     const bool self = local.rank == station_.rank();
     if (station_.departed(local.rank)) {
-      tell_gone(local, Presence::departed, now);
+      note_gone(local, Presence::departed, now);
       continue;
     }
     if (!self && station_.dead(local.rank)) {
-      tell_gone(local, Presence::dead, now);
+      note_gone(local, Presence::dead, now);
       station_.ring_everyone();  // those who wait for it need not wait for their next look
       continue;
     }

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -27,6 +28,7 @@ namespace collectives {
 
 class Courier;
 class Station;
+struct Poisoned;
 
 class Herald {
  public:
@@ -35,7 +37,7 @@ class Herald {
   Herald(const Herald&) = delete;
   Herald& operator=(const Herald&) = delete;
 
-  // Takes the connection with another leader.
+  // Takes the connection with another leader, who hears first what he has missed.
   void adopt(int leader, Descriptor socket);
   // Whether all other leaders have been connected with.
   bool linked() const;
@@ -75,14 +77,17 @@ class Herald {
   };
   struct Local {
     int rank = 0;
-    Snapshot last;      // as of the last look
-    Snapshot told;      // to the others
-    bool gone = false;  // told
+    Snapshot last;                 // as of the last look
+    Snapshot told;                 // to the others
+    std::optional<Presence> gone;  // told
   };
 
   void tell(Link& link, Kind kind, int rank, std::string_view payload);
-  void tell_all(Kind kind, int rank, std::string_view payload);
-  void tell_gone(Local& local, Presence how, Nanoseconds now);
+  void tell_poison(Link& link, const Poisoned& news);
+  void tell_gone(Link& link, const Local& local, Nanoseconds now);
+  // What the other links were told before this one was there.
+  void tell_past(Link& link);
+  void note_gone(Local& local, Presence how, Nanoseconds now);
   void flush(Link& link);
   void read(Link& link);
   // Returns whether the other one said goodbye.
