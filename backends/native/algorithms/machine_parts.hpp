@@ -42,6 +42,13 @@ inline std::size_t moved_chunk(std::size_t bytes) {
   return round_up(std::clamp(bytes / kChunksWanted, kLeastChunk, kMostChunk), kPage);
 }
 
+// As much of `wanted` as there is room for, a multiple of kSliceAlignment where that can be. With many ranks
+// there is less room for each, and neighbours' pieces share a line.
+inline std::size_t fitted_piece(std::size_t wanted, std::size_t room) {
+  const std::size_t most = std::min(wanted, room);
+  return std::max<std::size_t>(most < kSliceAlignment ? most : round_down(most, kSliceAlignment), 1);
+}
+
 inline std::size_t longest_bytes(const std::vector<Part>& parts) {
   std::size_t longest = 0;
   for (const Part& part : parts) longest = std::max(longest, part.bytes);

@@ -91,7 +91,7 @@ class MachineBroadcast final : public Pipeline {
 std::size_t gathered_piece(const Placement& placement, std::size_t longest) {
   if (all_alone(placement)) return moved_chunk(longest);
   const std::size_t most = Pipeline::kWindowBytes / Pipeline::kSlots / placement.machine_of.size();
-  return std::max(round_down(std::min(most, moved_chunk(longest)), kSliceAlignment), kSliceAlignment);
+  return fitted_piece(moved_chunk(longest), most);
 }
 
 class MachineGather final : public Pipeline {

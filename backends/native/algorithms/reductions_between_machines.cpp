@@ -260,16 +260,18 @@ std::size_t scattered_piece(const Placement& placement, const Partials& partials
   const std::size_t ranks = placement.machine_of.size();
   const std::size_t machines = placement.machines.size();
   const std::size_t wanted = moved_chunk(longest * partials.element()) / partials.element();
-  std::size_t step = all_alone(placement) ? kMostChunk / machines / partials.element() : wanted;
+  // Nothing but memory of its own limits a rank that is alone; shorter pieces would be more messages.
+  std::size_t room =
+      all_alone(placement) ? std::max(kMostChunk / machines / partials.element(), kSliceAlignment) : wanted;
   for (const auto& machine : placement.machines) {
     const std::size_t local = machine.size();
     if (local == 1) continue;
     const std::size_t bytes = ranks * partials.element() +
                               ((ranks - local) / local + 2) * partials.accumulator() +
                               local * (machines - 1) * partials.accumulator();
-    step = std::min(step, Pipeline::kWindowBytes / Pipeline::kSlots / bytes);
+    room = std::min(room, Pipeline::kWindowBytes / Pipeline::kSlots / bytes);
   }
-  return std::max(round_down(std::min(step, wanted), kSliceAlignment), kSliceAlignment);
+  return fitted_piece(wanted, room);
 }
 
 class MachineScatter final : public Pipeline {

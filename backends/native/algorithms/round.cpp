@@ -46,4 +46,13 @@ void Round::mismatch(const std::string& difference) const {
   throw Error(ErrorKind::mismatch, text);
 }
 
+void Round::too_long_for_arena() const {
+  throw Error(ErrorKind::backend,
+              "[rank " + std::to_string(rank()) + "] " + station_.label() + ", collective number " +
+                  std::to_string(call_.sequence) + ": " + std::to_string(size()) + " ranks on " +
+                  std::to_string(placement().count()) +
+                  " machines are too many for this operation, for which the memory that a rank shares has "
+                  "no room; issue it in groups of fewer ranks");
+}
+
 }  // namespace collectives

@@ -124,7 +124,11 @@ class Round {
 
   // Reserves a part of every local rank's arena as long as the operation lasts; returns its offset. All ranks
   // of a machine name the same number, after the meeting.
-  std::size_t open_window(std::size_t bytes) noexcept { return next_window(bytes); }
+  std::size_t open_window(std::size_t bytes) {
+    if (bytes > moving_bytes()) [[unlikely]]
+      too_long_for_arena();
+    return next_window(bytes);
+  }
   std::byte* window(int peer, std::size_t offset) const noexcept { return station_.arena(peer) + offset; }
 
   // The words of `Progress`: whether a rank's has reached a chunk, and waiting for that.
@@ -172,6 +176,7 @@ class Round {
     if (bytes <= station_.shape().near_bytes) return station_.near_slot(peer, call_.sequence);
     return station_.arena(peer) + window_;
   }
+  [[noreturn]] void too_long_for_arena() const;
   // The part of the arena through which windows move.
   std::size_t moving_bytes() const noexcept {
     return station_.shape().arena_bytes - station_.shape().standing_bytes;
