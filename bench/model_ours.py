@@ -61,6 +61,9 @@ RING_BYTES = 2 << 20
 HEAD_BYTES, ENTRY_BYTES = 16, 40
 """Of a frame of the leaders' meeting (``transport/exchange.hpp``): its head, and what tells of each rank."""
 
+MOST_DIRECT = 32
+"""Machines up to which each leader sends its frame to every other; beyond, leaders pass frames on."""
+
 LEAST_SHARE = 256
 """Bytes of the shortest share of a chunk that a machine reduces for all: 64 elements, here of float32."""
 
@@ -82,7 +85,7 @@ def _handing_of_chunks(p: Parameters, s: Scale, chunks: float, stages: float, ri
 
 
 def _meet(p: Parameters, s: Scale, staged: float = 0.0, stagers: int | None = None) -> Terms:
-    """The meeting of all ranks: leaders exchange frames, each with each.
+    """The meeting of all ranks: leaders exchange frames, or pass them on where there are many.
 
     Args:
         p: parameters.
@@ -96,13 +99,24 @@ def _meet(p: Parameters, s: Scale, staged: float = 0.0, stagers: int | None = No
     bare = HEAD_BYTES + s.ranks_per_machine * ENTRY_BYTES
     frame = bare + (s.ranks_per_machine if stagers is None else stagers) * staged
     others = s.machines - 1
-    exchange = exchange_of_leaders(p, others, others * frame)
-    came = others * frame
-    if stagers is not None:  # the machine that stages receives nothing long, the others one long frame
-        came = frame + (others - 1) * bare
-        exchange[SOCKETS] = others * (frame + bare) * p.socket_us_per_byte
+    # What a leader sends and what comes to it. Of a machine that alone stages something others get one long
+    # frame each; it sends them all, or the first in every round.
+    came = others * frame if stagers is None else frame + (others - 1) * bare
+    if s.machines <= MOST_DIRECT:
+        exchange = exchange_of_leaders(p, others, others * frame)
+        if stagers is not None:  # the machine that stages receives nothing long
+            exchange[SOCKETS] = others * (frame + bare) * p.socket_us_per_byte
+        copied = frame + came
+    else:
+        rounds = math.ceil(math.log2(s.machines))
+        sent = came if stagers is None else rounds * frame + (others - rounds) * bare
+        exchange = add(
+            {LATENCY: rounds * p.latency_us, MESSAGES: 2 * rounds * p.message_us},
+            {LINK: sent * p.link_us_per_byte, SOCKETS: (sent + came) * p.socket_us_per_byte},
+        )
+        copied = frame + 2 * came + sent  # it keeps what comes, and puts together what it passes on
     # The leader puts its frame together, and writes what came for its local ranks.
-    return add(local, exchange, {COPIES: (frame + came) * p.copy_us_per_byte}, local_meeting(p, s))
+    return add(local, exchange, {COPIES: copied * p.copy_us_per_byte}, local_meeting(p, s))
 
 
 # ---- all-reduce ----------------------------------------------------------------------------------------
@@ -355,5 +369,11 @@ def segment_bytes(scale: Scale) -> float:
 
 
 def connections_per_leader(scale: Scale) -> int:
-    """Returns a leader's connections: control, meeting and data with each other leader."""
-    return 3 * (scale.machines - 1)
+    """Returns a leader's connections: control and data with each other leader, and those of the meeting."""
+    others = scale.machines - 1
+    if scale.machines <= MOST_DIRECT:
+        return 3 * others
+    # In each round it sends to one and hears from another; in the last both may be the same.
+    distances = [1 << k for k in range(math.ceil(math.log2(scale.machines)))]
+    met = {(way * d) % scale.machines for d in distances for way in (1, -1)}
+    return 2 * others + len(met)

@@ -126,6 +126,21 @@ def test_only_the_root_of_a_short_broadcast_sends_it():
     assert parts[model_terms.LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
 
 
+def test_meeting_of_many_machines_by_hand():
+    # Beyond 32 machines leaders pass frames on: six rounds, in each of which one sends once and hears once.
+    frame = 16 + 2 * 40
+    parts = terms("barrier", 0, Scale(48, 2), EASY)
+    assert parts[model_terms.LATENCY] == pytest.approx(6 * 10)
+    assert parts[model_terms.MESSAGES] == pytest.approx(6 * 2 * 3)
+    assert parts[model_terms.LINK] == pytest.approx(47 * frame * 1e-3)
+    assert parts[model_terms.SOCKETS] == pytest.approx(2 * 47 * frame * 2e-4)
+    assert parts[model_terms.COPIES] == pytest.approx((1 + 3 * 47) * frame * 1e-4)
+    # A root gives away what it stages once in every round.
+    s = 4096
+    parts = terms("broadcast", s, Scale(48, 2), EASY)
+    assert parts[model_terms.LINK] == pytest.approx((47 * frame + 6 * s) * 1e-3)
+
+
 def test_bytes_of_long_messages_on_the_busiest_link():
     s = 24 << 20
     for machines in (2, 3, 6):
@@ -351,11 +366,14 @@ def test_scales_grow_to_the_limit():
 def test_ends_of_scaling():
     scales = scaling.scales_up_to(4096, 1)
     end = scaling.end_of("one-shot", 8, scales, EASY)
-    # A leader speaks with everybody: 6 us each, beside 10 us of latency.
+    # A leader speaks with everybody: 6 us each, beside 10 us of latency. Beyond 32 machines it still
+    # has a line of every rank to look at.
     first = time_us("one-shot", 8, Scale(2, 1), EASY)
     assert time_us("one-shot", 8, end.doubles, EASY) >= 2 * first
     assert time_us("one-shot", 8, Scale(end.doubles.machines // 2, 1), EASY) < 2 * first
-    assert end.limit == model_terms.MESSAGES
+    assert end.limit == model_terms.LINES
+    few = scaling.end_of("one-shot", 8, scaling.scales_up_to(32, 1), EASY)
+    assert (few.doubles, few.limit) == (end.doubles, model_terms.MESSAGES)
     assert end.inefficient is not None
     ring = scaling.end_of("ring", 8, scales, EASY)
     assert ring.limit == model_terms.LATENCY
@@ -376,7 +394,10 @@ def test_best_is_the_fastest_that_exists():
 
 def test_limits_that_are_no_times():
     assert model_ours.connections_per_leader(Scale(1, 8)) == 0
-    assert model_ours.connections_per_leader(Scale(101, 8)) == 300
+    assert model_ours.connections_per_leader(Scale(32, 8)) == 3 * 31
+    assert model_ours.connections_per_leader(Scale(101, 8)) == 2 * 100 + 7 + 7
+    # The machine 32 places on is also the one that is 32 places back.
+    assert model_ours.connections_per_leader(Scale(64, 8)) == 2 * 63 + 6 + 5
     small, large = (model_ours.segment_bytes(Scale(m, 4)) for m in (1, 2500))
     assert 4 << 20 < small < 5 << 20
     assert large > 1000 * (64 << 10)

@@ -303,6 +303,71 @@ void test_placement(const Machines& machines, const char* sockets) {
   });
 }
 
+// `ranks` dealt to `count` machines, which is no multiple of 5; neighbours are on different ones.
+Machines many(int count, int ranks) {
+  Machines machines(static_cast<std::size_t>(count));
+  for (int r = 0; r < ranks; ++r) machines[static_cast<std::size_t>((r * 5 + 2) % count)].push_back(r);
+  return machines;
+}
+
+// So many machines that leaders pass on what they hear of each other.
+void test_many(const Machines& machines) {
+  World world(machines);
+  world.on_all([&](int rank) {
+    Rank me(world, rank);
+    for (const std::size_t count : {1, 900, 5000}) {
+      check_reductions(me, count);
+      check_movements(me, count);
+    }
+    // All hear of a rank that issues something else, also with another root, and can go on.
+    const int odd = me.size() / 2;
+    for (const Kind kind : {Kind::all_reduce, Kind::reduce}) {
+      Bytes data = numbers(DType::float32, 50, rank);
+      const Bytes before = data;
+      Request request = request_for(kind, {DType::float32, ReduceOp::sum, 1});
+      request.data = data.data();
+      request.count = 50;
+      if (rank == odd && kind == Kind::all_reduce) request.count = 49;
+      if (rank == odd && kind == Kind::reduce) request.root = odd;
+      ErrorKind error = ErrorKind::backend;
+      try {
+        me.run(request);
+      } catch (const Error& caught) {
+        error = caught.kind();
+      }
+      CHECK(error == ErrorKind::mismatch);
+      CHECK(data == before);
+      check_reductions(me, 3);
+    }
+    me.group().shutdown(true);
+  });
+}
+
+// Everybody names the rank that does not come, whoever they wait for themselves.
+void test_late(const Machines& machines, int late) {
+  World world(machines);
+  world.on_all([&](int rank) {
+    Group& group = world.group(rank);
+    Request request = request_for(Kind::barrier, kMoved);
+    CHECK(group.run(request, kLimit, nullptr));
+    if (rank == late) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+    } else {
+      ErrorKind kind = ErrorKind::backend;
+      int named = -1;
+      try {
+        group.run(request, 2 * kSecond, nullptr);
+      } catch (const Error& error) {
+        kind = error.kind();
+        named = error.rank();
+      }
+      CHECK(kind == ErrorKind::timeout);
+      CHECK(named == late);
+    }
+    group.shutdown(false);
+  });
+}
+
 void test_messages(const Machines& machines) {
   World world(machines);
   world.on_all([&](int rank) {
@@ -400,6 +465,9 @@ std::vector<std::pair<const char*, std::function<void()>>> machine_tests() {
       {"3 machines, 1 rank each, 3 sockets", [] { test_placement({{0}, {1}, {2}}, "3"); }},
       {"2 machines, 2 ranks each", [] { test_placement({{0, 1}, {2, 3}}, "1"); }},
       {"machines of 1, 2 and 3 ranks, 2 sockets", [] { test_placement({{0, 4}, {1}, {2, 3, 5}}, "2"); }},
+      {"33 machines, 1 rank each", [] { test_many(many(33, 33)); }},
+      {"41 machines, some with 2 ranks", [] { test_many(many(41, 44)); }},
+      {"a late rank among 36 machines", [] { test_late(many(36, 38), 17); }},
       {"messages between machines", [] { test_messages({{0, 1}, {2}}); }},
       {"abort between machines", [] { test_abort({{0, 1}, {2}}); }},
   };

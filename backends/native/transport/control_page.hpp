@@ -186,7 +186,7 @@ struct Header {
 static_assert(sizeof(Header) <= kPage);
 
 inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
-inline constexpr std::uint64_t kLayoutVersion = 2;
+inline constexpr std::uint64_t kLayoutVersion = 3;
 
 // Offsets in the segment.
 class Layout {

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "common/operation.hpp"
 #include "transport/courier.hpp"
@@ -50,16 +51,45 @@ class Awaiting {
 
 Exchange::Exchange(Station& station)
     : station_(station),
+      machines_(station.placement().count()),
       spinning_(station.placement().local().size() == 1 ? Spinning::Hope::good : Spinning::Hope::little) {
-  const Placement& placement = station.placement();
-  for (int machine = 0; machine < placement.count(); ++machine) {
-    if (machine == placement.machine) continue;
-    Peer peer;
-    peer.machine = machine;
-    peer.leader = placement.leader_of(machine);
-    peer.in.resize(kReadAtLeast);
-    peers_.push_back(std::move(peer));
+  if (machines_ <= kMostDirect) {
+    exchange_directly();
+  } else {
+    pass_on();
   }
+}
+
+void Exchange::exchange_directly() {
+  for (int machine = 0; machine < machines_; ++machine) {
+    if (machine == station_.placement().machine) continue;
+    Peer& peer = peer_of(machine);
+    peer.gives = peer.takes = 1;
+    peer.mask = ~0U;
+  }
+}
+
+void Exchange::pass_on() {
+  const int own = station_.placement().machine;
+  for (int d = 1; d < machines_; d *= 2) {
+    const int frames = std::min(d, machines_ - d);
+    peer_of(behind(own, d)).takes = frames;
+    Peer& before = peer_of(behind(own, machines_ - d));
+    before.gives = frames;
+    before.mask = 2U * static_cast<unsigned>(d) - 1;
+  }
+  held_.resize(static_cast<std::size_t>(machines_));
+}
+
+Exchange::Peer& Exchange::peer_of(int machine) {
+  for (Peer& peer : peers_) {
+    if (peer.machine == machine) return peer;
+  }
+  Peer& peer = peers_.emplace_back();
+  peer.machine = machine;
+  peer.leader = station_.placement().leader_of(machine);
+  peer.in.resize(kReadAtLeast);
+  return peer;
 }
 
 void Exchange::connect(const Call& call) {
@@ -92,17 +122,66 @@ void Exchange::compose(const Call& call, bool with_staged, std::vector<std::byte
   std::memcpy(frame.data(), &head, sizeof(head));
 }
 
-const std::vector<std::byte>& Exchange::frame_for(const Peer& peer, const Call& call) const {
-  const bool needless =
-      gathers(call.what) && station_.placement().of(static_cast<int>(call.what.root)) != peer.machine;
-  return needless ? lines_ : whole_;
+// Whether a machine that reads what the frame's ranks staged gets the frame by way of this peer.
+bool Exchange::needs_staged(const Peer& peer, int origin, const Fingerprint& what) const {
+  if (!gathers(what) || what.root >= static_cast<std::uint32_t>(station_.size())) return true;
+  const int reader = station_.placement().of(static_cast<int>(what.root));
+  const auto difference =
+      static_cast<unsigned>(distance(origin, reader)) ^ static_cast<unsigned>(distance(origin, peer.machine));
+  return (difference & peer.mask) == 0;
+}
+
+void Exchange::append_lines(Frame& message, const Frame& frame, std::size_t ranks) {
+  const std::size_t begin = message.size();
+  Head head{};
+  std::memcpy(&head, frame.data(), sizeof(head));
+  message.resize(begin + sizeof(head));
+  std::size_t position = sizeof(head);
+  for (std::size_t i = 0; i < ranks; ++i) {
+    Line line{};
+    std::memcpy(&line, frame.data() + position, sizeof(line));
+    position += sizeof(line);
+    const std::size_t splits = line.splits * sizeof(std::uint64_t);
+    const std::size_t staged = std::exchange(line.staged, 0);
+    append(message, &line, sizeof(line));
+    append(message, frame.data() + position, splits);
+    position += splits + staged;
+  }
+  head.bytes = message.size() - begin;
+  std::memcpy(message.data() + begin, &head, sizeof(head));
+}
+
+// What goes to a peer for which enough frames are here.
+const Exchange::Frame& Exchange::outgoing(Peer& peer, const Call& call) {
+  const Placement& placement = station_.placement();
+  const Frame& own = needs_staged(peer, placement.machine, call.what) ? whole_ : lines_;
+  if (peer.gives == 1) return own;
+  peer.passed_on = own;
+  for (int d = 1; d < peer.gives; ++d) {
+    const int origin = behind(placement.machine, d);
+    const Frame& frame = held_[static_cast<std::size_t>(d)];
+    Line first{};
+    std::memcpy(&first, frame.data() + sizeof(Head), sizeof(first));
+    if (needs_staged(peer, origin, first.what)) {
+      append(peer.passed_on, frame.data(), frame.size());
+    } else {
+      append_lines(peer.passed_on, frame, placement.machines[static_cast<std::size_t>(origin)].size());
+    }
+  }
+  return peer.passed_on;
+}
+
+// Whether something is still to be sent there, now or later.
+bool Exchange::owes(const Peer& peer) const noexcept {
+  return peer.gives > 0 && (peer.out == nullptr || peer.sent < peer.out->size());
 }
 
 bool Exchange::send(Peer& peer, const Call& call) {
-  const std::vector<std::byte>& frame = frame_for(peer, call);
-  if (peer.sent == frame.size()) return false;
+  if (!owes(peer) || peer.gives > holds_) return false;
+  if (peer.out == nullptr) peer.out = &outgoing(peer, call);
+  const Frame& out = *peer.out;
   const ssize_t sent =
-      ::send(peer.socket.get(), frame.data() + peer.sent, frame.size() - peer.sent, MSG_NOSIGNAL);
+      ::send(peer.socket.get(), out.data() + peer.sent, out.size() - peer.sent, MSG_NOSIGNAL);
   if (sent > 0) {
     peer.sent += static_cast<std::size_t>(sent);
     return true;
@@ -112,22 +191,27 @@ bool Exchange::send(Peer& peer, const Call& call) {
 }
 
 bool Exchange::receive(Peer& peer, const Call& call) {
-  if (peer.heard) return false;
+  if (peer.heard == peer.takes) return false;
   if (use(peer, call)) return true;  // it came with the one before
   const ssize_t got = ::recv(peer.socket.get(), peer.in.data() + peer.come, peer.in.size() - peer.come, 0);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
   if (got <= 0) station_.lose_connection(call, peer.leader);
   peer.come += static_cast<std::size_t>(got);
-  use(peer, call);
+  while (peer.heard < peer.takes && use(peer, call)) {
+  }
   return true;
 }
 
 bool Exchange::use(Peer& peer, const Call& call) {
-  if (peer.come < sizeof(Head)) return false;
+  const std::size_t here = peer.come - peer.used;
   Head head{};
-  std::memcpy(&head, peer.in.data(), sizeof(head));
+  if (here >= sizeof(Head)) std::memcpy(&head, peer.in.data() + peer.used, sizeof(head));
   constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 32;
-  if (head.bytes >= sizeof(Head) && head.bytes < kMostBytes && peer.come < head.bytes) {
+  const bool plausible = head.bytes >= sizeof(Head) && head.bytes < kMostBytes;
+  if (here < sizeof(Head) || (plausible && here < head.bytes)) {
+    std::memmove(peer.in.data(), peer.in.data() + peer.used, here);
+    peer.come = here;
+    peer.used = 0;
     if (peer.in.size() < head.bytes) peer.in.resize(head.bytes);
     return false;
   }
@@ -138,15 +222,17 @@ bool Exchange::use(Peer& peer, const Call& call) {
     station_.abort(text);
     station_.check_unbroken();
   };
-  if (head.sequence != call.sequence || head.bytes > peer.come || head.bytes < sizeof(Head)) broken();
+  if (head.sequence != call.sequence || !plausible) broken();
+  const std::byte* frame = peer.in.data() + peer.used;
+  const int origin = behind(peer.machine, peer.heard);
   std::size_t position = sizeof(Head);
   const auto next = [&](void* target, std::size_t bytes) {
     if (head.bytes - position < bytes) broken();
-    std::memcpy(target, peer.in.data() + position, bytes);
+    std::memcpy(target, frame + position, bytes);
     position += bytes;
   };
   const auto ranks = static_cast<std::size_t>(station_.size());
-  for (const int rank : station_.placement().machines[static_cast<std::size_t>(peer.machine)]) {
+  for (const int rank : station_.placement().machines[static_cast<std::size_t>(origin)]) {
     Line line{};
     next(&line, sizeof(line));
     if ((line.splits != 0 && line.splits != 2 * ranks) || line.staged > station_.shape().near_bytes) broken();
@@ -161,23 +247,31 @@ bool Exchange::use(Peer& peer, const Call& call) {
     // Release: for reports of this machine's ranks; those who meet are told by `Relay::meetings`.
     mirror.sequence.store(call.sequence, std::memory_order_release);
   }
-  std::memmove(peer.in.data(), peer.in.data() + head.bytes, peer.come - head.bytes);
-  peer.come -= head.bytes;
-  peer.heard = true;
+  if (position != head.bytes) broken();
+  if (!held_.empty()) {
+    const auto at = static_cast<std::size_t>(distance(station_.placement().machine, origin));
+    held_[at].assign(frame, frame + head.bytes);
+    while (holds_ < machines_ && !held_[static_cast<std::size_t>(holds_)].empty()) ++holds_;
+  }
+  peer.used += head.bytes;
+  if (peer.used == peer.come) peer.used = peer.come = 0;
+  ++peer.heard;
   return true;
 }
 
 bool Exchange::done() const {
-  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.heard; });
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [this](const Peer& peer) { return peer.heard == peer.takes && !owes(peer); });
 }
 
 void Exchange::wait(const Call& call) {
   std::vector<pollfd> waiting;
   int missing = -1;
   for (const Peer& peer : peers_) {
-    const bool sends = peer.sent < frame_for(peer, call).size();
-    if (!sends && peer.heard) continue;
-    const int events = (peer.heard ? 0 : POLLIN) | (sends ? POLLOUT : 0);
+    const bool sends = owes(peer) && peer.gives <= holds_;
+    const bool hears = peer.heard < peer.takes;
+    if (!sends && !hears) continue;
+    const int events = (hears ? POLLIN : 0) | (sends ? POLLOUT : 0);
     waiting.push_back({.fd = peer.socket.get(), .events = static_cast<short>(events), .revents = 0});
     if (missing < 0) missing = peer.leader;
   }
@@ -198,25 +292,24 @@ void Exchange::run(const Call& call) {
   if (gathers(call.what)) compose(call, false, lines_);
   for (Peer& peer : peers_) {
     peer.sent = 0;
-    peer.heard = false;
+    peer.out = nullptr;
+    peer.heard = 0;
   }
+  for (Frame& frame : held_) frame.clear();
+  holds_ = 1;
   const auto step = [&] {
     bool moved = false;
     for (Peer& peer : peers_) moved = send(peer, call) || moved;
     for (Peer& peer : peers_) moved = receive(peer, call) || moved;
     return moved;
   };
-  const auto finished = [&] {
-    return done() && std::all_of(peers_.begin(), peers_.end(),
-                                 [&](const Peer& peer) { return peer.sent == frame_for(peer, call).size(); });
-  };
   step();
-  if (finished()) return;
+  if (done()) return;
   const bool spins = spinning_.worth_long(false);
   const Nanoseconds end = spins ? now_ns() + kSpin : 0;
   while (spins && now_ns() < end) {
     step();
-    if (finished()) return spinning_.succeeded();
+    if (done()) return spinning_.succeeded();
   }
   if (spins) spinning_.failed();
   if (call.interrupt != nullptr) call.interrupt->blocks();
@@ -225,11 +318,11 @@ void Exchange::run(const Call& call) {
   if (status.site[0].load(std::memory_order_relaxed) != '\0') station_.note_site("");
   const Awaiting awaiting(station_);
   Nanoseconds next_look = now_ns() + kLookEvery;
-  while (!finished()) {
+  while (!done()) {
     if (!step()) wait(call);
     const Nanoseconds now = now_ns();
     if (now < next_look && now < call.deadline) continue;
-    if (finished()) break;
+    if (done()) break;
     station_.look_around(call, peers_.front().leader);
     next_look = now + kLookEvery;
   }

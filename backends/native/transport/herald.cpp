@@ -144,13 +144,23 @@ void Herald::flush(Link& link) {
   courier_.add(Courier::Source::herald, link.socket.get(), more ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
+void Herald::tell_poison() {
+  if (poison_told_) return;
+  const std::optional<Poisoned> news = station_.poisoned();
+  if (!news) return;
+  poison_told_ = poison_known_ = true;
+  for (auto& [fd, link] : links_) tell_poison(link, *news);
+}
+
 void Herald::note_gone(Local& local, Presence how, Nanoseconds now) {
+  // Who left a broken group is not its failure. Others may not have heard yet from where this one heard it.
+  tell_poison();
   local.gone = how;
   for (auto& [fd, link] : links_) tell_gone(link, local, now);
 }
 
 void Herald::say_goodbye() {
-  look(now_ns());  // what broke the group, if anything did, comes first
+  look(now_ns());
   if (said_goodbye_) return;
   said_goodbye_ = true;
   for (Local& local : locals_) {
@@ -166,12 +176,7 @@ void Herald::say_goodbye() {
 
 void Herald::look(Nanoseconds now) {
   next_look_ = now + kTick;
-  if (!poison_known_) {
-    if (const std::optional<Poisoned> news = station_.poisoned()) {
-      poison_known_ = true;
-      for (auto& [fd, link] : links_) tell_poison(link, *news);
-    }
-  }
+  if (!poison_known_) tell_poison();
   const bool tick = now >= next_tick_;
   if (tick) next_tick_ = now + kTick;
   look_at_ranks(now, tick);

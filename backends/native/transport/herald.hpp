@@ -84,6 +84,8 @@ class Herald {
 
   void tell(Link& link, Kind kind, int rank, std::string_view payload);
   void tell_poison(Link& link, const Poisoned& news);
+  // To all, once.
+  void tell_poison();
   void tell_gone(Link& link, const Local& local, Nanoseconds now);
   // What the other links were told before this one was there.
   void tell_past(Link& link);
@@ -104,6 +106,7 @@ class Herald {
   std::set<int> met_;          // leaders that were ever connected with
   std::vector<Local> locals_;
   bool poison_known_ = false;
+  bool poison_told_ = false;  // by this leader to all
   bool said_goodbye_ = false;
   Nanoseconds next_look_ = 0;
   Nanoseconds next_tick_ = 0;
