@@ -49,7 +49,7 @@ from collectives.types import (
 )
 from collectives.validation import check_list, fail, seconds
 from collectives.work import Work
-from collectives.world import group_rank, member_group
+from collectives.world import group_rank, member_group, root_rank
 
 __all__ = [
     "all_gather",
@@ -228,7 +228,7 @@ def gather(
     target = member_group(group, "gather")
     if target is None:
         return None
-    root = _root(target, "gather", dst, group_dst, "dst")
+    root = root_rank(target, "gather", dst, group_dst, "dst")
     attempt = target.plain_launch if async_op else target.plain
     if work := attempt(GATHER, gather_list, tensor, 0, root, True):
         return _answer(work)
@@ -258,7 +258,7 @@ def scatter(
     target = member_group(group, "scatter")
     if target is None:
         return None
-    root = _root(target, "scatter", src, group_src, "src")
+    root = root_rank(target, "scatter", src, group_src, "src")
     attempt = target.plain_launch if async_op else target.plain
     if work := attempt(SCATTER, tensor, scatter_list, 0, root, True):
         return _answer(work)
@@ -466,22 +466,19 @@ def _finish(work: Work, async_op: bool) -> Work | None:
     return None
 
 
-def _root(group: ProcessGroup, operation: str, rank: int | None, own_rank: int | None, name: str) -> int:
-    """Returns the group rank of a root that is rank 0 of the default group where the user names none."""
-    return group_rank(group, operation, 0 if rank is None and own_rank is None else rank, own_rank, name)
-
-
 def _list_at_root(
     group: ProcessGroup, operation: str, root: int, tensors: Any, name: str
 ) -> list[list[torch.Tensor]] | None:
     """Returns a list that only the root gives, as a list of one list."""
+    # Not by the truth of what is given, which may be a tensor by mistake.
+    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
     if group.rank() != root:
-        if tensors:
+        if not absent:
             fail(
                 group, operation, f"{name} is for the root, rank {root} of the group; give None on this rank"
             )
         return None
-    if not tensors:
+    if absent:
         fail(
             group,
             operation,

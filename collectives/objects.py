@@ -1,7 +1,8 @@
 """Collectives on picklable objects.
 
 An object travels as bytes: first the sizes, then the bytes themselves, in tensors of int64 and uint8 on the
-group's device. All of them block.
+group's device. All of them block. An object that cannot be pickled raises on its rank before anything is
+sent; the other ranks wait for that rank until their time limit.
 
 Objects are unpickled on receipt, which runs code that the sender chose: use them between trusted ranks only.
 The cost of pickling is the sender's, that of unpickling N objects the receiver's; ranks that wait meanwhile
@@ -21,7 +22,7 @@ from collectives.p2p import P2POp, batch_isend_irecv, irecv, isend, not_self
 from collectives.process_group import ProcessGroup
 from collectives.types import AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions
 from collectives.validation import fail
-from collectives.world import get_global_rank, group_rank, member_group
+from collectives.world import group_rank, member_group, root_rank, world_rank
 
 __all__ = [
     "all_gather_object",
@@ -51,7 +52,7 @@ def _pack(objects: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, t
     """Returns the bytes of all objects one after another, and the size of each."""
     parts = [pickle.dumps(obj) for obj in objects]
     sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if parts else _bytes(0, "cpu")
+    data = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if parts else _bytes(0, "cpu")
     return data.to(device), sizes.to(device)
 
 
@@ -136,9 +137,7 @@ def gather_object(
     target = member_group(group, "gather_object")
     if target is None:
         return
-    root = group_rank(
-        target, "gather_object", 0 if dst is None and group_dst is None else dst, group_dst, "dst"
-    )
+    root = root_rank(target, "gather_object", dst, group_dst, "dst")
     at_root = target.rank() == root
     if at_root:
         _check_length(target, "gather_object", object_gather_list, "object_gather_list")
@@ -179,7 +178,7 @@ def broadcast_object_list(
     if target is None:
         return
     what = "broadcast_object_list"
-    root = group_rank(target, what, 0 if src is None and group_src is None else src, group_src, "src")
+    root = root_rank(target, what, src, group_src, "src")
     _check_list(target, what, object_list, "object_list")
     place = _device(target, device)
     if target.rank() == root:
@@ -220,7 +219,7 @@ def scatter_object_list(
     if target is None:
         return
     what = "scatter_object_list"
-    root = group_rank(target, what, 0 if src is None and group_src is None else src, group_src, "src")
+    root = root_rank(target, what, src, group_src, "src")
     _check_list(target, what, scatter_object_output_list, "scatter_object_output_list")
     if not scatter_object_output_list:
         fail(target, what, "scatter_object_output_list must have room for one object, but is empty")
@@ -289,7 +288,8 @@ def recv_object_list(
         use_batch: as the sender has it.
 
     Returns:
-        The sender as a rank of the default group; -1 on a rank that is not in the group.
+        The sender as a rank of the default group, or of ``group`` where ``init_process_group`` and
+        ``new_group`` did not make that; -1 on a rank that is not in the group.
     """
     target = member_group(group, "recv_object_list")
     if target is None:
@@ -310,7 +310,7 @@ def recv_object_list(
     data = _bytes(sum(counts), place)
     _message(irecv, target, data, peer, use_batch)
     object_list[:] = _unpack(data, counts)
-    return get_global_rank(target, peer)
+    return world_rank(target, peer)
 
 
 def _message(op: Any, group: ProcessGroup, tensor: torch.Tensor, peer: int, use_batch: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from collectives.process_group import ProcessGroup
 from collectives.validation import check_tensor, fail
 from collectives.work import Work
-from collectives.world import default_group, get_global_rank, group_rank, is_member, member_group
+from collectives.world import default_group, group_rank, is_member, member_group, world_rank
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -119,7 +119,8 @@ def recv(
         group_src: the sender, counted within the group; instead of ``src``.
 
     Returns:
-        The sender as a rank of the default group; -1 on a rank that is not in the group.
+        The sender as a rank of the default group, or of ``group`` where ``init_process_group`` and
+        ``new_group`` did not make that; -1 on a rank that is not in the group.
 
     Raises:
         CollectiveTimeoutError: nothing complete came within the group's time limit; a part of the tensor may
@@ -131,12 +132,12 @@ def recv(
     if src is None and group_src is None:
         work = target.recv_anysource(tensor, tag)
         work.wait()
-        return get_global_rank(target, work.source_rank())
+        return world_rank(target, work.source_rank())
     peer = group_rank(target, "recv", src, group_src, "src")
     not_self(target, "recv", peer, "source", "irecv")
     if not target.plain_message(False, tensor, peer, tag):
         target.recv(tensor, peer, tag).wait()
-    return get_global_rank(target, peer) if src is None else src
+    return world_rank(target, peer) if src is None else src
 
 
 def not_self(group: ProcessGroup, operation: str, peer: int, role: str, instead: str) -> None:
@@ -182,7 +183,7 @@ class P2POp:
         self.group = default_group() if group is None else group
         self.tensor = check_tensor(self.group, "P2POp", tensor)
         self.group_peer = group_rank(self.group, "P2POp", peer, group_peer, "peer")
-        self.peer = get_global_rank(self.group, self.group_peer) if peer is None else peer
+        self.peer = world_rank(self.group, self.group_peer) if peer is None else peer
         self.tag = tag
 
     def __repr__(self) -> str:

@@ -251,6 +251,19 @@ def group_rank(
     return found
 
 
+def root_rank(
+    group: ProcessGroup, operation: str, global_rank: int | None, own_rank: int | None, name: str
+) -> int:
+    """Returns the group rank of a root as :func:`group_rank`; without both, of global rank 0."""
+    unnamed = global_rank is None and own_rank is None
+    return group_rank(group, operation, 0 if unnamed else global_rank, own_rank, name)
+
+
+def world_rank(group: ProcessGroup, rank: int) -> int:
+    """Returns a group's rank as one of the default group; as it is where no world made the group."""
+    return get_global_rank(group, rank) if group in world.records else rank
+
+
 # ---- what users ask ----------------------------------------------------------------------------------------
 
 

@@ -251,6 +251,7 @@ def wrong_calls(rank: int, size: int) -> None:
                 ValueError,
                 "gather_list must hold one tensor for each of 2 ranks",
             ),
+            (lambda: dist.gather(one, two), TypeError, "gather_list must be a list of tensors, but is"),
             (lambda: dist.scatter(one, [one, two]), ValueError, "entry 1 .* has 2 elements .* not 1"),
         ]
     else:
@@ -261,7 +262,7 @@ def wrong_calls(rank: int, size: int) -> None:
                 "gather_list is for the root, rank 0 of the group",
             ),
             (
-                lambda: dist.scatter(one, [one, one]),
+                lambda: dist.scatter(one, two),
                 ValueError,
                 "scatter_list is for the root, rank 0 of the group",
             ),

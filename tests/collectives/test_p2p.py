@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_world
+from harness import run_ranks, run_world
 
 import collectives as dist
 
@@ -50,6 +50,33 @@ def exchanges(rank: int, size: int) -> None:
 
 def test_messages(backend: str) -> None:
     run_world(exchanges, 2, backend=backend)
+
+
+def without_a_world(group: dist.ProcessGroup) -> None:
+    peer = 1 - group.rank()
+    tensor, objects = torch.empty(1), [None]
+    if group.rank() == 0:
+        for _ in range(2):
+            dist.send(torch.ones(1), group=group, group_dst=peer)
+        dist.send_object_list(["object"], group=group, group_dst=peer)
+    else:
+        assert dist.recv(tensor, group=group) == peer
+        assert dist.recv(tensor, group=group, group_src=peer) == peer
+        assert dist.recv_object_list(objects, group=group, group_src=peer) == peer
+        assert objects == ["object"]
+    mine = torch.full((1,), float(group.rank()))
+    batch = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer),
+    ]
+    assert [part.peer for part in batch] == [peer, peer]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert tensor.item() == peer
+
+
+def test_a_group_made_without_a_world_has_its_own_ranks(backend: str) -> None:
+    run_ranks(without_a_world, 2, backend=backend)
 
 
 def long_and_short(rank: int, size: int) -> None:
