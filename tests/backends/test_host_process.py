@@ -103,24 +103,44 @@ def test_nothing_is_left_of_worlds_made_and_destroyed(placement):
     run_ranks(_worlds, 2, ROUNDS[placement], placement=placement, isolated=True)
 
 
-def _memory(group):
-    tensor = torch.ones(8 << 20)
-    group.allreduce([tensor]).wait()
-    received = torch.empty(8 << 20)
-    works = [group.send([tensor], 1 - group.rank()), group.recv([received], 1 - group.rank())]
+def _resident():
+    """Returns the memory of this process in MiB, what it shares with other ranks included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 1024
+
+
+def _memory(rank, size):
+    """Returns what a group adds to this process after long operations of every kind."""
+    count = 1 << 20
+    whole, result, part = torch.ones(count), torch.ones(count), torch.ones(count // size)
+    sent, received = (list(torch.ones(count).split(count // size)) for _ in range(2))
+    store = current_store()
+    store.check(["none"])
+    before = _resident()
+    group = ProcessGroupHost(store, rank, size, LIMIT)
+    for asynchronous in (False, True):
+        group.allreduce([whole], dist.AllreduceOptions(asyncOp=asynchronous)).wait()
+        group.reduce([whole], dist.ReduceOptions(asyncOp=asynchronous)).wait()
+        group.broadcast([whole], dist.BroadcastOptions(asyncOp=asynchronous)).wait()
+        group.allgather([received], [part], dist.AllgatherOptions(asyncOp=asynchronous)).wait()
+        group.reduce_scatter_single(part, whole, dist.ReduceScatterOptions(asyncOp=asynchronous)).wait()
+        group.alltoall_base(result, whole, None, None, dist.AllToAllOptions(asyncOp=asynchronous)).wait()
+    works = [group.recv([received[peer]], peer) for peer in range(size)]
+    works += [group.send([sent[peer]], peer) for peer in range(size)]
     for work in works:
         work.wait()
-    text = Path("/proc/self/smaps").read_text()
-    segments = [part for part in text.split("VmFlags") if "memfd:collectives" in part]
-    resident = sum(
-        int(line.split()[1]) for part in segments for line in part.splitlines() if line[:4] == "Rss:"
-    )
-    return resident / 1024
+    added = _resident() - before
+    group.barrier().wait()
+    group.shutdown()
+    return added
 
 
-def test_memory_beyond_the_tensors_is_small():
-    shared = run_ranks(_memory, 2, backend="host")  # both ranks map the same pages
-    assert 0 < max(shared) < 2 * 16
+@pytest.mark.parametrize(
+    ("placement", "limit"), [("aa", 16), ("ab", 16), ("aaaaaaaa", 64), ("aaaabbbb", 64), ("abcdefgh", 64)]
+)
+def test_memory_beyond_the_tensors_is_small(placement, limit):
+    added = run_ranks(_memory, len(placement), placement=placement, isolated=True)
+    assert 0 < max(added) < limit
 
 
 # ---- signals, forks, the end of the interpreter ----------------------------------------------------------
