@@ -46,6 +46,10 @@ class ForwardingGroup(ProcessGroup):
         """Whether all groups do."""
         return all(group.detects_mismatch for group in self.inner_groups)
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks that any of the groups knows to have died."""
+        return sorted({rank for group in self.inner_groups for rank in group.lost_ranks()})
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)

@@ -135,6 +135,13 @@ class ProcessGroupHost(ProcessGroup):
         """``True``: every collective begins with a meeting that compares what the ranks call."""
         return True
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks whose processes have ended, or whose machines have vanished, as far as is known.
+
+        On one machine that is known at once. Empty once the group has ended.
+        """
+        return self._native.lost_ranks()
+
     def name(self) -> str:
         """Returns ``"host"``."""
         return "host"

@@ -92,6 +92,10 @@ class CheckedGroup(ProcessGroup):
         """``True``."""
         return True
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks that the inner group knows to have died."""
+        return self.inner.lost_ranks()
+
     def name(self) -> str:
         """Returns the inner group's backend."""
         return self.inner.name()

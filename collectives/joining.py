@@ -16,13 +16,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as _torch_distributed
 
-from collectives.errors import CollectiveMismatchError, DistStoreError
+from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
 
 __all__ = ["KEYS", "join_group", "join_world", "leave_world", "wait_for_keys", "wait_for_leavers"]
 
@@ -42,6 +42,12 @@ _ROUND = timedelta(milliseconds=100)
 
 _LATECOMERS_LIMIT = timedelta(seconds=5)
 """How long rank 0 waits, after two ranks disagreed, for others to come and be told."""
+
+_LOOK = timedelta(milliseconds=200)
+"""How often those who wait for the members of a group look whether one of them has died."""
+
+_NEWS_LIMIT_S = 0.5
+"""How long after the store has failed a rank may be found dead."""
 
 _VERDICT_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""
@@ -200,7 +206,13 @@ def wait_for_leavers(store: Any, size: int, limit: timedelta) -> None:
 
 
 def join_group(
-    store: Any, key: str, rank: int, members: Sequence[int], request: str, timeout: timedelta
+    store: Any,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    request: str,
+    timeout: timedelta,
+    lost_ranks: Callable[[], Sequence[int]] = tuple,
 ) -> None:
     """Checks that all ranks mean the same by this turn; members wait until all members are here.
 
@@ -214,15 +226,25 @@ def join_group(
         members: ranks of the group's members in the default group.
         request: what this rank asks for; must be equal on all ranks that take part.
         timeout: time limit.
+        lost_ranks: which ranks are known to have died; asked again and again while members are missing.
 
     Raises:
         CollectiveMismatchError: another rank asks for a different group at this turn.
         DistStoreError: a member did not come in time; names all that are missing.
+        PeerLostError: a member has died.
     """
-    conflict = _conflict(store, f"{key}/first", rank, request)
-    store.set(f"{key}/here/{rank}", conflict or _HERE)
-    if not conflict and rank in members:
-        conflict = _wait_for_members(store, key, rank, members, timeout)
+    try:
+        conflict = _conflict(store, f"{key}/first", rank, request)
+        store.set(f"{key}/here/{rank}", conflict or _HERE)
+        if not conflict and rank in members:
+            conflict = _wait_for_members(store, key, rank, members, timeout, lost_ranks)
+    except _torch_distributed.DistNetworkError:
+        # It may have gone with the member that kept it, whose end shows a little later.
+        end = time.monotonic() + _NEWS_LIMIT_S
+        while time.monotonic() < end:
+            _refuse_lost(rank, members, lost_ranks)
+            time.sleep(_NEWS_LIMIT_S / 20)
+        raise
     if conflict:
         raise CollectiveMismatchError(
             f"[rank {rank}] new_group: {conflict}; all ranks must create the same groups in the same order"
@@ -244,10 +266,31 @@ def _conflict(store: Any, key: str, rank: int, request: str) -> str:
     return f"rank {other} asks for {asked}, but rank {rank} for {request}"
 
 
-def _wait_for_members(store: Any, key: str, rank: int, members: Sequence[int], timeout: timedelta) -> str:
+def _refuse_lost(rank: int, members: Sequence[int], lost_ranks: Callable[[], Sequence[int]]) -> None:
+    lost = next((member for member in lost_ranks() if member in members), None)
+    if lost is not None:
+        raise PeerLostError(f"[rank {rank}] new_group: rank {lost}, a member of the group, has died", lost)
+
+
+def _wait_for_members(
+    store: Any,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    timeout: timedelta,
+    lost_ranks: Callable[[], Sequence[int]],
+) -> str:
     """Returns the conflict that one of the members came with; empty where all agree."""
     keys = [f"{key}/here/{member}" for member in members]
-    if not wait_for_keys(store, keys, timeout):
+    end = time.monotonic() + timeout.total_seconds()
+    left = timeout
+    while not (all_here := wait_for_keys(store, keys, min(_LOOK, left))):
+        _refuse_lost(rank, members, lost_ranks)
+        left = timedelta(seconds=end - time.monotonic())
+        if left <= timedelta(0):
+            break
+    _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
+    if not all_here:
         absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
         raise DistStoreError(f"[rank {rank}] new_group: {_absent(absent or members, timeout)}")
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]

@@ -445,6 +445,7 @@ def new_group(
         ValueError: ``ranks`` are not different ranks of the default group, or there is no default group.
         CollectiveMismatchError: ranks make different groups at this place of the order.
         DistStoreError: members did not come in time; names them.
+        PeerLostError: a member has died, and the default group's backend knows it.
     """
     with world.lock:
         world.refuse_in_child("new_group")
@@ -462,7 +463,7 @@ def new_group(
             name = str(world.created)
             world.created += 1
         request = f"group {name} of ranks {list(members)} on {config!r}"
-        join_group(world.store, f"make/{name}", default.rank(), members, request, limit)
+        join_group(world.store, f"make/{name}", default.rank(), members, request, limit, default.lost_ranks)
         parent = None if use_local_synchronization else default
         if default.rank() not in members:
             decline_split(default, config)

@@ -49,6 +49,13 @@ class Primitives(ABC):
         """Whether ranks that call different collectives get an error instead of waiting for ever."""
         return False
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks of this group that are known to have died, without waiting for news of any.
+
+        Empty where the backend does not watch its ranks.
+        """
+        return []
+
     @abstractmethod
     def name(self) -> str:
         """Returns the backend's name, such as ``"host"``."""

@@ -130,6 +130,7 @@ def split_group(
     Raises:
         ValueError: ranks are not in the parent, or named twice; ``backend`` is not part of the parent's.
         CollectiveMismatchError: members ask for different groups.
+        PeerLostError: a member has died, and the default group's backend knows it.
     """
     with world.lock:
         world.refuse_in_child("split_group")
@@ -160,6 +161,7 @@ def split_group(
             members,
             f"split {split_ranks} on {config!r}",
             limit,
+            default_group().lost_ranks,
         )
         if not mine:
             decline_split(parent, config)

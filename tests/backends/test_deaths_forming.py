@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Died, current_store, run_ranks
+from harness import Died, current_store, run_ranks, run_world
 
 import collectives as dist
 from collectives.backends import host_bootstrap
@@ -213,6 +213,53 @@ def test_a_machine_that_links_up_late_hears_what_happened_before(happens, kind, 
     assert said in text
     assert rank == (1 if happens is dead else None)
     assert ended - begin < LIMIT.total_seconds() / 2
+
+
+def make_another(rank, size, victim, delay, split):
+    """Makes a group within a world while, or after, one of its members dies; returns how that ends."""
+    store = current_store()
+    store.check(["died"])
+    dist.barrier()
+    if rank == victim:
+        time.sleep(delay)
+        die(store)
+    if delay == 0:
+        store.wait(["died"])
+    error = None
+    begin = time.time()
+    try:
+        dist.split_group(split_ranks=[[0, 1, 2]]) if split else dist.new_group([2, 1, 0])
+    except dist.DistError as caught:
+        error = caught
+    ended = time.time()
+    alone = dist.new_group([rank], use_local_synchronization=True)  # needs nobody who has died
+    assert alone.size() == 1
+    return type(error), getattr(error, "rank", None), str(error), ended - max(float(store.get("died")), begin)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "backend", "victim", "delay"),
+    [
+        ("aaa", "host", 2, 0.0),
+        ("aaa", "cpu:host", 0, 0.3),
+        ("aab", "host", 1, 0.3),
+        ("aab", "host", 2, 0.0),
+        ("aaa", "round_robin", 1, 0.0),
+    ],
+)
+def test_a_group_within_a_world_is_refused_where_a_member_has_died(placement, backend, victim, delay, split):
+    arguments = (victim, delay, split)
+    results = run_world(
+        make_another, 3, *arguments, backend=backend, isolated=True, lost=[victim], placement=placement
+    )
+    assert results[victim] == Died(-signal.SIGKILL)
+    limit = NEWS_S if placement == "aaa" else NEWS_BETWEEN_MACHINES_S
+    for rank, result in enumerate(results):
+        if rank != victim:
+            kind, lost, text, late = result
+            assert (kind, lost) == (dist.PeerLostError, victim), text
+            assert late < limit
 
 
 def leave(rank, size, victim, delay):

@@ -113,6 +113,25 @@ def test_groups_need_no_more_of_a_store_than_every_store_has() -> None:
     assert on_threads(*calls) == [None] * 3
 
 
+class LostStore(dist.HashStore):
+    """One whose keeper has died."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raise dist.DistNetworkError("the connection has ended")
+
+
+def test_a_member_that_died_with_its_store_is_named() -> None:
+    news = iter([[], [], [1, 2]])  # its end shows a little later
+    with pytest.raises(dist.PeerLostError, match=r"\[rank 0\] new_group: rank 2, a member .* died") as caught:
+        join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: next(news))
+    assert caught.value.rank == 2
+
+
+def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own() -> None:
+    with pytest.raises(dist.DistNetworkError, match="the connection has ended"):
+        join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: [1])
+
+
 def test_members_of_a_group_come_to_one_verdict() -> None:
     store = dist.HashStore()
     requests = ["this", "this", "that"]

@@ -326,6 +326,8 @@ void bind_group(nb::module_& module) {
           "lose",
           [](OwnedGroup& group, int rank, const std::string& text) { usable(group).lose(rank, text); },
           nb::arg("rank"), nb::arg("text"))
+      .def("lost_ranks",
+           [](OwnedGroup& group) { return group.inherited() ? std::vector<int>() : group->lost_ranks(); })
       .def("trouble", [](OwnedGroup& group) { return usable(group).trouble(); })
       .def(
           "set_timeout", [](OwnedGroup& group, Nanoseconds timeout) { usable(group).set_timeout(timeout); },

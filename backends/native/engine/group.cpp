@@ -69,6 +69,15 @@ void Group::lose(int rank, const std::string& text) {
   if (station_) station_->poison(ErrorKind::peer_lost, rank, text);
 }
 
+std::vector<int> Group::lost_ranks() const {
+  const std::lock_guard lock(station_mutex_);
+  std::vector<int> lost;
+  for (int r = 0; station_ && r < size_; ++r) {
+    if (r != rank_ && station_->dead(r)) lost.push_back(r);
+  }
+  return lost;
+}
+
 std::string Group::trouble() {
   const std::lock_guard lock(station_mutex_);
   return station_ && station_->several() ? station_->courier()->trouble() : "";

@@ -45,6 +45,8 @@ class Group {
   std::vector<int> link(Nanoseconds deadline);
   // Breaks the group for all ranks, because this one was lost before all had a group.
   void lose(int rank, const std::string& text);
+  // The ranks that have died or vanished, as far as this one knows; none once the group has ended.
+  std::vector<int> lost_ranks() const;
   // What stands in the way of connections, in words; may be empty.
   std::string trouble();
 
