@@ -36,7 +36,7 @@ from collectives.bench.goals import goal_lines, parse_goal
 from collectives.bench.launching import needs_mpirun
 from collectives.bench.machine import cores_of_ranks, describe_machine
 from collectives.bench.mpi4py_peer import MPI4PY
-from collectives.bench.namespaces import NamespacesUnavailableError
+from collectives.bench.namespaces import NamespacesUnavailableError, burst_bytes
 from collectives.bench.operations import OPERATIONS, rounded_count
 from collectives.bench.player import Workload, memory_bytes
 from collectives.bench.plot import plot
@@ -179,6 +179,8 @@ class Options:
                 raise ValueError(f"{ranks} ranks cannot be shared equally among {self.machines} machines")
         if self.link is not None and self.machines == 1:
             raise ValueError("a link joins machines; ask for 2 or more of them")
+        if self.link is not None:
+            burst_bytes(self.link)  # refuses what is no rate
         if self.machines > 1 and self.device != "cpu":
             raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
 

@@ -39,7 +39,7 @@ from collectives.bench.hook_trainer import HOOKS, TASKS, Job, Outcome, Place, tr
 from collectives.bench.lockstep import create_board
 from collectives.bench.machine import describe_machine
 from collectives.bench.models import MODELS, install_command, why_unavailable
-from collectives.bench.namespaces import Machines, NamespacesUnavailableError
+from collectives.bench.namespaces import Machines, NamespacesUnavailableError, burst_bytes
 from collectives.bench.ranks import RankFailedError, SpawnedTeam
 from collectives.bench.records import BaseReport, Skipped, Timing
 from collectives.bench.table import skipped_lines
@@ -95,6 +95,8 @@ class Options:
             raise ValueError(f"{self.ranks} ranks cannot be shared equally among {self.machines} machines")
         if self.link is not None and self.machines == 1:
             raise ValueError("a link joins machines; name a number of them with --machines")
+        if self.link is not None:
+            burst_bytes(self.link)  # refuses what is no rate
         if self.steps is not None and self.steps < 6:
             raise ValueError(f"steps must be 6 or more, but is {self.steps}")
 

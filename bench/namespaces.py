@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["BURST_BYTES", "INTERFACE", "Machines", "NamespacesUnavailableError", "enter"]
+__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "burst_bytes", "enter"]
 
 INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
 
-BURST_BYTES = 256 << 10
-"""What a shaped machine can send at once after a rest, at any speed."""
+_LEAST_BURST_BYTES, _MOST_BURST_BYTES = 32 << 10, 256 << 10
+_LATE_S = 0.0005
+"""So late the kernel may look after a link; what could not be sent meanwhile must be made up for."""
 
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(i?)(bit|bps|)", re.IGNORECASE)
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _NETWORK = "198.18"  # set aside for measuring networks (RFC 2544)
 _OURS = 254  # the last number of this process's own address
@@ -56,7 +59,7 @@ class Machines:
 
     Raises:
         NamespacesUnavailableError: the kernel forbids it, or a program is missing.
-        ValueError: the count is not between 1 and 250.
+        ValueError: the count is not between 1 and 250, or the rate is none.
     """
 
     def __init__(
@@ -69,13 +72,14 @@ class Machines:
     ) -> None:
         if not 1 <= count <= 250:
             raise ValueError(f"there can be 1 to 250 machines, but count is {count}")
+        burst = None if rate is None else burst_bytes(rate)
         for program, package in _PROGRAMS.items():
             if shutil.which(program) is None:
                 raise NamespacesUnavailableError(f"no program {program!r} here; it comes with {package}")
         self._holders: list[subprocess.Popen[bytes]] = []
         self._machines: list[_Machine] = []
         try:
-            self._build(count, rate, window_bytes, delay_ms)
+            self._build(count, rate, burst, window_bytes, delay_ms)
         except BaseException:
             self.close()
             raise
@@ -127,7 +131,9 @@ class Machines:
         self._holders.clear()
         self._machines.clear()
 
-    def _build(self, count: int, rate: str | None, window_bytes: int | None, delay_ms: float) -> None:
+    def _build(
+        self, count: int, rate: str | None, burst: int | None, window_bytes: int | None, delay_ms: float
+    ) -> None:
         switch = self._hold()
         inside = ["link add name switch type bridge", "link set switch up", "link set lo up"]
         network, ours = self._plug_in(switch)
@@ -155,8 +161,7 @@ class Machines:
             shape = []
             if rate is not None:
                 shape.append(
-                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst {BURST_BYTES}b "
-                    "latency 100ms"
+                    f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst {burst}b latency 100ms"
                 )
             if delay_ms:
                 parent = "root" if rate is None else "parent 1:1"
@@ -215,6 +220,27 @@ class Machines:
         lines = _run(self.command(machine, ["ip", "-statistics", "link", "show", INTERFACE])).splitlines()
         heading = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{direction}:"))
         return int(lines[heading + 1].split()[0])
+
+
+def burst_bytes(rate: str) -> int:
+    """Returns what a machine with a link of this rate can send at once after a rest.
+
+    As little as fills the link all the same: of messages shorter than that, calls with rests between them
+    show the speed of the machine that plays all others, not of the link.
+
+    Args:
+        rate: in the units of ``tc``, such as ``"1gbit"``.
+
+    Raises:
+        ValueError: it is no rate.
+    """
+    found = _RATE.fullmatch(rate.strip())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"{rate!r} is no rate of a link; write it as tc does, such as 1gbit or 200mbit")
+    number, power, binary, unit = found.groups()
+    each = (1024 if binary else 1000) ** ("kmgt".index(power.lower()) + 1 if power else 0)
+    bytes_a_second = float(number) * each / (1 if unit.lower() == "bps" else 8)
+    return int(min(max(bytes_a_second * _LATE_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
 
 
 def enter(namespace: str) -> None:

@@ -58,7 +58,7 @@ from collectives.bench.comparison import Options, measure
 from collectives.bench.machine import usable_cores
 from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
 from collectives.bench.model_terms import Parameters, Scale
-from collectives.bench.namespaces import BURST_BYTES
+from collectives.bench.namespaces import burst_bytes
 from collectives.bench.ranks import RankFailedError
 from collectives.bench.records import KINDS, Record, Report, read_report, write_json
 from collectives.bench.scaling import ends, ours, predictions, scales_up_to
@@ -185,10 +185,10 @@ def run(arguments: argparse.Namespace) -> int:
         used, kept = split(points)
         parameters = fit(used, start, MEMORY)
         if arguments.network_record is not None:
-            between, shaped = _between_machines(arguments)
+            between, burst = _between_machines(arguments)
             seen, unseen = split(between)
-            if shaped:
-                parameters = fit(seen, replace(parameters, burst_bytes=float(BURST_BYTES)), SHAPED)
+            if burst:
+                parameters = fit(seen, replace(parameters, burst_bytes=burst), SHAPED)
             else:
                 parameters = fit(seen, parameters, NETWORK)
             used, kept = [*used, *seen], [*kept, *unseen]
@@ -235,8 +235,8 @@ def _on_one_machine(report: Report) -> list[Record]:
     return report.records
 
 
-def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], bool]:
-    """Returns the points of the record between machines, and whether a token bucket shaped the links."""
+def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], float]:
+    """Returns the points of the record between machines, and the burst of their links, 0 if not shaped."""
     path: Path = arguments.network_record
     report = read_report(path)
     machines = arguments.network_machines or report.options.get("machines", 1)
@@ -250,7 +250,8 @@ def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], bool]
     cores = max(1, int(report.environment["cores_usable"]) // machines) if played else 0
     points = points_of_records(report.records, arguments.kind, machines, cores)
     check_scatter(points, str(path))
-    return points, played and report.options.get("link") is not None
+    link = report.options.get("link") if played else None
+    return points, 0.0 if link is None else float(burst_bytes(link))
 
 
 def _measure(arguments: argparse.Namespace) -> Report:

@@ -13,7 +13,7 @@ import pytest
 from harness import current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 
-from collectives.bench.namespaces import INTERFACE, Machines, enter
+from collectives.bench.namespaces import INTERFACE, Machines, burst_bytes, enter
 
 
 def _address_of_namespace(rank, size):
@@ -121,6 +121,19 @@ def test_a_namespace_that_has_gone_cannot_be_entered(make_machines):  # noqa: F8
 def test_a_wrong_number_of_machines_is_refused(count):
     with pytest.raises(ValueError, match=f"1 to 250 machines, but count is {count}"):
         Machines(count)
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [("1gbit", 62_500), ("125mbps", 62_500), ("1000Mbit", 62_500), ("1gibit", 67_108), ("2e", None),
+     ("100kbit", 32 << 10), ("100000", 32 << 10), ("10gbit", 256 << 10), ("fast", None), ("0bit", None)],
+)  # fmt: skip
+def test_burst_of_a_link_is_as_its_rate(rate, burst):
+    if burst is not None:
+        assert burst_bytes(rate) == burst
+        return
+    with pytest.raises(ValueError, match=f"'{rate}' is no rate of a link"):
+        Machines(2, rate)
 
 
 def _addresses() -> str:
