@@ -7,24 +7,23 @@ import contextlib
 import hashlib
 import importlib
 import logging
+import operator
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as _torch_distributed
-from torch.distributed.distributed_c10d import Store as TorchStore
 
 from collectives import registry
 from collectives.backend import Backend, BackendConfig, default_timeout
 from collectives.coalescing import forget_coalescing
 from collectives.debug import checked
 from collectives.errors import DistBackendError
-from collectives.joining import KEYS, join_group, join_world, leave_world, wait_for_leavers
+from collectives.joining import KEYS, join_group, leave_world, wait_for_leavers
+from collectives.meeting import check_meeting, close_store, meet, meeting_place
 from collectives.process_group import ProcessGroup
-from collectives.store import PrefixStore, rendezvous
+from collectives.store import PrefixStore
 from collectives.validation import seconds
 from collectives.world import (
     NON_GROUP_MEMBER,
@@ -45,9 +44,6 @@ logger = logging.getLogger("collectives")
 
 _LEAVERS_LIMIT = timedelta(seconds=5)
 """How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
-
-_RETRY_SECONDS = 0.05
-"""Pause before another try to reach rank 0 after a connection broke."""
 
 
 def init_process_group(
@@ -98,7 +94,7 @@ def init_process_group(
                 f"[rank {world.default.rank()}] there is a default process group already "
                 f"({world.default.describe()}); call destroy_process_group before a second init_process_group"
             )
-        _check_meeting(init_method, store, rank, world_size)
+        rank, world_size = check_meeting(init_method, store, rank, world_size)
         device = _bound_device(device_id)
         if backend is None and device is not None:
             backend = Backend.default_device_backend_map.get(device.type)
@@ -106,8 +102,8 @@ def init_process_group(
         limit = limit_of(timeout, config)
         _check_usable(config, pg_options)
         try:
-            place = _place(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number = _meet(store, place, rank, world_size, limit, repr(config))
+            place = meeting_place(config, init_method, rank, world_size) if store is None else ""
+            base, rank, world_size, number = meet(store, place, rank, world_size, limit, repr(config))
             world.base = base
             world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None
@@ -121,7 +117,7 @@ def init_process_group(
             )
         except BaseException:
             if world.owns_store:
-                _close_store(world.base)
+                close_store(world.base)
             world.clear()
             raise
     _at_exit_once()
@@ -146,55 +142,6 @@ def _check_usable(config: BackendConfig, options: Any) -> None:
         raise ValueError(f"pg_options are for {unknown}, but the group's backends are {names}")
 
 
-def _check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> None:
-    """Checks how the ranks are to meet, before anything is sent."""
-    if store is None:
-        if size != -1 and not (isinstance(size, int) and size > 0):
-            raise ValueError(f"world_size must be positive, but is {size!r}")
-        if rank != -1 and not (isinstance(rank, int) and rank >= 0):
-            raise ValueError(f"rank must not be negative, but is {rank!r}")
-    else:
-        if init_method is not None:
-            raise ValueError(
-                f"give init_method or store, not both (init_method={init_method!r}, store={store!r})"
-            )
-        if not isinstance(store, TorchStore):
-            raise TypeError(f"store must be a torch.distributed.Store, but is of type {type(store).__name__}")
-        if not (isinstance(size, int) and size > 0):
-            raise ValueError(f"with a store, world_size must be given and positive, but is {size!r}")
-        if not (isinstance(rank, int) and rank >= 0):
-            raise ValueError(f"with a store, rank must be given and not negative, but is {rank!r}")
-    if size > 0 and rank >= size:
-        raise ValueError(f"rank is {rank}, but world_size {size} has the ranks 0 to {size - 1}")
-
-
-def _place(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
-    """Returns where the ranks meet: as the user says, the environment, or else a backend of the group."""
-    if init_method is None:
-        named = {
-            name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if os.environ.get(name)
-        }
-        named |= {name for name, given in (("RANK", rank), ("WORLD_SIZE", size)) if given != -1}
-        own = [spec for name in config.names() if (spec := registry.backend_spec(name)).init_method]
-        if len(named) == 4 or not own:
-            return "env://"
-        init_method = own[0].init_method
-    if isinstance(init_method, str):
-        scheme = init_method.partition("://")[0]
-        for name in registry.backend_names():
-            spec = registry.backend_spec(name)
-            if spec.meeting and spec.init_method == f"{scheme}://":
-                importlib.import_module(spec.meeting)
-    return init_method
-
-
-def _close_store(store: Any) -> None:
-    """Closes a store that was made here; those of torch close when nothing refers to them."""
-    close = getattr(store, "close", None)
-    if close is not None:
-        close()
-
-
 def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
     if device_id is None:
         return None
@@ -206,6 +153,8 @@ def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
                 "torch.device"
             )
         device_id = torch.device(accelerator.type, device_id)
+    if not isinstance(device_id, torch.device):
+        raise TypeError(f"device_id must be a torch.device or an int, but is {device_id!r}")
     if device_id.type == "cpu":
         return device_id
     if accelerator is None or device_id.type != accelerator.type:
@@ -217,37 +166,6 @@ def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
             f"device_id is {device_id}, but there are {torch.accelerator.device_count()} devices"
         )
     return device_id
-
-
-def _meet(
-    store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
-) -> tuple[Any, int, int, int]:
-    """Meets the other ranks; returns the store, this rank, the number of ranks and the world's number."""
-    if store is not None:
-        number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)
-        return store, rank, size, number
-    deadline = time.monotonic() + limit.total_seconds()
-    left = limit
-    while True:
-        base = None
-        try:
-            base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=left)))
-            base.set_timeout(limit)
-            return base, own, count, join_world(PrefixStore(KEYS, base), own, count, backend, left)
-        except BaseException as error:
-            _close_store(base)
-            left = timedelta(seconds=deadline - time.monotonic())
-            broken = isinstance(error, _torch_distributed.DistNetworkError)
-            if not broken or left <= timedelta(0) or _own_rank(rank) == 0:
-                raise
-        # A rank that begins its next world may still reach the server of rank 0's former one, just before
-        # that ends; the next one is there soon.
-        time.sleep(_RETRY_SECONDS)
-
-
-def _own_rank(rank: int) -> int:
-    """Returns this rank where the arguments or the environment tell, else 0."""
-    return rank if rank >= 0 else int(os.environ.get("RANK", "0"))
 
 
 def make_group(
@@ -303,8 +221,7 @@ def make_group(
             group = module.ProcessGroupByDevice(by_device, store)
         group = checked(group)
     except BaseException:
-        for part in made.values():
-            part.abort()
+        _abort_all(made.values())
         raise
     register(group, name, config, ranks)
     logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
@@ -357,35 +274,54 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             record_of(group)
             forget_coalescing(group)
             del world.records[group]
-            group.shutdown()
+            try:
+                group.shutdown()
+            except BaseException:
+                _abort_all([group])
+                raise
             return
         _end_world(gracefully=True)
 
 
 def _end_world(*, gracefully: bool) -> None:
-    """Ends all groups and forgets them; raises the first error after all have ended."""
+    """Ends all groups and forgets them; raises the first error after all have ended.
+
+    An interrupt of the user breaks what has not ended yet, and keeps rank 0 from waiting for the others.
+    """
     default, groups, store = default_group(), list(world.records), world.store
     owned = world.base if world.owns_store else None
     first: BaseException | None = None
     world.clear()
-    for group in reversed(groups):
-        forget_coalescing(group)
-        try:
-            if gracefully:
-                group.shutdown()
-            else:
-                group.abort()
-        except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
-            first = first or error
-            with contextlib.suppress(Exception):
-                group.abort()
-    leave_world(store, default.rank())
-    if owned is not None:
-        if default.rank() == 0 and default.size() > 1:
+    try:
+        while groups:
+            forget_coalescing(groups[-1])
+            try:
+                if gracefully:
+                    groups[-1].shutdown()
+                else:
+                    groups[-1].abort()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
+                first = first or error
+                _abort_all(groups[-1:])
+            del groups[-1]
+        leave_world(store, default.rank())
+        if owned is not None and default.rank() == 0 and default.size() > 1:
             wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
-        _close_store(owned)
+    except BaseException:
+        _abort_all(reversed(groups))
+        leave_world(store, default.rank())
+        raise
+    finally:
+        close_store(owned)
     if first is not None:
         raise first
+
+
+def _abort_all(groups: Iterable[ProcessGroup]) -> None:
+    """Breaks groups that could not be made, or not be ended otherwise; that error is the one to raise."""
+    for group in groups:
+        with contextlib.suppress(Exception):
+            group.abort()
 
 
 _exit_hooked = False
@@ -482,6 +418,7 @@ def new_group(
 
 
 def limit_of(timeout: timedelta | None, config: BackendConfig) -> timedelta:
+    """Returns the time limit of a group, that of its backends where the user gives none."""
     limit = default_timeout(config) if timeout is None else timeout
     seconds(limit)
     return limit
@@ -508,8 +445,14 @@ def _same_device(device_id: torch.device | None) -> torch.device | None:
 def _check_ranks(ranks: Sequence[int] | None, default: ProcessGroup, sort: bool) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(default.size()))
-    members = tuple(sorted(ranks) if sort else ranks)
     where = f"[rank {default.rank()}] new_group"
+    try:
+        # Names are made of them, which numbers of another type with the same value would change.
+        members = tuple(operator.index(rank) for rank in ranks)
+    except TypeError as error:
+        raise TypeError(f"{where}: ranks must be a list of int, but is {ranks!r}") from error
+    if sort:
+        members = tuple(sorted(members))
     if not members:
         raise ValueError(f"{where}: ranks is empty, but a group has at least one rank")
     if len(set(members)) != len(members):

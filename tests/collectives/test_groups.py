@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_world
+from harness import run_ranks, run_world
+from ports import free_port
 
 import collectives as dist
 
@@ -144,6 +145,7 @@ def test_groups_made_by_members_only() -> None:
         ([0, 0], r"ranks must be different, but are \[0, 0\]"),
         ([0, 5], r"ranks has \[5\], but the ranks of the default group are 0 to 0"),
         ([-1], r"ranks has \[-1\]"),
+        ([0.0], r"ranks must be a list of int, but is \[0.0\]"),
     ],
 )
 def test_wrong_members(ranks: list[int], reason: str) -> None:
@@ -151,7 +153,7 @@ def test_wrong_members(ranks: list[int], reason: str) -> None:
 
 
 def wrong_members(rank: int, size: int, ranks: list[int], reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"\[rank 0\] new_group: {reason}"):
+    with pytest.raises((ValueError, TypeError), match=rf"\[rank 0\] new_group: {reason}"):
         dist.new_group(ranks)
     assert dist.get_pg_count() == 1
 
@@ -219,6 +221,51 @@ def ends_a_pending_group(rank: int, size: int) -> None:
 
 def test_the_end_finishes_what_was_issued() -> None:
     run_world(ends_a_pending_group, 2)
+
+
+def ends_with_a_failure(rank: int, size: int, whole: bool) -> None:
+    group = dist.new_group()
+
+    def fail() -> None:
+        raise dist.DistBackendError("cannot end")
+
+    group.shutdown = fail
+    with pytest.raises(dist.DistBackendError, match="cannot end"):
+        dist.destroy_process_group(None if whole else group)
+    with pytest.raises(dist.GroupAbortedError):
+        dist.all_reduce(torch.ones(1), group=group)
+    assert dist.is_initialized() is not whole
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["group", "world"])
+def test_a_group_that_cannot_be_ended_is_broken(whole: bool) -> None:
+    run_world(ends_with_a_failure, 1, whole)
+
+
+def interrupted_at_the_end(rank: int, size: int, port: int) -> float:
+    for _ in range(2):
+        dist.init_process_group("host", f"tcp://127.0.0.1:{port}", LONG, size, rank)
+        default, group = dist.group.WORLD, dist.new_group()
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        group.shutdown = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            dist.destroy_process_group()
+        assert not dist.is_initialized()
+        for broken in (group, default):
+            with pytest.raises(dist.GroupAbortedError):
+                dist.all_reduce(torch.ones(1), group=broken)
+    # Nor does the store keep its address.
+    dist.init_process_group("host", f"tcp://127.0.0.1:{port}", LONG, size, rank)
+    total = sum_of_ranks()
+    dist.destroy_process_group()
+    return total
+
+
+def test_an_interrupt_at_the_end_leaves_no_group_behind() -> None:
+    assert run_ranks(interrupted_at_the_end, 2, free_port()) == [1, 1]
 
 
 def calls_outside(rank: int, size: int) -> None:

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -149,8 +150,8 @@ def test_default_backend_of_the_cpu_is_host(arguments: dict[str, object]) -> Non
     ("arguments", "reason"),
     [
         ({"store": 1, "init_method": "env://"}, "init_method or store, not both"),
-        ({"store": 1}, "world_size must be given and positive, but is -1"),
-        ({"store": 1, "world_size": 2}, "rank must be given and not negative, but is -1"),
+        ({"store": 1}, "world_size must be positive, but is -1, and must be given with a store"),
+        ({"store": 1, "world_size": 2}, "rank must not be negative, but is -1, and must be given"),
         ({"store": 1, "world_size": 2, "rank": 2}, "rank is 2, but world_size 2 has the ranks 0 to 1"),
         ({"world_size": 0}, "world_size must be positive, but is 0"),
         ({"rank": -2}, "rank must not be negative, but is -2"),
@@ -172,6 +173,25 @@ def test_wrong_types_end_before_anything_is_sent() -> None:
         dist.init_process_group(store={}, rank=0, world_size=1)
     with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, but is '1'"):
         dist.init_process_group("host", timeout="1", rank=0, world_size=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"world_size must be an int, but is 1\.0"):
+        dist.init_process_group("host", rank=0, world_size=1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"device_id must be a torch.device or an int, but is 'cpu'"):
+        dist.init_process_group("host", rank=0, world_size=1, device_id="cpu")  # type: ignore[arg-type]
+
+
+def numbers_of_other_libraries(rank: int, size: int) -> list[int]:
+    store = current_store()
+    dist.init_process_group("host", store=store, rank=np.int64(rank), world_size=np.int32(size), timeout=LONG)
+    # The group's name is made of its members, on each rank from its own list.
+    members = np.arange(size) if rank == 0 else list(range(size))
+    group = dist.new_group(members, timeout=LONG, use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(group)
+    dist.destroy_process_group()
+    return ranks
+
+
+def test_ranks_are_integers_of_any_library() -> None:
+    assert run_ranks(numbers_of_other_libraries, 2) == [[0, 1]] * 2
 
 
 def disagrees(rank: int, size: int, what: str) -> str:
