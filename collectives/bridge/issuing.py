@@ -15,7 +15,6 @@ from collectives.bridge.operands import arrived
 from collectives.bridge.standing import Standing, missing
 from collectives.bridge.torch_work import BatchedWork, DoneWork, TorchWork
 from collectives.errors import UnsupportedOperationError
-from collectives.process_group import ProcessGroup
 from collectives.uncompiled import leave_uncompiled
 from collectives.work import CoalescedWork, Work
 
@@ -34,21 +33,7 @@ calling_frame = sys._getframe
 
 @leave_uncompiled
 class Issuing(Standing):
-    """The part of :class:`~collectives.bridge.torch_group.TorchGroup` below its operations.
-
-    Args:
-        inner: the group that communicates.
-        backend_name: name under which torch knows the backend.
-        name: name of the group in torch.
-        ended: called once, when the group was shut down, aborted or collected.
-    """
-
-    def __init__(
-        self, inner: ProcessGroup, backend_name: str, name: str, ended: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(inner, backend_name, name, ended)
-        self._plain: Callable[..., bool] = inner.plain
-        self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
+    """The part of :class:`~collectives.bridge.torch_group.TorchGroup` below its operations."""
 
     def _issue(
         self, event: str, shown: Any, method: Callable[..., Work], *args: Any, seen: Any = None, **kwargs: Any

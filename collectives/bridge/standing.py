@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from collectives.errors import UnsupportedOperationError
 from collectives.process_group import ProcessGroup
 from collectives.registry import why_unavailable
 from collectives.uncompiled import leave_uncompiled
+from collectives.work import Work
 
 __all__ = ["Standing", "missing"]
 
@@ -48,6 +50,8 @@ class Standing(_Group):
         self._torch_desc = inner.group_desc
         self._issued = itertools.count(1)
         self._sequence = 0
+        self._plain: Callable[..., bool] = inner.plain
+        self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
         self._ended = weakref.finalize(self, ended)
         self._ended.atexit = False
 
@@ -139,8 +143,10 @@ class Standing(_Group):
 
     def abort(self) -> None:
         """Breaks the group at once: waiting operations raise."""
-        self.inner.abort()
-        self._ended()
+        try:
+            self.inner.abort()
+        finally:
+            self._ended()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees the group's resources."""

@@ -59,12 +59,7 @@ class TorchGroup(Issuing):
 
     Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
     are described in :class:`collectives.ProcessGroup`. Option records and reductions may be torch's or ours.
-
-    Args:
-        inner: the group that communicates.
-        backend_name: name under which torch knows the backend.
-        name: name of the group in torch.
-        ended: called once, when the group was shut down, aborted or collected.
+    Arguments are those of :class:`~collectives.bridge.standing.Standing`.
     """
 
     # ---- collectives ---------------------------------------------------------------------------------------

@@ -57,3 +57,23 @@ def comes_and_goes(rank, size):
 @pytest.mark.skipif(torch_backend.can_be_made(), reason="this torch takes a Backend of Python instead")
 def test_kernels_come_and_go():
     run_torch(comes_and_goes, backend="gloo")
+
+
+def ends_with_a_failure(rank, size, how):
+    group = dist.new_group(backend=BACKEND)
+    assert ours_are_there()
+
+    def fail():
+        raise RuntimeError("cannot end")
+
+    setattr(group.inner, how, fail)
+    with pytest.raises(RuntimeError, match="cannot end"):
+        getattr(group, how)()
+    assert not ours_are_there()
+    delattr(group.inner, how)  # the end of the world ends it again
+
+
+@pytest.mark.skipif(torch_backend.can_be_made(), reason="this torch takes a Backend of Python instead")
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_kernels_go_where_the_end_of_a_group_fails(how):
+    run_torch(ends_with_a_failure, 2, how, backend="gloo", isolated=True)
