@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "burst_bytes", "enter"]
+__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "burst_bytes", "bytes_a_second", "enter"]
 
 INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
@@ -222,11 +222,8 @@ class Machines:
         return int(lines[heading + 1].split()[0])
 
 
-def burst_bytes(rate: str) -> int:
-    """Returns what a machine with a link of this rate can send at once after a rest.
-
-    As little as fills the link all the same: of messages shorter than that, calls with rests between them
-    show the speed of the machine that plays all others, not of the link.
+def bytes_a_second(rate: str) -> float:
+    """Returns what a link of this rate carries.
 
     Args:
         rate: in the units of ``tc``, such as ``"1gbit"``.
@@ -238,9 +235,23 @@ def burst_bytes(rate: str) -> int:
     if found is None or float(found[1]) == 0:
         raise ValueError(f"{rate!r} is no rate of a link; write it as tc does, such as 1gbit or 200mbit")
     number, power, binary, unit = found.groups()
-    each = (1024 if binary else 1000) ** ("kmgt".index(power.lower()) + 1 if power else 0)
-    bytes_a_second = float(number) * each / (1 if unit.lower() == "bps" else 8)
-    return int(min(max(bytes_a_second * _LATE_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
+    each = (1024.0 if binary else 1000.0) ** ("kmgt".index(power.lower()) + 1 if power else 0)
+    return float(number) * each / (1 if unit.lower() == "bps" else 8)
+
+
+def burst_bytes(rate: str) -> int:
+    """Returns what a machine with a link of this rate can send at once after a rest.
+
+    As little as fills the link all the same: of messages shorter than that, calls with rests between them
+    show the speed of the machine that plays all others, not of the link.
+
+    Args:
+        rate: as of :func:`bytes_a_second`.
+
+    Raises:
+        ValueError: it is no rate.
+    """
+    return int(min(max(bytes_a_second(rate) * _LATE_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
 
 
 def enter(namespace: str) -> None:

@@ -58,7 +58,7 @@ from collectives.bench.comparison import Options, measure
 from collectives.bench.machine import usable_cores
 from collectives.bench.model_table import check_lines, parameter_lines, prediction_lines
 from collectives.bench.model_terms import Parameters, Scale
-from collectives.bench.namespaces import burst_bytes
+from collectives.bench.namespaces import burst_bytes, bytes_a_second
 from collectives.bench.ranks import RankFailedError
 from collectives.bench.records import KINDS, Record, Report, read_report, write_json
 from collectives.bench.scaling import ends, ours, predictions, scales_up_to
@@ -185,12 +185,9 @@ def run(arguments: argparse.Namespace) -> int:
         used, kept = split(points)
         parameters = fit(used, start, MEMORY)
         if arguments.network_record is not None:
-            between, burst = _between_machines(arguments)
+            between, link = _between_machines(arguments)
             seen, unseen = split(between)
-            if burst:
-                parameters = fit(seen, replace(parameters, burst_bytes=burst), SHAPED)
-            else:
-                parameters = fit(seen, parameters, NETWORK)
+            parameters = fit(seen, _start_between(parameters, link), SHAPED if link else NETWORK)
             used, kept = [*used, *seen], [*kept, *unseen]
     # A bucket belongs to the links that were measured; those of real machines have none.
     target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine, burst_bytes=0.0)
@@ -235,8 +232,21 @@ def _on_one_machine(report: Report) -> list[Record]:
     return report.records
 
 
-def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], float]:
-    """Returns the points of the record between machines, and the burst of their links, 0 if not shaped."""
+def _start_between(parameters: Parameters, link: str | None) -> Parameters:
+    """Returns where to look for the network of a record from, whatever network is to be predicted.
+
+    Calls in a row find a link's bucket nearly empty. A fit that began with all of it would stay there: of a
+    message that the bucket holds, the link's speed changes nothing.
+    """
+    usual = Parameters()
+    start = replace(parameters, **{name: getattr(usual, name) for name in NETWORK})
+    if link is None:
+        return start
+    return replace(start, link_us_per_byte=1e6 / bytes_a_second(link), burst_bytes=burst_bytes(link) / 8)
+
+
+def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], str | None]:
+    """Returns the points of the record between machines, and the rate that shaped their links."""
     path: Path = arguments.network_record
     report = read_report(path)
     machines = arguments.network_machines or report.options.get("machines", 1)
@@ -250,8 +260,7 @@ def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], float
     cores = max(1, int(report.environment["cores_usable"]) // machines) if played else 0
     points = points_of_records(report.records, arguments.kind, machines, cores)
     check_scatter(points, str(path))
-    link = report.options.get("link") if played else None
-    return points, 0.0 if link is None else float(burst_bytes(link))
+    return points, report.options.get("link") if played else None
 
 
 def _measure(arguments: argparse.Namespace) -> Report:

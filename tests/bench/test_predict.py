@@ -17,22 +17,24 @@ TRUE = replace(Parameters(cores=2), meeting_us=3.0, copy_us_per_byte=3e-4, laten
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20]
 
 
-def record(operation, size, scale, peer="host", scatter=1.0):
-    us = predicted_us(Point(operation, size, scale, 0.0), TRUE)
+def record(operation, size, scale, scatter=1.0, true=TRUE):
+    us = predicted_us(Point(operation, size, scale, 0.0), true)
     timing = Timing(9, us * scatter**0.5, us, us * scatter, us)
-    return Record(operation, peer, scale.ranks, size, size // 4, "float32", "sum", True, timing, 0, timing, 0)
+    return Record(
+        operation, "host", scale.ranks, size, size // 4, "float32", "sum", True, timing, 0, timing, 0
+    )
 
 
-def write(path, scales, scatter=1.0):
+def write(path, scales, scatter=1.0, true=TRUE, sizes=SIZES, **options):
     records = [
-        record(operation, size, scale, scatter=scatter)
+        record(operation, size, scale, scatter, true)
         for scale in scales
         for operation in ("all_reduce", "broadcast", "barrier", "all_gather")
-        for size in ([0] if operation == "barrier" else SIZES)
+        for size in ([0] if operation == "barrier" else sizes)
     ]
     environment = {**describe_machine(), "cores_usable": 2}
     records += [replace(entry, peer="gloo") for entry in records]
-    write_json(path, Report("collectives", environment, {}, records).as_json())
+    write_json(path, Report("collectives", environment, options, records).as_json())
     return str(path)
 
 
@@ -78,6 +80,24 @@ def test_what_the_user_says_of_the_network_goes_before_what_was_measured(tmp_pat
     assert plain["predicted_for"]["link_us_per_byte"] == pytest.approx(1 / 3125)
     assert plain["parameters"]["link_us_per_byte"] == pytest.approx(TRUE.link_us_per_byte, rel=0.3)
     assert plain["predicted_for"]["latency_us"] == plain["parameters"]["latency_us"]
+
+
+def test_a_slow_link_of_the_record_hides_no_other_cost(tmp_path):
+    # Namespaces on shaped links, and a prediction for others, 25 times as fast.
+    played = replace(TRUE, cores=1, link_us_per_byte=8e-3, burst_bytes=15_000, socket_us_per_byte=3e-4)
+    one = write(tmp_path / "one.json", [Scale(1, 2), Scale(1, 4)])
+    two = write(
+        tmp_path / "two.json", [Scale(2, 1), Scale(2, 2)], true=played, machines=2, link="1gbit",
+        sizes=[8, 64, 512, 4096, 32768, 65536, 262144, 2 << 20, 16 << 20],
+    )  # fmt: skip
+    path = tmp_path / "model.json"
+    words = ["--record", one, "--network-record", two, "--link-bandwidth", "25G", "--sizes", "25M", "--ranks",
+             "8", "--json", str(path)]  # fmt: skip
+    assert main(["bench", "model", *words]) == 0
+    found = json.loads(path.read_text())["parameters"]
+    assert found["link_us_per_byte"] == pytest.approx(8e-3, rel=0.05)
+    assert found["socket_us_per_byte"] == pytest.approx(3e-4, rel=0.5)
+    assert found["burst_bytes"] == pytest.approx(15_000, rel=0.5)
 
 
 def test_link_is_what_the_user_says(tmp_path, capsys):
@@ -126,7 +146,10 @@ def test_arguments_that_argparse_refuses(words, capsys):
 
 
 def test_only_our_known_operations_are_points():
-    records = [record("all_reduce", 8, Scale(1, 2)), record("broadcast", 8, Scale(1, 2), "gloo")]
+    records = [
+        record("all_reduce", 8, Scale(1, 2)),
+        replace(record("broadcast", 8, Scale(1, 2)), peer="gloo"),
+    ]
     records.append(replace(records[0], operation="add_", compared_as="all_reduce"))
     records.append(replace(records[0], ranks=1))
     assert len(points_of_records(records, "hot")) == 1
