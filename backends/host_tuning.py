@@ -23,7 +23,7 @@ from typing import Any
 
 from collectives import _native
 
-__all__ = ["FIELDS", "VARIABLE", "defaults", "machine", "path", "save", "stored", "tuning_for"]
+__all__ = ["FIELDS", "VARIABLE", "defaults", "fits", "machine", "path", "save", "stored", "tuning_for"]
 
 VARIABLE = "COLLECTIVES_TUNING"
 """Environment variable with the path of the file; empty: none, not even that of the user's cache folder."""
@@ -85,6 +85,15 @@ def tuning_for(size: int) -> dict[str, int]:
             stacklevel=2,
         )
         return defaults(size)
+
+
+def fits(values: Mapping[str, int], size: int) -> bool:
+    """Returns whether groups of a size accept thresholds together, beside the defaults of the others."""
+    try:
+        _native.complete_tuning(values, size)
+    except ValueError:
+        return False
+    return True
 
 
 def save(ranks: Mapping[int, Mapping[str, int]], file: Path | None = None) -> Path:

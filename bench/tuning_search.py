@@ -271,7 +271,11 @@ def search(
     for step in plan:
         if progress is not None:
             progress(f"{ranks} ranks: {step.name}")
-        values = [value for value in step.values if value != best[step.name] and _allowed(step.name, value)]
+        values = [
+            value
+            for value in step.values
+            if value != best[step.name] and host_tuning.fits({**best, step.name: value}, ranks)
+        ]
         result = compare(rig, [best, *({**best, step.name: value} for value in values)], step.probes, share_s)
         _check_noise(result)
         winner = result.best()
@@ -294,12 +298,9 @@ def search(
             outcome.after = new
             break
         new.popitem()
+        while not host_tuning.fits({**before, **new}, ranks):  # what is left may have needed it
+            new.popitem()
     return outcome
-
-
-def _allowed(name: str, value: int) -> bool:
-    least, most, unit, _ = host_tuning.FIELDS[name]
-    return least <= value <= most and value % unit == 0
 
 
 def _check_noise(result: Comparison) -> None:

@@ -38,14 +38,16 @@ Cost = Callable[[Mapping[str, int], Probe], float]
 class FakeRig:
     """Ranks whose times are a formula of the thresholds, and noise."""
 
-    def __init__(self, cost: Cost, noise: float = 0.01) -> None:
+    def __init__(self, cost: Cost, noise: float = 0.01, ranks: int = 2) -> None:
         self.cost = cost
+        self.ranks = ranks
         self.noise = noise
         self.groups: dict[int, Mapping[str, int]] = {}
         self.made = 0
         self.random = random.Random(7)
 
     def make(self, thresholds: Mapping[str, int]) -> int:
+        assert host_tuning.fits(thresholds, self.ranks), thresholds
         self.made += 1
         self.groups[self.made] = dict(thresholds)
         return self.made
@@ -119,6 +121,31 @@ def test_the_plan_tries_only_values_that_groups_accept() -> None:
             least, most, unit, _ = host_tuning.FIELDS[step.name]
             assert least <= value <= most
             assert value % unit == 0, (step.name, value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_thresholds_that_do_not_go_together_are_not_tried(ranks: int) -> None:
+    def cost(setting: Mapping[str, int], probe: Probe) -> float:
+        return 10 * 2 ** (setting["ring_bytes"] / (1 << 20)) * (1.1 - setting["chunk_bytes"] / (1 << 20))
+
+    rig = FakeRig(cost, ranks=ranks)
+    outcome = search(rig, ranks, host_tuning.defaults(ranks), 0.0)  # type: ignore[arg-type]
+    assert outcome.after["ring_bytes"] == 1 << 20  # the least where chunks are the longest
+    assert {**host_tuning.defaults(ranks), **outcome.after}["chunk_bytes"] == 256 << 10
+
+
+def test_a_threshold_is_given_up_with_the_one_that_it_needs() -> None:
+    def cost(setting: Mapping[str, int], probe: Probe) -> float:
+        short_ring, short_chunks = setting["ring_bytes"] == 512 << 10, setting["chunk_bytes"] == 128 << 10
+        if probe is SHORT:
+            return 20.0 if short_ring else 10.0
+        return 10.0 - 3 * short_ring - 1.5 * short_chunks
+
+    steps = (Step("chunk_bytes", (128 << 10,), (LONG,)), Step("ring_bytes", (512 << 10,), (LONG,)))
+    steps += (Step("yields", (2,), (SHORT,)),)
+    outcome = search(FakeRig(cost, ranks=4), 4, host_tuning.defaults(4), 0.0, steps)  # type: ignore[arg-type]
+    assert [name for name, *_ in outcome.steps] == ["chunk_bytes", "ring_bytes"]
+    assert outcome.after == {}
 
 
 def test_groups_that_were_not_better_stay_on_their_defaults(
