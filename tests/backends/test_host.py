@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -152,6 +153,29 @@ def _in_order(group):
 
 def test_operations_run_in_order_of_issue():
     run_ranks(_in_order, 3, backend="host")
+
+
+def _hold_the_gil(group):
+    """Rank 0 issues operations and keeps the GIL; returns when it lets go, or when rank 1 is done."""
+    rank = group.rank()
+    group.barrier().wait()
+    tensors = [torch.full((count,), rank + 1.0) for count in (2, 3_000, 1_000_000)]
+    works = [group.allreduce([tensor]) for tensor in tensors]
+    if rank == 0:
+        ctypes.PyDLL(None).usleep(1_000_000)  # unlike those of CDLL, its functions run with the GIL
+    else:
+        for work in works:
+            work.wait()
+    now = time.monotonic()
+    assert all(work.is_completed() for work in works)
+    assert all((tensor == 3).all() for tensor in tensors)
+    return now
+
+
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_operations_in_flight_need_no_gil(placement):
+    released, done = run_ranks(_hold_the_gil, 2, backend="host", placement=placement)
+    assert done < released
 
 
 def _dropped(group):
