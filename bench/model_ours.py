@@ -50,8 +50,9 @@ MOST_STAGED = 64 << 10
 PAIR_ONE_SHOT, LEAST_ONE_SHOT, MOST_ONE_SHOT, SHARED_ONE_SHOT = 4 << 10, 8 << 10, 64 << 10, 256 << 10
 UNSPLIT = 256 << 10
 PAST_CACHE = 8 << 20
-SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 256 << 10, 64 << 10
-LEAST_REMOTE_CHUNK, REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 64 << 10, 8, 320 << 10
+SHORTEST_CHUNK, LONGEST_CHUNK, PAIR_CHUNK = 32 << 10, 96 << 10, 64 << 10
+LEAST_REMOTE_CHUNK, MOST_REMOTE_CHUNK = 64 << 10, 256 << 10
+REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 8, 320 << 10
 LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
 CHUNKS_WANTED = SLICED_RING_CHUNKS = 4
 RING_BYTES = 2 << 20
@@ -148,7 +149,7 @@ def sliced_stages(size: float, s: Scale, p: Parameters) -> Terms:
     """Every rank reduces a slice of each chunk for all, without the meeting."""
     ranks = s.ranks_per_machine
     moved = 2 * (ranks - 1) / ranks  # everything but the own slice in, the others' results out
-    longest = PAIR_CHUNK if ranks == 2 else LONGEST_CHUNK
+    longest = _local_chunk(ranks)
     chunk = min(max(size / CHUNKS_WANTED, SHORTEST_CHUNK), longest) if size > UNSPLIT else max(size, 1)
     chunks = math.ceil(size / chunk)
     ring = min(RING_BYTES / chunk, SLICED_RING_CHUNKS)
@@ -160,7 +161,12 @@ def sliced(size: float, s: Scale, p: Parameters) -> Terms:
     return add(_meet(p, s), sliced_stages(size, s, p))
 
 
-def _remote_chunk(size: float, most: float = LONGEST_CHUNK) -> float:
+def _local_chunk(ranks: int) -> int:
+    """Most bytes of a chunk between the ranks of one machine."""
+    return PAIR_CHUNK if ranks == 2 else LONGEST_CHUNK
+
+
+def _remote_chunk(size: float, most: float = MOST_REMOTE_CHUNK) -> float:
     """Bytes of a chunk between machines."""
     return min(max(size / REMOTE_CHUNKS_WANTED, LEAST_REMOTE_CHUNK), most)
 
@@ -169,7 +175,7 @@ def hierarchical(size: float, s: Scale, p: Parameters) -> Terms:
     """Slices within machines, and shares of each chunk directly between all leaders, in two phases."""
     m, ranks = s.machines, s.ranks_per_machine
     # A rank has windows for contributions, results and, of two ranks at least, slices of sums.
-    chunk = _remote_chunk(size, LONGEST_CHUNK if ranks == 1 else REMOTE_WINDOW / 2.5)
+    chunk = _remote_chunk(size, MOST_REMOTE_CHUNK if ranks == 1 else REMOTE_WINDOW / 2.5)
     chunks = math.ceil(size / chunk)
     # A chunk has no more shares than this; machines beyond have none to reduce, only to send and to receive.
     shares = min(m, max(1, math.ceil(min(size, chunk) / LEAST_SHARE)))
@@ -236,7 +242,7 @@ def _long(
         phases: how often a byte goes from machine to machine, one after the other.
     """
     if s.machines == 1:
-        chunks = math.ceil(size / LONGEST_CHUNK)
+        chunks = math.ceil(size / _local_chunk(s.ranks))
         return add(_meet(p, s), inside, _handing_of_chunks(p, s, chunks, 1, 4))
     chunks = math.ceil(size / piece)
     leader = add(
@@ -251,7 +257,7 @@ def _long(
 def broadcast(size: float, s: Scale, p: Parameters) -> Terms:
     """From one rank to all."""
     # One machine: the root copies into its ring, the others out of it, one chunk behind.
-    copied = size + min(size, LONGEST_CHUNK)
+    copied = size + min(size, _local_chunk(s.ranks))
     if _staged(size, s):
         return add(_meet(p, s, size, 1), work(p, s, copied))
     if s.machines > 1:
@@ -282,7 +288,7 @@ def all_gather(size: float, s: Scale, p: Parameters) -> Terms:
         return _long(size, s, p, inside=work(p, s, part + _written(size, size)))
     # With one rank a machine the others' parts come straight into the output.
     copied = part + _written(size, size) if r > 1 else _written(part, size)
-    most = LONGEST_CHUNK if r == 1 else max(REMOTE_WINDOW // s.ranks, LEAST_SHARE)
+    most = MOST_REMOTE_CHUNK if r == 1 else max(REMOTE_WINDOW // s.ranks, LEAST_SHARE)
     sent = (s.machines - 1) * r * part
     return _long(
         part,
@@ -304,7 +310,7 @@ def reduce_scatter(size: float, s: Scale, p: Parameters) -> Terms:
         return add(_meet(p, s, size), inside)
     if m == 1:
         return _long(size, s, p, inside=inside)
-    most = LONGEST_CHUNK / m
+    most = MOST_REMOTE_CHUNK / m
     copied, reduced = 0.0, size  # with one rank a machine: as many parts as machines are combined
     if r > 1:
         # Windows hold contributions for all ranks, sums for those that one looks after, and what has come.
