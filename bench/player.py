@@ -400,7 +400,7 @@ def serve(
     peers: Mapping[str, Bind],
     introduction: Introduction,
 ) -> None:
-    """Sends the introduction, and then plays turns until the parent closes.
+    """Sends the introduction once all is ready, and then plays turns until the parent closes.
 
     Args:
         connection: to the parent.
@@ -411,12 +411,13 @@ def serve(
         peers: those that can do at least one of the operations.
         introduction: of all peers.
     """
-    connection.send(introduction)
     if not peers:
+        connection.send(introduction)
         return
     barrier = Lockstep(board, rank, size)
     player = Player(rank, size, workload, barrier, peers)
     gc.collect()
+    connection.send(introduction)  # from now on nothing here disturbs other peers
     for turn in commands(connection):
         connection.send(player.play(turn))
     barrier.close()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 
@@ -267,20 +266,23 @@ def _prepare(peer: _Peer, schedule: Schedule, budget_s: float) -> None:
     """Warms a peer up, and decides how often it is called."""
     peer.play(1, timed=False)
     begin = time.monotonic()
-    results = peer.play(1, timed=False)
+    peer.play(1, timed=False)
     both_s = time.monotonic() - begin  # a cold and a hot call, with all that is done around them
     warmup = schedule.warmup
     if warmup is None:
         warmup = min(WARMUP, int(WARMUP_SHARE * budget_s / both_s))
     if warmup > 2:
         begin = time.monotonic()
-        results = peer.play(warmup - 2, timed=False)
+        peer.play(warmup - 2, timed=False)
         both_s = (time.monotonic() - begin) / (warmup - 2)
     peer.calls = schedule.calls or max(MIN_CALLS, min(MAX_CALLS, int((1 - WARMUP_SHARE) * budget_s / both_s)))
     if peer.point.size_bytes <= LOOP_MAX_BYTES:
-        # Of several calls, as a single one may meet another process on its core.
-        hot_ns = int(median(max(calls) for calls in zip(*(result.hot_ns for result in results), strict=True)))
-        peer.loop_calls = max(LOOP_MIN_CALLS, min(LOOP_MAX_CALLS, LOOP_NS // max(hot_ns, 1)))
+        peer.loop_calls = LOOP_MIN_CALLS
+        # In a short loop the wait for ranks that start late weighs much, so its length is found in two steps.
+        for _ in range(2):
+            results = peer.play(0, peer.loop_calls, timed=False)
+            loop_ns = max(result.loop_ns[0] for result in results)
+            peer.loop_calls = max(LOOP_MIN_CALLS, min(LOOP_MAX_CALLS, LOOP_NS // max(loop_ns, 1)))
 
 
 def _record(ranks: int, workload: Workload, peer: _Peer) -> Record:
