@@ -434,3 +434,24 @@ def _same_bits(group):
 
 def test_same_bits_on_every_path():
     run_ranks(_same_bits, 3, backend="host")
+
+
+def _late(group):
+    """Returns the processor's time that this rank spends while it waits a second for rank 0."""
+    rank, tensor = group.rank(), torch.ones(1000)
+    spent = {}
+    for asynchronous in (False, True):
+        options = dist.AllreduceOptions(asyncOp=asynchronous)
+        group.allreduce([tensor], options).wait()
+        if rank == 0:
+            time.sleep(1)
+        begin = time.process_time()
+        group.allreduce([tensor], options).wait()
+        spent[asynchronous] = time.process_time() - begin
+    return spent
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_that_wait_leave_the_cores_to_others(ranks):
+    waiters = run_ranks(_late, ranks, backend="host")[1:]
+    assert all(seconds < 0.1 for spent in waiters for seconds in spent.values()), waiters
