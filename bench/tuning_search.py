@@ -88,7 +88,7 @@ PLAN = (
     ),
     Step(
         "chunk_bytes",
-        tuple(_K * n for n in (32, 64, 128, 256)),
+        tuple(_K * n for n in (32, 64, 96, 128, 256)),
         _probes(("all_reduce", (512 * _K, 4 * _M)), ("all_gather", (4 * _M,)), ("reduce_scatter", (4 * _M,))),
     ),
     Step(
@@ -313,6 +313,8 @@ def _check_noise(result: Comparison) -> None:
 
 def _verdict(outcome: Outcome, new: Mapping[str, int], final: Comparison) -> str:
     """Returns what the last comparison says about the new thresholds together."""
+    if not new and outcome.steps:
+        return "no new thresholds are kept: what measures faster alone does not over all operations"
     if not new:
         return "no thresholds measure better than the defaults"
     lost = [outcome.probes[number] for number in final.loses(2)]
