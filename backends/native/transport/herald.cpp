@@ -52,7 +52,7 @@ bool says_vanished(int error) noexcept {
 
 Herald::Herald(Station& station, const Courier& courier) : station_(station), courier_(courier) {
   for (const int rank : station_.placement().local()) {
-    locals_.push_back({.rank = rank, .last = {}, .told = {}});
+    locals_.push_back({.rank = rank, .last = {}, .told = {}, .gone = {}});
     const Descriptor& process = station_.process(rank);
     if (process) courier_.add(Courier::Source::herald, process.get(), EPOLLIN | EPOLLONESHOT);
   }
