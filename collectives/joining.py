@@ -269,7 +269,11 @@ def _conflict(store: Any, key: str, rank: int, request: str) -> str:
 def _refuse_lost(rank: int, members: Sequence[int], lost_ranks: Callable[[], Sequence[int]]) -> None:
     lost = next((member for member in lost_ranks() if member in members), None)
     if lost is not None:
-        raise PeerLostError(f"[rank {rank}] new_group: rank {lost}, a member of the group, has died", lost)
+        raise PeerLostError(
+            f"[rank {rank}] new_group: rank {lost}, a member of the group, has died; make the group of the "
+            "ranks that are left, or start all of them again",
+            lost,
+        )
 
 
 def _wait_for_members(

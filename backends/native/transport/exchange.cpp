@@ -54,13 +54,13 @@ Exchange::Exchange(Station& station)
       machines_(station.placement().count()),
       spinning_(station.placement().local().size() == 1 ? Spinning::Hope::good : Spinning::Hope::little) {
   if (machines_ <= kMostDirect) {
-    exchange_directly();
+    plan_direct_ways();
   } else {
-    pass_on();
+    plan_passing_on();
   }
 }
 
-void Exchange::exchange_directly() {
+void Exchange::plan_direct_ways() {
   for (int machine = 0; machine < machines_; ++machine) {
     if (machine == station_.placement().machine) continue;
     Peer& peer = peer_of(machine);
@@ -69,7 +69,7 @@ void Exchange::exchange_directly() {
   }
 }
 
-void Exchange::pass_on() {
+void Exchange::plan_passing_on() {
   const int own = station_.placement().machine;
   for (int d = 1; d < machines_; d *= 2) {
     const int frames = std::min(d, machines_ - d);

@@ -58,9 +58,10 @@ class Exchange {
   struct Peer {
     int machine = 0;
     int leader = 0;
-    int gives =
-        0;  // frames that go there in each operation: its own and those of the machines behind this one
-    int takes = 0;  // and come from there: the peer's and those behind it
+    // Frames of each operation that go there, this machine's and those of the machines behind it, and that
+    // come from there, the peer's and those of the machines behind that.
+    int gives = 0;
+    int takes = 0;
     // Frames that go there reach the machines whose distances from a frame's own are alike in these bits.
     unsigned mask = 0;
     Descriptor socket;
@@ -73,8 +74,9 @@ class Exchange {
     std::size_t sent = 0;
   };
 
-  void exchange_directly();
-  void pass_on();
+  // Decide, once, who gives frames to whom.
+  void plan_direct_ways();
+  void plan_passing_on();
   Peer& peer_of(int machine);
   // The machine so many behind another on the circle, and the other way round.
   int behind(int machine, int distance) const noexcept { return (machine + distance) % machines_; }
