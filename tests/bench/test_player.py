@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from collectives.bench import patterns
+from collectives.bench import player as player_module
+from collectives.bench.lockstep import create_board
 from collectives.bench.operations import OPERATIONS, input_values, wanted_values
 from collectives.bench.peers import add_zero
-from collectives.bench.player import LIMIT, Player, Turn, Workload
+from collectives.bench.player import LIMIT, Introduction, Player, Turn, Workload, serve
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -55,6 +59,30 @@ def test_cold_calls_get_fresh_input_in_other_memory():
     assert len(result.cold_ns) == 7
     assert all(duration in FINISHED_IN_TIME for duration in result.cold_ns)
     assert (result.hot_ns, result.loop_ns, result.cold_wrong, result.hot_wrong) == ([], [], 0, 0)
+
+
+def test_a_rank_introduces_itself_when_its_tensors_are_there(monkeypatch):
+    events = []
+
+    class Line:
+        def send(self, message):
+            events.append(message)
+
+        def recv(self):
+            raise EOFError
+
+    def make(*arguments):
+        made = Player(*arguments)
+        events.append("tensors")
+        return made
+
+    monkeypatch.setattr(player_module, "Player", make)
+    descriptor, board = create_board(1)
+    workload = Workload("float32", "sum", True, 4 * COUNT, ("peer",), ("all_reduce",))
+    introduction = Introduction({}, {})
+    serve(Line(), 0, 1, workload, board, {"peer": Recorder()}, introduction)
+    os.close(descriptor)
+    assert events == ["tensors", introduction]
 
 
 def test_rotation_goes_on_from_turn_to_turn():
