@@ -1,6 +1,6 @@
 """The backends: modules that make process groups of one kind each.
 
-Nobody imports them by hand: :mod:`collectives.registry` loads the one that is asked for by name.
+Nobody imports them by hand: :mod:`collectives.registry.backends` loads the one that is asked for by name.
 """
 
 from __future__ import annotations

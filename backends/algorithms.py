@@ -32,15 +32,15 @@ from typing import Final
 
 import torch
 
-from collectives import _native
-from collectives import validation as check
-from collectives.backends.arithmetic import REDUCTIONS, kernel_factor
-from collectives.dtypes import NATIVE_CODES
+import collectives._native as _native
+from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.core.arguments import validation as check
+from collectives.core.arguments.staging import dense_outputs
+from collectives.core.dtypes import NATIVE_CODES
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import BroadcastOptions, ReduceOp
+from collectives.core.work import Work
 from collectives.errors import UnsupportedOperationError
-from collectives.process_group import ProcessGroup
-from collectives.staging import dense_outputs
-from collectives.types import BroadcastOptions, ReduceOp
-from collectives.work import Work
 
 __all__ = ["ALGORITHMS", "all_reduce", "why_not"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from collectives.backends.forwarding import ForwardingGroup
-from collectives.capabilities import Capabilities, by_device
-from collectives.kinds import BARRIER
-from collectives.process_group import ProcessGroup
-from collectives.types import BarrierOptions
-from collectives.work import Work
+from collectives.backends._shared.forwarding import ForwardingGroup
+from collectives.core.capabilities import Capabilities, by_device
+from collectives.core.opcodes import BARRIER
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import BarrierOptions
+from collectives.core.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
 

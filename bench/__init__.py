@@ -17,6 +17,6 @@ PROGRAMS = {
     "collectives": "collectives.bench.every_operation",
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
-    "model": "collectives.bench.predict",
+    "model": "collectives.bench.model",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.bench import comparison
-from collectives.bench.comparison import READING, Options, measure
+from collectives.bench.comparison import program as comparison
+from collectives.bench.comparison.program import READING, Options, measure
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 

@@ -26,7 +26,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.arguments import (
+from collectives.bench.comparison.groups import parent_store
+from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
     add_ranks,
@@ -37,17 +38,16 @@ from collectives.bench.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.groups import parent_store
-from collectives.bench.lockstep import create_board
-from collectives.bench.machine import cores_of_ranks, describe_machine, memory_available_bytes
-from collectives.bench.models import MODELS, Model, install_command, why_unavailable
-from collectives.bench.ranks import RankFailedError, SpawnedTeam, Team
-from collectives.bench.records import Skipped, Timing
-from collectives.bench.trainer import OPTIMIZERS, Assignment, End, Ready, Times, train
-from collectives.bench.training_peers import Peer
-from collectives.bench.training_records import TrainingRecord, TrainingReport, report_lines
-from collectives.registry import backend_spec
-from collectives.registry import why_unavailable as why_no_backend
+from collectives.bench.core.lockstep import create_board
+from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
+from collectives.bench.core.ranks import RankFailedError, SpawnedTeam, Team
+from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
+from collectives.bench.training.peers import Peer
+from collectives.bench.training.records import TrainingRecord, TrainingReport, report_lines
+from collectives.bench.training.trainer import OPTIMIZERS, Assignment, End, Ready, Times, train
+from collectives.registry.backends import backend_spec
+from collectives.registry.backends import why_unavailable as why_no_backend
 from collectives.store import TCPStore
 
 __all__ = ["Options", "add_arguments", "measure", "run"]

@@ -25,9 +25,15 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
-from collectives.bench.comparison import Options, measure
-from collectives.bench.digits import (
+from collectives.bench.comparison.groups import initialize, parent_store
+from collectives.bench.comparison.program import Options, measure
+from collectives.bench.core.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
+from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.plot import plot
+from collectives.bench.core.ranks import RankFailedError, SpawnedTeam
+from collectives.bench.core.records import write_json
+from collectives.bench.core.table import header_lines, report_lines
+from collectives.bench.training.digits import (
     Recipe,
     accuracy,
     batches,
@@ -36,12 +42,6 @@ from collectives.bench.digits import (
     load_digits,
     train,
 )
-from collectives.bench.groups import initialize, parent_store
-from collectives.bench.machine import usable_cores
-from collectives.bench.plot import plot
-from collectives.bench.ranks import RankFailedError, SpawnedTeam
-from collectives.bench.records import write_json
-from collectives.bench.table import header_lines, report_lines
 from collectives.cli import CommandError
 from collectives.ddp import DistributedDataParallel
 

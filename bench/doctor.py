@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.bench import patterns
-from collectives.bench.comparison import available_backends
-from collectives.bench.groups import initialize, parent_store
-from collectives.bench.launching import start_ranks
-from collectives.bench.machine import describe_machine
-from collectives.bench.ranks import RankFailedError
-from collectives.registry import backend_names
+from collectives.bench.comparison import patterns
+from collectives.bench.comparison.groups import initialize, parent_store
+from collectives.bench.comparison.program import available_backends
+from collectives.bench.core.launching import start_ranks
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.ranks import RankFailedError
+from collectives.registry.backends import backend_names
 
 __all__ = ["add_arguments", "run"]
 

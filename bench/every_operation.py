@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.bench import comparison
-from collectives.bench.arguments import parse_names
-from collectives.bench.comparison import READING
-from collectives.bench.operations import OPERATIONS
+from collectives.bench.comparison import program as comparison
+from collectives.bench.comparison.operations import OPERATIONS
+from collectives.bench.comparison.program import READING
+from collectives.bench.core.arguments import parse_names
 
 __all__ = ["add_arguments", "run"]
 

@@ -25,7 +25,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.arguments import (
+from collectives.bench.comparison.groups import LOCALHOST, parent_store
+from collectives.bench.core.arguments import (
     add_json,
     add_ranks,
     at_least,
@@ -34,16 +35,15 @@ from collectives.bench.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.groups import LOCALHOST, parent_store
-from collectives.bench.hook_trainer import HOOKS, TASKS, Job, Outcome, Place, train
-from collectives.bench.lockstep import create_board
-from collectives.bench.machine import describe_machine
-from collectives.bench.models import MODELS, install_command, why_unavailable
-from collectives.bench.namespaces import Machines, NamespacesUnavailableError, burst_bytes
-from collectives.bench.ranks import RankFailedError, SpawnedTeam
-from collectives.bench.records import BaseReport, Skipped, Timing
-from collectives.bench.table import skipped_lines
-from collectives.registry import backend_spec
+from collectives.bench.core.lockstep import create_board
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, burst_bytes
+from collectives.bench.core.ranks import RankFailedError, SpawnedTeam
+from collectives.bench.core.records import BaseReport, Skipped, Timing
+from collectives.bench.core.table import skipped_lines
+from collectives.bench.training.hook_trainer import HOOKS, TASKS, Job, Outcome, Place, train
+from collectives.bench.training.models import MODELS, install_command, why_unavailable
+from collectives.registry.backends import backend_spec
 
 __all__ = ["HookRecord", "HookReport", "Options", "add_arguments", "measure", "report_lines", "run"]
 

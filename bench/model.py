@@ -1,125 +1,302 @@
-"""What an operation costs on any number of machines: pure functions of parameters.
+r"""How long would an operation take on many machines, and where does each algorithm stop scaling?
 
-The terms are those of the field: a message costs a latency and a time per byte (alpha and beta of Hockney,
-"The communication challenge for MPP", Parallel Computing 1994), and keeps the processors of its sender and
-its receiver for an overhead (o of LogP, Culler et al. 1993; time per byte G of LogGP, Alexandrov et al.
-1995). Costs of ring, recursive doubling, halving and trees follow Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (IJHPCA 2005); lower bounds follow Chan et al.,
-"Collective communication: theory, practice, and experience" (2007).
+Calibrates a cost model (latency, overhead and time per byte, of shared memory and of the network) on
+measurements of this machine, checks it against measurements that the calibration has not seen, and predicts
+an all-reduce by our algorithms and by others of the field, up to thousands of ranks.
 
-Words. *Ours* are the algorithms of the host backend. A *machine* has ranks that share its memory; its
-*leader* speaks with the leaders of the others. A *meeting* begins each operation: all ranks of all machines
-publish what they are about to do, and short contributions with it. A *term* is one cause of time, in
-microseconds; the time of an operation is the sum of its terms, where what overlaps counts only as far as it
-is not hidden.
+Measurements are made here, or taken from the JSON file of an earlier ``collectives bench allreduce`` or
+``collectives bench collectives`` (--record). All-reduces, broadcasts and barriers with the fewest and with
+the most ranks calibrate, at every second size; the check has all the others. Of each measurement the quick
+calls count (tenth percentile), because the model knows nothing of other programs; a record in which calls
+scatter too much is refused. The network is what --link-bandwidth, --link-latency and --message-overhead say;
+whatever they leave open is calibrated on a record between machines, such as network namespaces that play
+them. The first two commands measure, the last calibrates, checks and predicts:
+
+    collectives bench collectives --backends host --nproc 2,3,4 \
+        --ops all_reduce,broadcast,barrier,all_gather,reduce_scatter --sizes 8:16M:8,64K --budget 15 \
+        --json within.json
+    collectives bench collectives --backends host --nproc 2,4 --machines 2 --link 1gbit \
+        --ops all_reduce,broadcast,barrier,all_gather,reduce_scatter --sizes 8:16M:8,64K --budget 15 \
+        --json between.json
+    collectives bench model --record within.json --network-record between.json \
+        --link-bandwidth 25G --plot scaling.png
+
+*efficiency* is the time that no algorithm can beat (latencies of the best fan-out; 2(m-1)/m of the size on
+each link; every byte read and written once) over the algorithm's time. *limit* is the largest term of its
+time. Algorithms with a * are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
-from collectives.bench.model_classics import leaders, rabenseifner, recursive_doubling, ring, tree
-from collectives.bench.model_ours import (
-    all_gather,
-    all_to_all,
-    barrier,
-    broadcast,
-    hierarchical,
-    one_shot,
-    reduce_scatter,
-    sliced,
+from collectives.bench.comparison.program import Options, measure
+from collectives.bench.core.arguments import (
+    at_least,
+    check_plot,
+    failing_as_command,
+    parse_counts,
+    parse_sizes_argument,
+    show_progress,
 )
-from collectives.bench.model_terms import LINK, Parameters, Scale, Terms, turns_of_a_core
+from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.namespaces import burst_bytes, bytes_a_second
+from collectives.bench.core.ranks import RankFailedError
+from collectives.bench.core.records import KINDS, Record, Report, read_report, write_json
+from collectives.bench.core.sizes import parse_sizes
+from collectives.bench.core.table import header_lines
+from collectives.bench.cost_model.calibration import (
+    MEMORY,
+    NETWORK,
+    SHAPED,
+    Point,
+    as_json,
+    check_scatter,
+    errors,
+    fit,
+    points_of_records,
+    split,
+)
+from collectives.bench.cost_model.scaling import ends, ours, predictions, scales_up_to
+from collectives.bench.cost_model.table import check_lines, parameter_lines, prediction_lines
+from collectives.bench.cost_model.terms import Parameters, Scale
 
-__all__ = ["ALGORITHMS", "OURS", "is_possible", "lower_bound_us", "terms", "time_us"]
+__all__ = ["add_arguments", "run"]
 
-OURS = ("one-shot", "sliced", "hierarchical")
-"""Our algorithms of an all-reduce."""
-
-ALGORITHMS: dict[str, Callable[[float, Scale, Parameters], Terms]] = {
-    "one-shot": one_shot,
-    "sliced": sliced,
-    "hierarchical": hierarchical,
-    "ring": ring,
-    "recursive doubling": recursive_doubling,
-    "Rabenseifner": rabenseifner,
-    "tree": tree,
-    "leaders' ring": leaders(ring),
-    "leaders' Rabenseifner": leaders(rabenseifner),
-    "leaders' doubling": leaders(recursive_doubling),
-    "barrier": barrier,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
-}
-"""Functions of size in bytes, scale and parameters by name; those before ``barrier`` are all-reduces."""
-
-
-def is_possible(algorithm: str, s: Scale) -> bool:
-    """Returns whether an algorithm exists at a scale."""
-    if algorithm == "sliced":
-        return s.machines == 1 and s.ranks > 1
-    if algorithm == "hierarchical" or algorithm.startswith("leaders'"):
-        return s.machines > 1
-    return True
+MEASURED_SIZES = "8:64M:8,1K,16K,1M,4M,64M"
+MEASURED = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
+SIZES = "8,4K,64K,1M,25M,256M"
 
 
-def terms(algorithm: str, size_bytes: float, scale: Scale, parameters: Parameters) -> Terms:
-    """Returns the terms of an algorithm, without those that are 0.
-
-    Args:
-        algorithm: a name of :data:`ALGORITHMS`.
-        size_bytes: the size of the array, as :mod:`collectives.bench.operations` counts it.
-        scale: where the ranks are.
-        parameters: of machine and network.
-    """
-    if scale.ranks == 1:
-        return {}
-    parts = ALGORITHMS[algorithm](size_bytes, scale, parameters)
-    if parts.get(LINK):
-        parts[LINK] = max(0.0, parts[LINK] - parameters.burst_bytes * parameters.link_us_per_byte)
-    return {name: us for name, us in parts.items() if us}
-
-
-def time_us(algorithm: str, size_bytes: float, scale: Scale, parameters: Parameters) -> float:
-    """Returns the time of an algorithm in microseconds; arguments as of :func:`terms`."""
-    return sum(terms(algorithm, size_bytes, scale, parameters).values())
-
-
-def lower_bound_us(size_bytes: float, scale: Scale, parameters: Parameters) -> float:
-    """Returns what no all-reduce can beat on these machines and this network.
-
-    The largest of (after Chan et al. 2007, section 4): the latencies of the best of all schemes in which
-    everybody speaks with k others at a time; 2(m-1)/m of the size on each machine's link; every byte of every
-    rank's array read and written once by the cores.
-    """
-    p, s = parameters, scale
-    m = s.machines
-    if s.ranks == 1:
-        return 0.0
-    latency = min(
-        (_steps(m, peers) * (p.latency_us + 2 * peers * p.message_us) for peers in _fan_outs(m)), default=0.0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the program's options to a parser."""
+    parser.add_argument(
+        "--record",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="JSON file of measurements on one machine, instead of measuring here; may be repeated",
     )
-    local = p.meeting_us if s.ranks_per_machine > 1 else 0.0
-    link = 2 * (m - 1) / m * size_bytes * p.link_us_per_byte
-    return max(latency + local, link, turns_of_a_core(p, s) * size_bytes * p.copy_us_per_byte)
+    parser.add_argument(
+        "--nproc",
+        type=parse_counts(2),
+        default=(2, 3, 4),
+        metavar="N,...",
+        help="numbers of ranks to measure here (default: 2,3,4)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=12.0,
+        metavar="SECONDS",
+        help="time to measure with each number of ranks (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS[:2], default="cold", help="which of the measured times (default: cold)"
+    )
+    parser.add_argument(
+        "--network-record", type=Path, metavar="FILE", help="JSON file of measurements between machines"
+    )
+    parser.add_argument(
+        "--network-machines",
+        type=at_least(2),
+        metavar="M",
+        help="machines that those ranks were on, equally many on each (default: as the record says)",
+    )
+    network = Parameters()
+    parser.add_argument(
+        "--link-bandwidth",
+        type=_bandwidth,
+        metavar="RATE",
+        help="of a machine's link in each direction, such as 1G, 25G: bits a second "
+        "(default: as measured, or 10G)",
+    )
+    parser.add_argument(
+        "--link-latency",
+        type=float,
+        metavar="US",
+        help=f"microseconds from one machine to another (default: as measured, or {network.latency_us:g})",
+    )
+    parser.add_argument(
+        "--message-overhead",
+        type=float,
+        metavar="US",
+        help="microseconds of a core for sending or receiving a message "
+        f"(default: as measured, or {network.message_us:g})",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=at_least(2),
+        default=10_000,
+        metavar="N",
+        help="predict up to N ranks (default: 10000)",
+    )
+    parser.add_argument(
+        "--ranks-per-machine",
+        type=at_least(1),
+        default=4,
+        metavar="R",
+        help="ranks on each of the predicted machines (default: 4)",
+    )
+    parser.add_argument(
+        "--cores",
+        type=at_least(1),
+        metavar="C",
+        help="cores of each of the predicted machines (default: as many as ranks)",
+    )
+    parser.add_argument(
+        "--sizes", type=parse_sizes_argument, default=SIZES, metavar="SIZES", help="(default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over ranks into FILE (PNG)")
 
 
-def _fan_outs(machines: int) -> Iterator[int]:
-    """Yields 1, 2, 4, ... and all others."""
-    peers = 1
-    while peers < machines - 1:
-        yield peers
-        peers *= 2
-    if machines > 1:
-        yield machines - 1
+def _bandwidth(text: str) -> float:
+    """Returns bytes a microsecond of bits a second; K, M and G are powers of 1000 here."""
+    factor = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text.strip()[-1:].upper())
+    number = float(text.strip()[:-1] if factor else text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, but is {text!r}")
+    return number * (factor or 1.0) / 8 / 1e6
 
 
-def _steps(machines: int, peers: int) -> int:
-    """Returns the steps after which all have heard of all, where each hears of ``peers`` more in each."""
-    steps, heard = 0, 1
-    while heard < machines:
-        heard *= peers + 1
-        steps += 1
-    return steps
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the program as the command line asks; returns 0.
+
+    Raises:
+        CommandError: a file cannot be used, a rank failed, or matplotlib is missing.
+    """
+    check_plot(arguments.plot)
+    given = _given(arguments)
+    start = replace(Parameters(cores=usable_cores()), **given)
+    with failing_as_command(OSError, KeyError, TypeError, ValueError, RankFailedError):
+        reports = [read_report(path) for path in arguments.record] or [_measure(arguments)]
+        start = replace(start, cores=int(reports[0].environment["cores_usable"]))
+        points = []
+        for i, report in enumerate(reports):
+            found = points_of_records(_on_one_machine(report), arguments.kind)
+            check_scatter(found, str(arguments.record[i]) if arguments.record else "what was measured here")
+            points += found
+        used, kept = split(points)
+        parameters = fit(used, start, MEMORY)
+        if arguments.network_record is not None:
+            between, link = _between_machines(arguments)
+            seen, unseen = split(between)
+            parameters = fit(seen, _start_between(parameters, link), SHAPED if link else NETWORK)
+            used, kept = [*used, *seen], [*kept, *unseen]
+    # A bucket belongs to the links that were measured; those of real machines have none.
+    target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine, burst_bytes=0.0)
+    target = replace(target, **given)
+    scales = scales_up_to(arguments.ranks, arguments.ranks_per_machine)
+    lines = [
+        *header_lines(reports[0]),
+        *parameter_lines(
+            parameters, used, calibrated=(*MEMORY, *(NETWORK if arguments.network_record else ()))
+        ),
+        *check_lines(used, kept, parameters),
+        *prediction_lines(arguments.sizes, scales, target),
+    ]
+    print("\n".join(lines))
+    if arguments.json is not None:
+        write_json(
+            arguments.json, _as_json(reports[0], parameters, target, used, kept, arguments.sizes, scales)
+        )
+    if arguments.plot is not None:
+        from collectives.bench.cost_model.plot import plot_scaling
+
+        plot_scaling(arguments.plot, arguments.sizes, scales, target)
+    return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the user says of the network; it holds for predictions, whatever was measured."""
+    bandwidth: float | None = arguments.link_bandwidth
+    values = {
+        "link_us_per_byte": None if bandwidth is None else 1 / bandwidth,
+        "latency_us": arguments.link_latency,
+        "message_us": arguments.message_overhead,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _on_one_machine(report: Report) -> list[Record]:
+    """Returns a report's records; refuses those between machines."""
+    machines = report.options.get("machines", 1)
+    if machines != 1:
+        raise ValueError(f"a --record was measured on {machines} machines; give it as --network-record")
+    return report.records
+
+
+def _start_between(parameters: Parameters, link: str | None) -> Parameters:
+    """Returns where to look for the network of a record from, whatever network is to be predicted.
+
+    Calls in a row find a link's bucket nearly empty. A fit that began with all of it would stay there: of a
+    message that the bucket holds, the link's speed changes nothing.
+    """
+    usual = Parameters()
+    start = replace(parameters, **{name: getattr(usual, name) for name in NETWORK})
+    if link is None:
+        return start
+    return replace(start, link_us_per_byte=1e6 / bytes_a_second(link), burst_bytes=burst_bytes(link) / 8)
+
+
+def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], str | None]:
+    """Returns the points of the record between machines, and the rate that shaped their links."""
+    path: Path = arguments.network_record
+    report = read_report(path)
+    machines = arguments.network_machines or report.options.get("machines", 1)
+    if machines < 2:
+        raise ValueError(
+            f"{path} does not say that its ranks were on several machines; measure with "
+            "'collectives bench collectives --machines 2 --json FILE', or say so with --network-machines"
+        )
+    # Namespaces share the cores of the machine that plays them.
+    played = report.options.get("machines", 1) > 1
+    cores = max(1, int(report.environment["cores_usable"]) // machines) if played else 0
+    points = points_of_records(report.records, arguments.kind, machines, cores)
+    check_scatter(points, str(path))
+    return points, report.options.get("link") if played else None
+
+
+def _measure(arguments: argparse.Namespace) -> Report:
+    options = Options(
+        backends=("host",),
+        ranks=arguments.nproc,
+        sizes=tuple(parse_sizes(MEASURED_SIZES)),
+        operations=MEASURED,
+        budget_s=arguments.budget,
+    )
+    return measure(options, show_progress, program="model")
+
+
+def _as_json(
+    report: Report,
+    parameters: Parameters,
+    target: Parameters,
+    used: Sequence[Point],
+    kept: Sequence[Point],
+    sizes: Sequence[int],
+    scales: Sequence[Scale],
+) -> dict[str, Any]:
+    checked = errors(kept, parameters)
+    return {
+        "program": "model",
+        "environment": dict(report.environment),
+        "parameters": asdict(parameters),
+        "predicted_for": asdict(target),
+        "calibration": [as_json(point, parameters) for point in used],
+        "check": [as_json(point, parameters) for point in kept],
+        "check_errors": None if checked is None else asdict(checked),
+        "predictions": [
+            {**asdict(each), "is_ours": each.algorithm == ours(size, scale, target).algorithm}
+            for size in sizes
+            for scale in scales
+            for each in predictions(size, scale, target)
+        ],
+        "ends": [asdict(each) for each in ends(sizes, scales, target)],
+    }

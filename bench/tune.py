@@ -15,12 +15,12 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.backends import host_tuning
-from collectives.bench.arguments import parse_counts, show_progress
-from collectives.bench.ranks import RankFailedError
-from collectives.bench.sizes import format_bytes
-from collectives.bench.tuning_ranks import Rig
-from collectives.bench.tuning_search import Outcome, TooNoisyError, search
+from collectives.backends.host import thresholds as host_tuning
+from collectives.bench.core.arguments import parse_counts, show_progress
+from collectives.bench.core.ranks import RankFailedError
+from collectives.bench.core.sizes import format_bytes
+from collectives.bench.tuning.ranks import Rig
+from collectives.bench.tuning.search import Outcome, TooNoisyError, search
 from collectives.cli import CommandError
 
 __all__ = ["add_arguments", "entries", "run", "table"]

@@ -8,44 +8,11 @@ from pkgutil import extend_path
 # a checkout (store, backends, ddp, bench, the compiled core) are then found where they are installed.
 __path__ = extend_path(__path__, __name__)
 
-from collectives.backend import (
-    Backend,
-    BackendConfig,
-    DistributedBackendOptions,
-    get_default_backend_for_device,
-    is_backend_available,
-    is_gloo_available,
-    is_mpi_available,
-    is_nccl_available,
-    is_ucc_available,
-    is_xccl_available,
-    supports_complex,
-)
-from collectives.bridge import register as _register_with_torch
-from collectives.coalescing import (
+from collectives.api.coalescing import (
     _coalescing_manager,
     _CoalescingManager,
 )
-from collectives.debug import (
-    DebugLevel,
-    breakpoint,  # noqa: A004 - the name of torch.distributed
-    get_debug_level,
-    set_debug_level,
-    set_debug_level_from_env,
-)
-from collectives.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    GroupAbortedError,
-    PeerLostError,
-    QueueEmptyError,
-    UnsupportedOperationError,
-)
-from collectives.functions import (
+from collectives.api.collectives import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
@@ -62,20 +29,14 @@ from collectives.functions import (
     reduce_scatter_tensor,
     scatter,
 )
-from collectives.lifecycle import (
-    destroy_process_group,
-    init_process_group,
-    new_group,
+from collectives.api.debug import (
+    DebugLevel,
+    breakpoint,  # noqa: A004 - the name of torch.distributed
+    get_debug_level,
+    set_debug_level,
+    set_debug_level_from_env,
 )
-from collectives.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from collectives.older import (
+from collectives.api.deprecated import (
     _all_gather_base,
     _make_nccl_premul_sum,
     _reduce_scatter_base,
@@ -83,7 +44,20 @@ from collectives.older import (
     all_reduce_coalesced,
     reduce_op,
 )
-from collectives.p2p import (
+from collectives.api.groups import (
+    destroy_process_group,
+    init_process_group,
+    new_group,
+)
+from collectives.api.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from collectives.api.p2p import (
     P2POp,
     batch_isend_irecv,
     irecv,
@@ -91,43 +65,12 @@ from collectives.p2p import (
     recv,
     send,
 )
-from collectives.process_group import (
-    ProcessGroup,
-)
-from collectives.store import (
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-    register_rendezvous_handler,
-    rendezvous,
-)
-from collectives.subgroups import (
+from collectives.api.subgroups import (
     new_subgroups,
     new_subgroups_by_enumeration,
     split_group,
 )
-from collectives.types import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    default_pg_timeout,
-    make_premul_sum,
-)
-from collectives.work import (
-    Work,
-    WorkResult,
-)
-from collectives.world import (
+from collectives.api.world import (
     GroupMember,
     get_backend,
     get_backend_config,
@@ -143,6 +86,63 @@ from collectives.world import (
     is_initialized,
     is_torchelastic_launched,
 )
+from collectives.core.process_group import (
+    ProcessGroup,
+)
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    default_pg_timeout,
+    make_premul_sum,
+)
+from collectives.core.work import (
+    Work,
+    WorkResult,
+)
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    GroupAbortedError,
+    PeerLostError,
+    QueueEmptyError,
+    UnsupportedOperationError,
+)
+from collectives.registry.names import (
+    Backend,
+    BackendConfig,
+    DistributedBackendOptions,
+    get_default_backend_for_device,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_ucc_available,
+    is_xccl_available,
+    supports_complex,
+)
+from collectives.store import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    register_rendezvous_handler,
+    rendezvous,
+)
+from collectives.torch_bridge import register as _register_with_torch
 
 __all__ = [
     "AllToAllOptions",

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives import registry
-from collectives.joining import KEYS, join_world
-from collectives.process_group import ProcessGroup
+from collectives.core.arguments.validation import seconds
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import ReduceOp
+from collectives.registry import backends as registry
 from collectives.store import PrefixStore, rendezvous
-from collectives.types import ReduceOp
-from collectives.validation import seconds
+from collectives.store.world_rendezvous import KEYS, join_world
 
 __all__ = [
     "ProcessGroup",

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.broadcast import PackedBroadcast
-from collectives.staging import repeats_elements
+from collectives.core.arguments.staging import repeats_elements
+from collectives.ddp.sync.broadcast import PackedBroadcast
 
 __all__ = ["BufferSync", "refuse_overlaps"]
 

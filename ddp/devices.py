@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from collectives.ddp.trees import map_tensors
+from collectives.ddp.autograd.trees import map_tensors
 
 __all__ = ["ModuleDevices"]
 

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.agreement import describe_model, verify_agreement
+from collectives.core.dynamo import eager
 from collectives.ddp.arguments import check_delayed, check_hook, check_parameters, group_of
-from collectives.ddp.broadcast import broadcast_coalesced
-from collectives.ddp.buckets import bucket_limits
+from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
+from collectives.ddp.autograd.trees import tensors_in
 from collectives.ddp.buffers import BufferSync, refuse_overlaps
-from collectives.ddp.compilation import keep_out, run_module, splits_graphs
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.devices import ModuleDevices
-from collectives.ddp.grad_bucket import GradBucket
 from collectives.ddp.hooks.registration import BuiltinCommHookType
-from collectives.ddp.joinable_model import JoinableModel
+from collectives.ddp.join.joinable_model import JoinableModel
 from collectives.ddp.logging_data import construction_in_words, logging_data
 from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
-from collectives.ddp.options import ReducerOptions
-from collectives.ddp.reducer import Hook, Reducer
-from collectives.ddp.sparse import sparse_parameters
+from collectives.ddp.reducer.buckets import bucket_limits
+from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.reducer.options import ReducerOptions
+from collectives.ddp.reducer.reducer import Hook, Reducer
+from collectives.ddp.reducer.sparse import sparse_parameters
+from collectives.ddp.sync.agreement import describe_model, verify_agreement
+from collectives.ddp.sync.broadcast import broadcast_coalesced
 from collectives.ddp.timing import Mark
-from collectives.ddp.trees import tensors_in
-from collectives.uncompiled import eager
 
 __all__ = ["DistributedDataParallel"]
 

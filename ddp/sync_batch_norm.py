@@ -21,8 +21,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp
+from collectives.core.dynamo import eager
 from collectives.ddp.default_group import default_group_or_none, resolve_group
-from collectives.uncompiled import eager
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 

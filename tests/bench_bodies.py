@@ -14,12 +14,12 @@ import torch
 
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
+from collectives.bench.core.lockstep import Lockstep
+from collectives.bench.core.ranks import commands
 from collectives.bench.doctor import _reduce as reduce_smoke
-from collectives.bench.lockstep import Lockstep
-from collectives.bench.ranks import commands
-from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
-from collectives.types import AllgatherOptions, AllreduceOptions, BarrierOptions
-from collectives.work import CompletedWork, Work
+from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions
+from collectives.core.work import CompletedWork, Work
+from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
 
 
 def multiply(rank: int, connection: Connection, factor: int) -> None:

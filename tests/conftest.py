@@ -39,7 +39,7 @@ def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests with an argument ``backend`` on all, with ``world_size`` for all, unless they name some."""
-    from collectives.registry import why_unavailable
+    from collectives.registry.backends import why_unavailable
 
     own = _named_by_itself(metafunc)
     if "backend" in metafunc.fixturenames and "backend" not in own:

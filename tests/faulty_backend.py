@@ -8,8 +8,8 @@ import time
 import torch
 
 from collectives.backends.host import ProcessGroupHost
-from collectives.bridge import register_backend
-from collectives.registry import BackendSpec, GroupOptions, register_backend_spec
+from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
+from collectives.torch_bridge import register_backend
 
 
 class Faulty(ProcessGroupHost):

@@ -13,7 +13,7 @@ import torch
 
 import collectives as dist
 from collectives import GroupAbortedError, ProcessGroup
-from collectives.checked_group import CheckedGroup
+from collectives.core.checked_group import CheckedGroup
 
 
 def in_child(function):

@@ -37,7 +37,7 @@ from rank_server import Task, current_store
 from rank_watch import Died, RankFailedError, RankProcess, RankTimeoutError, Watch
 
 if TYPE_CHECKING:
-    from collectives.bench.namespaces import Machines
+    from collectives.bench.core.namespaces import Machines
 
 __all__ = [
     "Died",
@@ -241,7 +241,8 @@ def run_ranks(
         machines: namespaces that play machines, and which of them each rank is on; needs ``isolated``.
         placement: a letter for each rank; host groups take ranks of different letters for ranks of different
             machines, which reach each other over the loopback interface.
-        **options: further fields of :class:`collectives.registry.GroupOptions`, such as ``pg_options`` and
+        **options: further fields of :class:`collectives.registry.backends.GroupOptions`, such as
+        ``pg_options`` and
             ``timeout`` (here ``group_timeout``).
 
     Raises:

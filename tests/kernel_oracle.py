@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from collectives import _native, dtypes
+from collectives import _native
+from collectives.core import dtypes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from collectives.bench.namespaces import Machines, NamespacesUnavailableError
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
 __all__ = ["make_machines"]
 
 
 @pytest.fixture
 def make_machines() -> Iterator[Callable[..., Machines]]:
-    """Gives a function with the arguments of :class:`collectives.bench.namespaces.Machines`."""
+    """Gives a function with the arguments of :class:`collectives.bench.core.namespaces.Machines`."""
     with ExitStack() as stack:
 
         def make(*args: Any, **options: Any) -> Machines:

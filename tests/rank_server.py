@@ -125,7 +125,7 @@ def _call(task: Task) -> Any:
         return target(task.rank, task.size, *args)
     if task.world:
         return _call_in_world(task, target, args)
-    from collectives.registry import GroupOptions, create_group
+    from collectives.registry.backends import GroupOptions, create_group
 
     group = create_group(
         task.backend,
@@ -161,7 +161,7 @@ def run(task: Task) -> Outcome:
     _set_environment(task.env)
     try:
         if task.namespace is not None:
-            from collectives.bench.namespaces import enter
+            from collectives.bench.core.namespaces import enter
 
             enter(task.namespace)
         return Outcome(value=_call(task))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from collectives import ProcessGroup
-from collectives.capabilities import Capabilities
-from collectives.work import CompletedWork, Work
+from collectives.core.capabilities import Capabilities
+from collectives.core.work import CompletedWork, Work
 
 
 class Recorder(ProcessGroup):

@@ -13,7 +13,7 @@ FOLDERS = {
     "bench": "collectives.bench",
 }
 """The package that each top-level folder is."""
-BESIDE = ROOT / "collectives" / "bridge" / "collectives_registration"
+BESIDE = ROOT / "collectives" / "torch_bridge" / "entry-points" / "collectives_registration"
 """A package of its own, which torch loads by entry point without an import of ``collectives``."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from harness import current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 
-from collectives.bench.namespaces import INTERFACE, Machines, burst_bytes, enter
+from collectives.bench.core.namespaces import INTERFACE, Machines, burst_bytes, enter
 
 
 def _address_of_namespace(rank, size):
@@ -95,7 +95,7 @@ def test_nothing_is_left_of_a_killed_maker(make_machines):  # noqa: F811
     make_machines(1)  # skips where there can be none
     code = (
         "import sys, time\n"
-        "from collectives.bench.namespaces import Machines\n"
+        "from collectives.bench.core.namespaces import Machines\n"
         "machines = Machines(2, '1gbit')\n"
         "print(machines.host, machines.namespace(0), flush=True)\n"
         "time.sleep(60)\n"

@@ -16,7 +16,7 @@ import torch
 
 from collectives.backends.mpi.parts import Part
 from collectives.backends.mpi.runtime import Library
-from collectives.staging import dense, dense_outputs
+from collectives.core.arguments.staging import dense, dense_outputs
 
 __all__ = ["VARIABLE", "HostOutputs", "copy_own", "on_device", "outputs_for_kernels", "settle", "why_no_cuda"]
 

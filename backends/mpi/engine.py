@@ -19,11 +19,11 @@ import time
 import weakref
 from typing import Any
 
-from collectives.backends.farewells import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
-from collectives.backends.liveness import Liveness
+from collectives.backends._shared.exit_reasons import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
+from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.process_records import Liveness
 from collectives.backends.mpi.runtime import Library
 from collectives.backends.mpi.work import MPIWork
-from collectives.backends.operation import Operation
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,

@@ -11,14 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from collectives import _native
-from collectives.backends.arithmetic import REDUCTIONS
-from collectives.backends.liveness import Liveness
+import collectives._native as _native
+from collectives.backends._shared.arithmetic import REDUCTIONS
+from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.process_records import Liveness
 from collectives.backends.mpi.buffers import Buffers
 from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.fast_path import PlainCalls, check_length
 from collectives.backends.mpi.launching import Launcher
 from collectives.backends.mpi.membership import form
+from collectives.backends.mpi.native_exchange import MOST_RANKS, ShortWay
 from collectives.backends.mpi.parts import (
     Arithmetic,
     Part,
@@ -28,22 +31,15 @@ from collectives.backends.mpi.parts import (
     part_of,
     split_parts,
 )
-from collectives.backends.mpi.plain import PlainCalls, check_length
 from collectives.backends.mpi.runtime import library
-from collectives.backends.mpi.short import MOST_RANKS, ShortWay
 from collectives.backends.mpi.tags import Tags
 from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import Steps
-from collectives.backends.operation import Operation
-from collectives.capabilities import Capabilities
-from collectives.dtypes import NATIVE_CODES
-from collectives.errors import GroupAbortedError
-from collectives.forks import left_to_parent
-from collectives.process_group import ProcessGroup
-from collectives.registry import GroupOptions
-from collectives.staging import dense, dense_outputs
-from collectives.store import PrefixStore
-from collectives.types import (
+from collectives.core.arguments.staging import dense, dense_outputs
+from collectives.core.capabilities import Capabilities
+from collectives.core.dtypes import NATIVE_CODES
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -55,7 +51,11 @@ from collectives.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.work import CompletedWork, Work
+from collectives.core.work import CompletedWork, Work
+from collectives.errors import GroupAbortedError
+from collectives.forks import left_to_parent
+from collectives.registry.backends import GroupOptions
+from collectives.store import PrefixStore
 
 __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 

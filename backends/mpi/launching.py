@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from collectives.backends._shared.operation import Operation
 from collectives.backends.mpi.cuda import copy_own, on_device, settle
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.native_exchange import ShortWay
 from collectives.backends.mpi.parts import Arithmetic, Part, part_of
-from collectives.backends.mpi.short import ShortWay
 from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import MPIWork
-from collectives.backends.operation import Operation
-from collectives.staging import dense_outputs
-from collectives.work import Work
+from collectives.core.arguments.staging import dense_outputs
+from collectives.core.work import Work
 
 __all__ = ["Launcher"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from collectives.backends.mpi.runtime import Library
 from collectives.errors import CollectiveTimeoutError, DistBackendError
-from collectives.registry import GroupOptions
+from collectives.registry.backends import GroupOptions
 
 __all__ = ["form", "job_size_error"]
 

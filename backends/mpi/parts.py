@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from collectives import _native
-from collectives.backends.arithmetic import kernel_factor
-from collectives.dtypes import NATIVE_CODES, elements_per_byte, native_count
-from collectives.types import ReduceOp
+import collectives._native as _native
+from collectives.backends._shared.arithmetic import kernel_factor
+from collectives.core.dtypes import NATIVE_CODES, elements_per_byte, native_count
+from collectives.core.types import ReduceOp
 
 __all__ = ["Arithmetic", "Part", "arithmetic_of", "cut", "equal_parts", "part_of", "split_parts"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from collectives import _native
+import collectives._native as _native
 from collectives.backends.mpi.buffers import Buffers
 from collectives.backends.mpi.parts import Arithmetic, Part
 from collectives.backends.mpi.work import Steps

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
-from collectives.backends.operation import Operation
+from collectives.backends._shared.operation import Operation
+from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError
-from collectives.work import Work
 
 __all__ = ["Driver", "MPIWork", "Steps"]
 

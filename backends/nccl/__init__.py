@@ -8,14 +8,14 @@ is the process group.
 
 from __future__ import annotations
 
-from collectives.backends.nccl import providers
-from collectives.backends.nccl.config import NcclConfig
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
+from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.options import checked_options, option_names
 from collectives.backends.nccl.reductions import capabilities_on
-from collectives.capabilities import Capabilities
-from collectives.registry import GroupOptions
+from collectives.core.capabilities import Capabilities
+from collectives.registry.backends import GroupOptions
 
 __all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "option_names", "unavailable"]
 

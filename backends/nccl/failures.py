@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
-from collectives.backends.farewells import (
+from collectives.backends._shared.exit_reasons import (
     ABORTED,
     FAILED,
     PASSED_LIMIT,
@@ -24,9 +24,9 @@ from collectives.backends.farewells import (
     refuse_broken,
     stopped_by,
 )
-from collectives.backends.liveness import Liveness
-from collectives.backends.nccl.codes import NcclError, NcclStatus
-from collectives.backends.nccl.flight import Flight, Operation
+from collectives.backends._shared.process_records import Liveness
+from collectives.backends.nccl.in_flight import Flight, Operation
+from collectives.backends.nccl.library.codes import NcclError, NcclStatus
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
 __all__ = ["Failures"]

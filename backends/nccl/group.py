@@ -16,21 +16,20 @@ import torch
 from collectives import ProcessGroup
 from collectives.backends.nccl import steps
 from collectives.backends.nccl.communicators import Communicators
-from collectives.backends.nccl.config import NcclConfig
 from collectives.backends.nccl.device import CudaDevice, Device
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.flight import Flight, Operation, pause
-from collectives.backends.nccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.in_flight import Flight, Operation, pause
 from collectives.backends.nccl.launching import Launcher, Request
+from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.options import Options, checked_options
 from collectives.backends.nccl.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.steps import Steps
 from collectives.backends.nccl.watchdog import Watchdog
-from collectives.capabilities import Capabilities
-from collectives.registry import GroupOptions
-from collectives.types import (
+from collectives.core.capabilities import Capabilities
+from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -41,7 +40,8 @@ from collectives.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.work import Work
+from collectives.core.work import Work
+from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupNCCL"]
 

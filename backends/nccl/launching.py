@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.codes import NcclError
 from collectives.backends.nccl.communicators import Channel, Communicators
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.flight import Flight, NcclWork, Operation, Owner, RegionWork
-from collectives.backends.nccl.interface import NcclLibrary
+from collectives.backends.nccl.in_flight import Flight, NcclWork, Operation, Owner, RegionWork
+from collectives.backends.nccl.library.codes import NcclError
+from collectives.backends.nccl.library.interface import NcclLibrary
 from collectives.backends.nccl.steps import Steps
 from collectives.backends.nccl.watchdog import Watchdog
-from collectives.work import CompletedWork, Work
+from collectives.core.work import CompletedWork, Work
 
 __all__ = ["Launcher", "Request"]
 

@@ -12,10 +12,10 @@ from collections import deque
 import torch
 
 from collectives.backends.nccl.device import Device, Event
+from collectives.core.arguments.validation import fail
+from collectives.core.process_group import ProcessGroup
+from collectives.core.work import CompletedWork, Work
 from collectives.errors import UnsupportedOperationError
-from collectives.process_group import ProcessGroup
-from collectives.validation import fail
-from collectives.work import CompletedWork, Work
 
 __all__ = ["Loopback"]
 

@@ -1,8 +1,8 @@
 """What NCCL can reduce, and how it is told to.
 
-NCCL computes with the types of :data:`~collectives.backends.nccl.codes.DATA_TYPES`. Beyond those, a complex
-number is two real ones for SUM, AVG and PREMUL_SUM, and a bool is a byte of 0 or 1, of which the maximum is
-the logical "or" and the minimum the logical "and".
+NCCL computes with the types of :data:`~collectives.backends.nccl.library.codes.DATA_TYPES`. Beyond those, a
+complex number is two real ones for SUM, AVG and PREMUL_SUM, and a bool is a byte of 0 or 1, of which the
+maximum is the logical "or" and the minimum the logical "and".
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.codes import DATA_TYPES, REDUCTIONS, NcclDataType, NcclRedOp
-from collectives.capabilities import OPERATIONS, Capabilities
-from collectives.types import ReduceOp
+from collectives.backends.nccl.library.codes import DATA_TYPES, REDUCTIONS, NcclDataType, NcclRedOp
+from collectives.core.capabilities import OPERATIONS, Capabilities
+from collectives.core.types import ReduceOp
 
 __all__ = ["FLOAT8_VERSION", "Reduction", "capabilities_on", "reduction_of"]
 

@@ -16,12 +16,12 @@ from functools import partial
 
 import torch
 
-from collectives.backends.nccl.codes import NcclDataType, NcclRedOp
 from collectives.backends.nccl.device import Device, Stream
-from collectives.backends.nccl.interface import Communicator
+from collectives.backends.nccl.library.codes import NcclDataType, NcclRedOp
+from collectives.backends.nccl.library.interface import Communicator
 from collectives.backends.nccl.reductions import Reduction
-from collectives.dtypes import element_bytes, elements_per_byte, native_count
-from collectives.staging import is_dense
+from collectives.core.arguments.staging import is_dense
+from collectives.core.dtypes import element_bytes, elements_per_byte, native_count
 
 __all__ = [
     "Steps",

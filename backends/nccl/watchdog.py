@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Protocol
 
-from collectives.backends.nccl.flight import Flight
+from collectives.backends.nccl.in_flight import Flight
 
 __all__ = ["Watchdog", "Watched"]
 

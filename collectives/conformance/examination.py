@@ -26,8 +26,8 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Call
 from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
-from collectives.registry import capabilities_of
-from collectives.types import ReduceOp
+from collectives.core.types import ReduceOp
+from collectives.registry.backends import capabilities_of
 
 __all__ = ["Answer", "Question", "Verdict", "examine", "questions"]
 

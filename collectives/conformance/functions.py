@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 
 from collectives.conformance.oracle import BYTES_ONLY, Placed, close, place, reduced, same, values
-from collectives.types import ReduceOp
+from collectives.core.types import ReduceOp
 
 __all__ = ["MOVING", "PLAIN", "REDUCING", "TAKING_LAYOUTS", "Call"]
 

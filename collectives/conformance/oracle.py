@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from collectives.types import ReduceOp, make_premul_sum
+from collectives.core.types import ReduceOp, make_premul_sum
 
 __all__ = [
     "BYTES_ONLY",

@@ -20,19 +20,19 @@ import torch
 from torch.futures import Future
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
-from collectives.ddp.averaging import average
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import after, comm_hook, dense_buffer, widths
-from collectives.ddp.hooks.codecs import Affine, Codec, OfEach, Signs
-from collectives.ddp.hooks.exact import average_exactly
-from collectives.ddp.hooks.gathering import (
+from collectives.ddp.hooks.support.adapter import after, comm_hook, dense_buffer, widths
+from collectives.ddp.hooks.support.codecs import Affine, Codec, OfEach, Signs
+from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.hooks.support.gathering import (
     EncodedState,
     average_encoded,
     encode_with_feedback,
     keep_error,
     with_feedback,
 )
-from collectives.ddp.hooks.hook_state import check_integer
+from collectives.ddp.hooks.support.hook_state import check_integer
+from collectives.ddp.reducer.averaging import average
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["LEVELS", "AdaptiveState", "adaptive_hook"]
 

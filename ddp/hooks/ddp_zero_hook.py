@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.ddp.broadcast import CoalescedBroadcast
-from collectives.ddp.buckets import layout
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import Hook, comm_hook, is_torch_bucket, pending
+from collectives.ddp.hooks.support.adapter import Hook, comm_hook, is_torch_bucket, pending
 from collectives.ddp.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from collectives.ddp.reducer.buckets import layout
+from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.ddp.sync.broadcast import CoalescedBroadcast
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.futures import Future
 
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook, completed
+from collectives.ddp.hooks.support.adapter import comm_hook, completed
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["noop_hook"]
 

@@ -11,10 +11,10 @@ import torch
 from torch.futures import Future
 
 from collectives import ReduceOp
-from collectives.ddp.averaging import average, averaging_op
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import Hook, after, comm_hook, dense_buffer, group_of
-from collectives.ddp.hooks.exact import average_exactly
+from collectives.ddp.hooks.support.adapter import Hook, after, comm_hook, dense_buffer, group_of
+from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.reducer.averaging import average, averaging_op
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = [
     "allreduce_hook",

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook, widths
-from collectives.ddp.hooks.codecs import OfEach, Signs
-from collectives.ddp.hooks.gathering import EncodedState, average_with_feedback
-from collectives.ddp.hooks.hook_state import check_integer
+from collectives.ddp.hooks.support.adapter import comm_hook, widths
+from collectives.ddp.hooks.support.codecs import OfEach, Signs
+from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
+from collectives.ddp.hooks.support.hook_state import check_integer
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["OneBitState", "one_bit_hook"]
 

@@ -14,10 +14,10 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.default_group import subgroup_of_machine
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook, completed, group_of, is_torch_bucket
-from collectives.ddp.hooks.exact import average_exactly
-from collectives.ddp.hooks.hook_state import HookState, check_integer
+from collectives.ddp.hooks.support.adapter import comm_hook, completed, group_of, is_torch_bucket
+from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.hooks.support.hook_state import HookState, check_integer
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 

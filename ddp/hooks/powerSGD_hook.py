@@ -2,9 +2,9 @@
 """PowerSGD: gradients as products of thin matrices, with error feedback.
 
 Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
-NeurIPS 2019; the arithmetic is in :mod:`collectives.ddp.hooks.low_rank`.
+NeurIPS 2019; the arithmetic is in :mod:`collectives.ddp.hooks.support.low_rank`.
 
-Work in rounds, one for each bucket: :mod:`collectives.ddp.hooks.powersgd_round`.
+Work in rounds, one for each bucket: :mod:`collectives.ddp.hooks.support.powersgd`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook, dense_buffer, is_torch_bucket
-from collectives.ddp.hooks.exact import average_exactly
-from collectives.ddp.hooks.hook_state import FeedbackState, check_integer
-from collectives.ddp.hooks.powersgd_round import Division, Round, layer_by_layer, whole_bucket
+from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, is_torch_bucket
+from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
+from collectives.ddp.hooks.support.powersgd import Division, Round, layer_by_layer, whole_bucket
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -34,7 +34,7 @@ class PowerSGDState(FeedbackState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Arguments are those of torch's class. Memory is kept by parameter, so that it survives new layouts of the
-    buckets, and can be pickled (:class:`~collectives.ddp.hooks.hook_state.HookState`), random numbers
+    buckets, and can be pickled (:class:`~collectives.ddp.hooks.support.hook_state.HookState`), random numbers
     included. The batched hook begins the factors anew where the buckets are laid out again, and keeps the
     errors.
 

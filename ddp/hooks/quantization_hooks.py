@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch.futures import Future
 
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook, dense_buffer, group_of
-from collectives.ddp.hooks.codecs import Affine
-from collectives.ddp.hooks.error_memory import working_dtype
-from collectives.ddp.hooks.exact import average_exactly
-from collectives.ddp.hooks.gathering import average_encoded
+from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, group_of
+from collectives.ddp.hooks.support.codecs import Affine
+from collectives.ddp.hooks.support.error_feedback import working_dtype
+from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.hooks.support.gathering import average_encoded
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

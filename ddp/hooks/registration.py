@@ -6,7 +6,7 @@ import enum
 from typing import Any, Protocol
 
 from collectives.ddp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from collectives.ddp.hooks.adapter import Hook
+from collectives.ddp.hooks.support.adapter import Hook
 
 __all__ = ["BuiltinCommHookType", "DDPCommHookType", "register_ddp_comm_hook"]
 

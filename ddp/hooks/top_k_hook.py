@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.ddp.grad_bucket import GradBucket
-from collectives.ddp.hooks.adapter import comm_hook
-from collectives.ddp.hooks.codecs import LargestElements
-from collectives.ddp.hooks.gathering import EncodedState, average_with_feedback
+from collectives.ddp.hooks.support.adapter import comm_hook
+from collectives.ddp.hooks.support.codecs import LargestElements
+from collectives.ddp.hooks.support.gathering import EncodedState, average_with_feedback
+from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["TopKState", "top_k_hook"]
 

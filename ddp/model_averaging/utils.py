@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.agreement import describe_model, verify_agreement
-from collectives.ddp.averaging import Averager
-from collectives.ddp.buckets import layout
 from collectives.ddp.default_group import is_outside, resolve_group
 from collectives.ddp.errors import ModelMismatchError
+from collectives.ddp.reducer.averaging import Averager
+from collectives.ddp.reducer.buckets import layout
+from collectives.ddp.sync.agreement import describe_model, verify_agreement
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 

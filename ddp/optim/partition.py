@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from collectives.ddp.buckets import layout
+from collectives.ddp.reducer.buckets import layout
 
 __all__ = ["Partition", "pack"]
 

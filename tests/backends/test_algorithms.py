@@ -8,8 +8,8 @@ from conformance.oracle import DTYPES, OPS, PREMUL, Report, place, reduced, valu
 from harness import run_ranks
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends.algorithms import ALGORITHMS, all_reduce
-from collectives.backends.arithmetic import REDUCTIONS
 
 LAYOUTS = ("dense", "strided", "transposed", "offset")
 COUNTS = (0, 1, 7, 1009)

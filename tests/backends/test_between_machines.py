@@ -14,7 +14,7 @@ from machines import make_machines  # noqa: F401 - a fixture
 
 import collectives as dist
 from collectives import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from collectives.registry import GroupOptions, create_group
+from collectives.registry.backends import GroupOptions, create_group
 
 PLACEMENTS = {"2x1": [0, 1], "3x1": [0, 1, 2], "2x2": [0, 0, 1, 1], "mixed": [0, 1, 0, 2]}
 COUNTS = [1, 777, 9_000, 70_001, 1_000_003]

@@ -20,8 +20,8 @@ import torch
 from harness import Died, current_store, run_ranks, run_world
 
 import collectives as dist
-from collectives.backends import host_bootstrap
 from collectives.backends.host import ProcessGroupHost
+from collectives.backends.host import rendezvous as host_bootstrap
 from collectives.store import PrefixStore
 
 LIMIT = timedelta(seconds=20)

@@ -28,11 +28,11 @@ from collectives import (
     ReduceOp,
     UnsupportedOperationError,
 )
-from collectives.backends.gloo_reductions import REDUCTIONS, Plan, plan
-from collectives.backends.liveness import Liveness
-from collectives.registry import GroupOptions, create_group
+from collectives.backends._shared.process_records import Liveness
+from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
+from collectives.core.types import make_premul_sum
+from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
-from collectives.types import make_premul_sum
 
 GLOO_OPTIONS = dist.ProcessGroupGloo._Options
 

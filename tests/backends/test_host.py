@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 
 import collectives as dist
-from collectives.work import CompletedWork
+from collectives.core.work import CompletedWork
 
 # Inline, one-shot, and long messages; the last ones need several chunks with an uneven end.
 COUNTS = [0, 1, 22, 23, 4099, 16385, 100_003, 1_000_003]

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
-from collectives.types import make_premul_sum
+from collectives.core.types import make_premul_sum
 
 LIMIT = timedelta(seconds=20)
 SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
@@ -303,7 +303,7 @@ def _left_over(rank, size):
 
 
 def _stale_address():
-    from collectives.backends.host_bootstrap import _place
+    from collectives.backends.host.rendezvous import _place
 
     return json.dumps({"place": _place(), "address": f"collectives-{'0' * 32} {'0' * 32}"})
 

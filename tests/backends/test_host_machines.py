@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore
 import collectives as dist
 from collectives import _native
 from collectives.backends.host import ProcessGroupHost
-from collectives.bench.namespaces import INTERFACE
+from collectives.bench.core.namespaces import INTERFACE
 
 LIMIT = timedelta(seconds=20)
 SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)

@@ -11,9 +11,9 @@ from harness import current_store, run_ranks
 
 import collectives as dist
 from collectives import _native
-from collectives.backends import host_network
 from collectives.backends.host import ProcessGroupHost
-from collectives.backends.host_network import choose_addresses
+from collectives.backends.host import network as host_network
+from collectives.backends.host.network import choose_addresses
 
 INTERFACES = [
     ("lo", "127.0.0.1", True),

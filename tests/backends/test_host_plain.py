@@ -10,7 +10,7 @@ import torch
 
 import collectives
 from collectives import ReduceOp
-from collectives.process_group import ProcessGroup
+from collectives.core.process_group import ProcessGroup
 from collectives.store import HashStore
 
 METHODS = (

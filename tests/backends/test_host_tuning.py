@@ -10,7 +10,7 @@ import torch
 from harness import run_ranks
 
 import collectives as dist
-from collectives.backends import host_tuning
+from collectives.backends.host import thresholds as host_tuning
 
 
 @pytest.fixture

@@ -33,7 +33,8 @@ from kernel_oracle import (
     reduce,
 )
 
-from collectives import _native, dtypes
+from collectives import _native
+from collectives.core import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

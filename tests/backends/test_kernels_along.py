@@ -9,7 +9,8 @@ import mmap
 import pytest
 import torch
 
-from collectives import _native, dtypes
+from collectives import _native
+from collectives.core import dtypes
 
 SUM, AVG, MAX = 0, 1, 4
 CASES = [

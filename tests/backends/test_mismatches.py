@@ -12,7 +12,7 @@ import torch
 from harness import run_ranks
 
 from collectives import CollectiveMismatchError, ProcessGroup, ReduceOp, Work
-from collectives.types import (
+from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,

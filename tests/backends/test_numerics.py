@@ -25,7 +25,7 @@ from harness import run_ranks
 
 from collectives import ProcessGroup, ReduceOp, Work, _native
 from collectives.backends.round_robin import RoundRobinOptions
-from collectives.types import (
+from collectives.core.types import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     ReduceOptions,

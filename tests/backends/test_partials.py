@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives import _native, dtypes
+from collectives import _native
+from collectives.core import dtypes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]

@@ -11,15 +11,15 @@ from recorder import Recorder, lanes
 
 import collectives as dist
 from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
-from collectives.backends.loopback import Loopback
+from collectives.backends._shared.loopback import Loopback
 from collectives.backends.round_robin import (
     ProcessGroupRoundRobin,
     RoundRobinOptions,
     round_robin_process_groups,
 )
+from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel
-from collectives.registry import GroupOptions, create_group
-from collectives.types import AllreduceOptions
+from collectives.registry.backends import GroupOptions, create_group
 
 
 def test_collectives_take_turns_messages_stay_and_barriers_cover_all() -> None:

@@ -13,8 +13,8 @@ from recorder import lanes
 
 from collectives import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, ProcessGroup
 from collectives.backends.round_robin import ProcessGroupRoundRobin, RoundRobinOptions
-from collectives.types import AllreduceOptions
-from collectives.work import Work
+from collectives.core.types import AllreduceOptions
+from collectives.core.work import Work
 
 
 def abort_all(group: ProcessGroup) -> list[str]:

@@ -9,14 +9,14 @@ from multiprocessing import forkserver
 
 import pytest
 
-from collectives.bench import ranks
+from collectives.bench.core import ranks
 
 
 @pytest.fixture(scope="session")
 def _loaded() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "pytest", "collectives.bench.comparison", "collectives.backends.gloo"]
+        ["torch", "pytest", "collectives.bench.comparison.program", "collectives.backends.gloo"]
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # no thread of torch's or numpy's before the fork

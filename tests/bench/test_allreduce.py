@@ -8,13 +8,14 @@ import os
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
-from collectives.bench import sweep, table
-from collectives.bench.comparison import DTYPES, Options, available_backends
-from collectives.bench.machine import bind_to_core, cores_of_ranks
-from collectives.bench.records import Record, Report, Timing, read_report
-from collectives.bench.sweep import MAX_CALLS, MIN_CALLS
+from collectives.bench.comparison import sweep
+from collectives.bench.comparison.program import DTYPES, Options, available_backends
+from collectives.bench.comparison.sweep import MAX_CALLS, MIN_CALLS
+from collectives.bench.core import table
+from collectives.bench.core.machine import bind_to_core, cores_of_ranks
+from collectives.bench.core.records import Record, Report, Timing, read_report
 from collectives.cli import main
-from collectives.registry import backend_names
+from collectives.registry.backends import backend_names
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 

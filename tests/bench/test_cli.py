@@ -12,7 +12,7 @@ import bench_bodies
 import pytest
 
 from collectives.bench import doctor
-from collectives.bench.records import Skipped
+from collectives.bench.core.records import Skipped
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -82,7 +82,7 @@ def test_no_program_is_loaded_before_it_is_asked_for_and_a_closed_pipe_is_no_err
 
 def test_sigterm_unwinds(monkeypatch):
     monkeypatch.setattr(
-        "collectives.backend_list.backend_names", lambda: os.kill(os.getpid(), signal.SIGTERM) or []
+        "collectives.cli.backends.backend_names", lambda: os.kill(os.getpid(), signal.SIGTERM) or []
     )
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:

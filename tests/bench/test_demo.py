@@ -17,10 +17,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.bench import comparison, demo
-from collectives.bench.digits import Recipe, batches, build_model, flat_parameters, load_digits, train
-from collectives.bench.machine import describe_machine
-from collectives.bench.records import Record, Report, Skipped, Timing, read_report
+from collectives.bench import demo
+from collectives.bench.comparison import program as comparison
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import Record, Report, Skipped, Timing, read_report
+from collectives.bench.training.digits import (
+    Recipe,
+    batches,
+    build_model,
+    flat_parameters,
+    load_digits,
+    train,
+)
 from collectives.cli import main
 
 OUTCOME = demo.Outcome(
@@ -190,7 +198,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, 
         tmp_path,
         monkeypatch,
         """
-        from collectives.bench import digits
+        from collectives.bench.training import digits
         build = digits.build_model
         def build_model(seed):
             if seed == 1:

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from collectives.bench import table
-from collectives.bench.comparison import Options, available_backends
-from collectives.bench.devices import DEVICES, ON_ONE_GPU, CudaDevice, shared_gpu_environment
-from collectives.bench.goals import parse_goal
-from collectives.bench.machine import describe_machine, memory_available_bytes
-from collectives.bench.records import Report
+from collectives.bench.comparison.program import Options, available_backends
+from collectives.bench.core import table
+from collectives.bench.core.devices import DEVICES, ON_ONE_GPU, CudaDevice, shared_gpu_environment
+from collectives.bench.core.goals import parse_goal
+from collectives.bench.core.machine import describe_machine, memory_available_bytes
+from collectives.bench.core.records import Report
 from collectives.cli import main
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -89,7 +89,7 @@ def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
 @without_cuda
 @pytest.mark.parametrize("program", ["allreduce", "collectives"])
 def test_without_a_gpu_the_reason_is_told_before_ranks_start(program, capsys, monkeypatch):
-    monkeypatch.setitem(vars(sys.modules["collectives.bench.ranks"]), "start_processes", None)
+    monkeypatch.setitem(vars(sys.modules["collectives.bench.core.ranks"]), "start_processes", None)
     assert main(["bench", program, "--device", "cuda"]) == 1
     said = capsys.readouterr().err
     assert "tensors on cuda cannot be measured here: torch" in said

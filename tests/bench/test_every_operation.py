@@ -8,9 +8,9 @@ import io
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
-from collectives.bench import sweep
-from collectives.bench.operations import OPERATIONS, rounded_count
-from collectives.bench.records import read_report
+from collectives.bench.comparison import sweep
+from collectives.bench.comparison.operations import OPERATIONS, rounded_count
+from collectives.bench.core.records import read_report
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.bench.goals import check, goal_lines, parse_goal
-from collectives.bench.records import Record, Timing
+from collectives.bench.core.goals import check, goal_lines, parse_goal
+from collectives.bench.core.records import Record, Timing
 
 
 def record(peer, size, cold, hot=None, *, loop=None, ranks=2, operation="all_reduce", compared_as=""):

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from collectives import _native
-from collectives.bench import model_ours, model_terms, scaling
-from collectives.bench.calibration import (
+from collectives.bench.cost_model import host as model_ours
+from collectives.bench.cost_model import scaling
+from collectives.bench.cost_model import terms as model_terms
+from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
     Point,
@@ -20,8 +22,8 @@ from collectives.bench.calibration import (
     predicted_us,
     split,
 )
-from collectives.bench.model import ALGORITHMS, is_possible, lower_bound_us, terms, time_us
-from collectives.bench.model_terms import Parameters, Scale
+from collectives.bench.cost_model.model import ALGORITHMS, is_possible, lower_bound_us, terms, time_us
+from collectives.bench.cost_model.terms import Parameters, Scale
 
 EASY = Parameters(
     cores=4,

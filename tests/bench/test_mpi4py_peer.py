@@ -9,8 +9,8 @@ import sys
 import pytest
 from mpi_team import VARIABLE, find_installations
 
-from collectives.bench import mpi4py_peer
-from collectives.bench.records import read_report
+from collectives.bench.comparison import mpi4py_peer
+from collectives.bench.core.records import read_report
 from collectives.cli import main
 
 

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 
-from collectives.bench import patterns
+from collectives.bench.comparison import patterns
 
 COUNT = 600  # more than two periods
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64)

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from collectives.bench import patterns
-from collectives.bench import player as player_module
-from collectives.bench.lockstep import create_board
-from collectives.bench.operations import OPERATIONS, input_values, wanted_values
-from collectives.bench.peers import add_zero
-from collectives.bench.player import LIMIT, Introduction, Player, Turn, Workload, serve
+from collectives.bench.comparison import patterns
+from collectives.bench.comparison import player as player_module
+from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
+from collectives.bench.comparison.peers import add_zero
+from collectives.bench.comparison.player import LIMIT, Introduction, Player, Turn, Workload, serve
+from collectives.bench.core.lockstep import create_board
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -175,7 +175,7 @@ def test_output_is_wiped_before_every_cold_call():
 
 def test_half_of_a_ping_pong_counts(monkeypatch):
     ticks = iter(range(0, 10**6, 500))
-    monkeypatch.setattr("collectives.bench.player.time.perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr("collectives.bench.comparison.player.time.perf_counter_ns", lambda: next(ticks))
     result = player(Recorder(), operation="sendrecv").play(turn(1, 1, 2, operation="sendrecv"))
     assert (result.cold_ns, result.hot_ns, result.loop_ns) == ([250], [250], [125])
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from collectives.bench.calibration import Point, points_of_records, predicted_us
-from collectives.bench.machine import describe_machine
-from collectives.bench.model_terms import Parameters, Scale
-from collectives.bench.records import Record, Report, Timing, write_json
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import Record, Report, Timing, write_json
+from collectives.bench.cost_model.calibration import Point, points_of_records, predicted_us
+from collectives.bench.cost_model.terms import Parameters, Scale
 from collectives.cli import main
 
 TRUE = replace(Parameters(cores=2), meeting_us=3.0, copy_us_per_byte=3e-4, latency_us=80.0)

@@ -12,8 +12,8 @@ from pathlib import Path
 import bench_bodies
 import pytest
 
-from collectives.bench.lockstep import create_board
-from collectives.bench.ranks import CommandTeam, RankFailedError, SpawnedTeam
+from collectives.bench.core.lockstep import create_board
+from collectives.bench.core.ranks import CommandTeam, RankFailedError, SpawnedTeam
 
 
 def gone(pid: int) -> bool:
@@ -72,7 +72,7 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
     script = (
         "import time\n"
         "import bench_bodies\n"
-        "from collectives.bench.ranks import SpawnedTeam\n"
+        "from collectives.bench.core.ranks import SpawnedTeam\n"
         "if __name__ == '__main__':\n"
         f"    with SpawnedTeam(2, bench_bodies.send_pid, ({str(tmp_path / 'pid')!r},)) as team:\n"
         "        team.gather()\n"
@@ -124,9 +124,8 @@ def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_t
 
 def command_that_starts(ranks, code):
     """Returns a command that starts Python processes, which know their rank and the parent's address."""
-    script = (
-        f"from collectives.bench.ranks import connect, commands; import sys; rank = int(sys.argv[1])\n{code}"
-    )
+    imports = "from collectives.bench.core.ranks import connect, commands; import sys"
+    script = f"{imports}; rank = int(sys.argv[1])\n{code}"
     starts = " ".join(f'"{sys.executable}" -c "$0" {rank} "$1" &' for rank in range(ranks))
     return ["bash", "-c", f"{starts} wait", script]
 
@@ -154,7 +153,7 @@ def test_a_command_that_does_not_listen_is_ended():
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "connection = connect(sys.argv[2], rank); connection.recv(); time.sleep(600)\n"
     )
-    script = f"from collectives.bench.ranks import connect; import sys; rank = 0\n{code}"
+    script = f"from collectives.bench.core.ranks import connect; import sys; rank = 0\n{code}"
     begin = time.monotonic()
     with CommandTeam(1, [sys.executable, "-c", script, "0"], os.environ, ()) as team:
         pid = team._process.pid

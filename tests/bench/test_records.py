@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from collectives.bench.operations import bus_factor
-from collectives.bench.records import (
+from collectives.bench.comparison.operations import bus_factor
+from collectives.bench.core.records import (
     SCHEMA,
     Record,
     Report,

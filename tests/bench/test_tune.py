@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from collectives.backends import host_tuning
+from collectives.backends.host import thresholds as host_tuning
 from collectives.bench import tune
-from collectives.bench.tuning_ranks import Probe, Rig
-from collectives.bench.tuning_search import (
+from collectives.bench.tuning.ranks import Probe, Rig
+from collectives.bench.tuning.search import (
     PLAN,
     Comparison,
     Outcome,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from bridge.torch_world import BACKEND, run_torch
 
-from collectives.bridge import torch_backend
+from collectives.torch_bridge import backend as torch_backend
 
 OPERATORS = ["c10d::allreduce_", "c10d::gather_", "c10d::barrier"]
 if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):  # not yet in torch 2.11

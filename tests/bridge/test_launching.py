@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives.bridge import register_backend
+from collectives.torch_bridge import register_backend
 
 SCRIPT = """
 import torch
@@ -71,7 +71,7 @@ def test_import_registers_and_loads_no_backend(tmp_path):
         "print(dist.is_backend_available('collectives'), dist.Backend('Collectives'),"
         "dist.Backend.COLLECTIVES_ROUND_ROBIN, dist.Backend.backend_capability['collectives'],"
         "[m for m in sys.modules if m.startswith('collectives.backends')"
-        " or m in ('collectives.bridge.kernels', 'collectives.bridge.torch_group')])"
+        " or m in ('collectives.torch_bridge.operators', 'collectives.torch_bridge.group')])"
     )
     done = run(tmp_path, sys.executable, "-P", "-W", "error", "-c", program)
     devices = ["cpu"] if torch.version.cuda is None else ["cpu", "cuda"]
@@ -80,7 +80,7 @@ def test_import_registers_and_loads_no_backend(tmp_path):
 
 def test_default_backends_stay():
     assert dist.get_default_backend_for_device("cpu") == "gloo"
-    assert collectives.bridge.register() is None
+    assert collectives.torch_bridge.register() is None
     assert dist.get_default_backend_for_device("cpu") == "gloo"
 
 

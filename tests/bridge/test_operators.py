@@ -11,8 +11,9 @@ import torch.distributed._functional_collectives as functional
 from bridge.torch_world import run_torch
 from torch.distributed.nn import functional as differentiable
 
-from collectives.bridge import kernels, torch_backend
 from collectives.errors import CollectiveTimeoutError
+from collectives.torch_bridge import backend as torch_backend
+from collectives.torch_bridge import operators as kernels
 
 SIZES = [2, 3]
 CPU_OPERATORS = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from bridge.torch_world import run_torch
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.bridge import torch_group
 from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
+from collectives.torch_bridge import group as torch_group
 
 
 def mine(rank, dtype=torch.float32, rows=10):

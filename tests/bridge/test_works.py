@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bridge.torch_world import run_torch
 from torch._C import _distributed_c10d as c10d
 
-from collectives.bridge.torch_work import DoneWork
+from collectives.torch_bridge.work import DoneWork
 
 
 def value(number):

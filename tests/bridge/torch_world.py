@@ -8,7 +8,7 @@ import tempfile
 import torch.distributed as dist
 from harness import run_ranks
 
-from collectives.bridge import register_backend
+from collectives.torch_bridge import register_backend
 
 BACKEND = os.environ.get("COLLECTIVES_TEST_TORCH_BACKEND", "collectives")
 """Name in torch of the backend under test."""

@@ -15,10 +15,11 @@ import collectives as dist
 from collectives import Work
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.backends.round_robin import RoundRobinOptions
-from collectives.bridge import register_backend as register_in_torch
-from collectives.capabilities import Capabilities
+from collectives.core.capabilities import Capabilities
+from collectives.core.types import AllreduceOptions
+from collectives.core.work import CompletedWork
 from collectives.errors import DistBackendError
-from collectives.registry import (
+from collectives.registry.backends import (
     BackendSpec,
     GroupOptions,
     backend_names,
@@ -27,8 +28,7 @@ from collectives.registry import (
     register_backend_spec,
     why_unavailable,
 )
-from collectives.types import AllreduceOptions
-from collectives.work import CompletedWork
+from collectives.torch_bridge import register_backend as register_in_torch
 
 
 def test_names_are_lower_case_strings() -> None:

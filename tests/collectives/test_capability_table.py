@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.capabilities import OPERATIONS, Capabilities, by_device, in_common
-from collectives.capability_table import (
+from collectives.cli import main
+from collectives.core.capabilities import OPERATIONS, Capabilities, by_device, in_common
+from collectives.registry.backends import capabilities_of
+from collectives.registry.capability_table import (
     REDUCTIONS,
     columns,
     data_types,
@@ -19,8 +21,6 @@ from collectives.capability_table import (
     short_tables,
     statements,
 )
-from collectives.cli import main
-from collectives.registry import capabilities_of
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 STATED = {"gloo": "cpu", "host": "cpu", "nccl": "cuda", "round_robin": "cpu"}

@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 from harness import current_store, run_ranks
 
 import collectives as dist
-from collectives.checked_group import CheckedGroup
+from collectives.core.checked_group import CheckedGroup
 
 LONG = timedelta(seconds=30)
 

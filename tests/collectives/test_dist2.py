@@ -14,7 +14,7 @@ from ports import free_port
 import collectives as dist
 from collectives import dist2
 from collectives.backends.round_robin import RoundRobinOptions
-from collectives.registry import GroupOptions, create_group
+from collectives.registry.backends import GroupOptions, create_group
 
 LIMIT = timedelta(seconds=30)
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as torch_dist
 
 import collectives as dist
-from collectives.joining import join_group, join_world
+from collectives.store.world_rendezvous import join_group, join_world
 
 LIMIT = timedelta(seconds=30)
 

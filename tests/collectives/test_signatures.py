@@ -16,7 +16,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import _dist2 as torch_dist2
 
 import collectives as dist
-from collectives import dist2, registry
+from collectives import dist2
+from collectives.registry import backends as registry
 
 # Public names of torch.distributed that are no part of collectives, with the reason.
 LEFT_OUT = {

@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
-from collectives.types import (
+from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
@@ -157,7 +157,7 @@ def test_wrong_arguments(backend: str, world_size: int) -> None:
 def test_wrong_rank_and_size(backend: str, rank: int, size: int, match: str) -> None:
     import torch.distributed as dist
 
-    from collectives.registry import GroupOptions, create_group
+    from collectives.registry.backends import GroupOptions, create_group
 
     with pytest.raises(ValueError, match=match):
         create_group(backend, GroupOptions(dist.HashStore(), rank, size, timedelta(seconds=1)))

@@ -23,7 +23,7 @@ from collectives import (
     ReduceOp,
     Work,
 )
-from collectives.types import AllreduceOptions, BarrierOptions, BroadcastOptions
+from collectives.core.types import AllreduceOptions, BarrierOptions, BroadcastOptions
 
 PATIENCE = 15.0
 """Seconds within which survivors must know; far below the time limits of the operations."""
@@ -367,7 +367,7 @@ def test_ranks_that_issue_different_operations(backend: str, size: int) -> None:
 
 def leave_one_group(group: ProcessGroup) -> None:
     """An abort of one group leaves another of the same ranks alone."""
-    from collectives.registry import GroupOptions, create_group
+    from collectives.registry.backends import GroupOptions, create_group
     from collectives.store import PrefixStore
 
     store = PrefixStore("other", current_store())

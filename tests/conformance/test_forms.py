@@ -14,9 +14,7 @@ from recorder import Recorder
 
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp, Work
 from collectives.backends.by_device import ProcessGroupByDevice
-from collectives.registry import GroupOptions, create_group
-from collectives.store import PrefixStore
-from collectives.types import (
+from collectives.core.types import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -28,6 +26,8 @@ from collectives.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from collectives.registry.backends import GroupOptions, create_group
+from collectives.store import PrefixStore
 
 LIMIT = timedelta(seconds=40)
 MAX = ReduceOp.MAX

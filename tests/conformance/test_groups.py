@@ -12,10 +12,10 @@ import torch
 from harness import current_store, run_ranks
 
 from collectives import CollectiveTimeoutError, GroupAbortedError, ProcessGroup
-from collectives.capabilities import OPERATIONS
-from collectives.registry import GroupOptions, create_group
+from collectives.core.capabilities import OPERATIONS
+from collectives.core.types import BarrierOptions
+from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
-from collectives.types import BarrierOptions
 
 
 def make(backend: str, name: str, members: list[int], rank: int) -> ProcessGroup:

@@ -8,7 +8,7 @@ import pytest
 from conformance import test_messages, test_movement, test_reductions
 from harness import current_store, run_ranks
 
-from collectives.registry import GroupOptions, create_group
+from collectives.registry.backends import GroupOptions, create_group
 
 PLACEMENTS = {"2x2": [0, 0, 1, 1], "3x1": [0, 1, 2]}
 

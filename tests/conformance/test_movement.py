@@ -11,7 +11,7 @@ from conformance.oracle import BYTES_ONLY, DTYPES, Placed, Report, place, raw, v
 from harness import run_ranks
 
 from collectives import ProcessGroup
-from collectives.types import (
+from collectives.core.types import (
     AllgatherOptions,
     AllToAllOptions,
     BroadcastOptions,

@@ -19,7 +19,7 @@ from conformance.oracle import (
 )
 
 from collectives import ReduceOp
-from collectives.types import make_premul_sum
+from collectives.core.types import make_premul_sum
 
 
 def test_known_results() -> None:

@@ -8,7 +8,7 @@ from conformance.oracle import DTYPES, FLOATS, OPS, PREMUL, Report, digest, plac
 from harness import run_ranks
 
 from collectives import ProcessGroup, ReduceOp
-from collectives.types import AllreduceOptions, ReduceOptions, ReduceScatterOptions
+from collectives.core.types import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 
 COUNTS = (0, 1, 7, 1009)
 LARGE = 300_007

@@ -10,8 +10,8 @@ from harness import current_store, run_ranks
 from collectives import ProcessGroup
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.backends.round_robin import RoundRobinOptions
-from collectives.capabilities import Capabilities
-from collectives.registry import GroupOptions, capabilities_of
+from collectives.core.capabilities import Capabilities
+from collectives.registry.backends import GroupOptions, capabilities_of
 
 
 def hold(group: ProcessGroup, backend: str | None) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from conformance.oracle import values
 from harness import current_store, run_ranks
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
-from collectives.types import AllreduceCoalescedOptions, AllreduceOptions, ReduceOp
-from collectives.work import CompletedWork, FinishingWork
+from collectives.core.types import AllreduceCoalescedOptions, AllreduceOptions, ReduceOp
+from collectives.core.work import CompletedWork, FinishingWork
 
 
 def gate(name: str, group: ProcessGroup) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from collectives.ddp import GradBucket
-from collectives.ddp.buckets import Bucket, BucketState, assign_buckets, bucket_limits
+from collectives.ddp.reducer.buckets import Bucket, BucketState, assign_buckets, bucket_limits
 
 MIB = 1024 * 1024
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collectives import ProcessGroup, UnsupportedOperationError, Work
-from collectives.capabilities import Capabilities
+from collectives.core.capabilities import Capabilities
 from collectives.ddp import DistributedDataParallel
 
 ELSEWHERE = torch.device("lazy")

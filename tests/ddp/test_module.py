@@ -17,7 +17,7 @@ from torch import nn
 
 import collectives
 from collectives.ddp import DistributedDataParallel, ModelMismatchError
-from collectives.ddp.trees import map_tensors, tensors_in
+from collectives.ddp.autograd.trees import map_tensors, tensors_in
 
 
 def test_arguments_are_those_of_torch() -> None:

@@ -8,7 +8,7 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.order import OrderTrace, agree_on_order, complete_trace
+from collectives.ddp.reducer.order import OrderTrace, agree_on_order, complete_trace
 
 
 def test_a_trace_keeps_the_last_time_and_puts_absent_ones_after_those_they_followed() -> None:

@@ -381,7 +381,7 @@ def test_backward_that_records_a_graph(view) -> None:
 
 def hooks_of_the_user(group, view, in_place):
     """Clips each gradient as it comes, by hooks registered before and after wrapping."""
-    from collectives.ddp import gradients
+    from collectives.ddp.reducer import gradients
 
     before = gradients.IN_PLACE_BYTES
     gradients.IN_PLACE_BYTES = 0 if in_place else before

@@ -13,8 +13,9 @@ from ddp_oracle import Zoo, differences, naive_average, naive_broadcast, snapsho
 from harness import run_ranks
 from torch import nn
 
-from collectives.ddp import DistributedDataParallel, gradients
+from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.reducer import gradients
 
 STEPS = 5
 

@@ -9,8 +9,8 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
-from collectives.ddp import gradients as gradient_memory
 from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.reducer import gradients as gradient_memory
 
 MODES = [
     {},

@@ -1,4 +1,5 @@
-"""Ranks with CUDA devices: one each where there are enough, else shared, by ``collectives.bench.devices``.
+"""Ranks with CUDA devices: one each where there are enough, else shared, by
+``collectives.bench.core.devices``.
 
 On a shared device an operation takes 5 to 20 ms.
 """
@@ -13,7 +14,7 @@ import pytest
 import torch
 from harness import current_store, run_ranks
 
-from collectives.bench import devices
+from collectives.bench.core import devices
 
 NO_DEVICE = None if torch.cuda.is_available() else "torch finds no CUDA device here"
 
@@ -53,8 +54,9 @@ def _in_group(
     args: tuple[Any, ...],
 ) -> Any:
     device = take_device(rank, size)
-    from collectives.backends.nccl import ProcessGroupNCCL, create, providers
-    from collectives.registry import GroupOptions
+    from collectives.backends.nccl import ProcessGroupNCCL, create
+    from collectives.backends.nccl.library import providers
+    from collectives.registry.backends import GroupOptions
 
     reason = providers.unavailable(provider)
     if reason is not None:

@@ -16,8 +16,8 @@ from harness import current_store, run_ranks
 
 import collectives
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
+from collectives.core.types import AllreduceOptions, make_premul_sum
 from collectives.ddp import DistributedDataParallel
-from collectives.types import AllreduceOptions, make_premul_sum
 
 pytestmark = needs_device
 providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])

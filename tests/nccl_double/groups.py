@@ -10,7 +10,7 @@ from typing import Any
 
 from harness import current_store, run_ranks
 
-from collectives.registry import GroupOptions
+from collectives.registry.backends import GroupOptions
 from nccl_double import NcclDouble
 from nccl_double.device import DoubleDevice, use
 
@@ -29,7 +29,8 @@ def load(path: Path) -> NcclDouble:
 def make_group(path: Path, provider: str, rank: int, size: int, store: Any = None, **options: Any) -> Any:
     """Returns a group over the double; ``options`` are further fields of :class:`GroupOptions`."""
     load(path)
-    from collectives.backends.nccl import ProcessGroupNCCL, providers
+    from collectives.backends.nccl import ProcessGroupNCCL
+    from collectives.backends.nccl.library import providers
 
     fields = {"timeout": timedelta(seconds=20), "group_name": "over the double", **options}
     given = GroupOptions(current_store() if store is None else store, rank, size, **fields)

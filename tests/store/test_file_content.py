@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives.store import FileStore
-from collectives.store.file_log import HEADER_BYTES, MAGIC, DamagedError, Kind, encode_record, records
+from collectives.store.file.log import HEADER_BYTES, MAGIC, DamagedError, Kind, encode_record, records
 from collectives.store.process import Life, ProcessIdentity, _start_of, current_process
 
 SHORT = timedelta(milliseconds=80)
@@ -203,7 +203,7 @@ def changed(process, **fields):
 
 
 def test_reading_goes_on_from_the_last_position(path, monkeypatch):
-    from collectives.store.file_io import LockedFile
+    from collectives.store.file.locked_file import LockedFile
 
     starts = []
     read = LockedFile.read

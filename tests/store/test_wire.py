@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from collectives.store import TCPStore
-from collectives.store.wire import Command
+from collectives.store.tcp.wire import Command
 
 LONG = timedelta(seconds=20)
 HELLO = bytes([0]) + struct.pack("<I", 0x3C85F7CE)

@@ -39,7 +39,7 @@ class _Outcome(unittest.TestResult):
 def serve(backend: str, ranks: int, answers: TextIO) -> None:
     """Answers for a backend and a number of ranks until there is an empty line, or none."""
     if backend.startswith("collectives"):
-        from collectives.bridge import register_backend
+        from collectives.torch_bridge import register_backend
 
         register_backend("collectives_gloo", "gloo")  # not one of those that come registered
     with tempfile.TemporaryDirectory() as folder:

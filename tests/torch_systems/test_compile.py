@@ -142,7 +142,7 @@ from torch._C._dynamo import eval_frame
 
 kept = eval_frame._FrameExecStrategy
 del eval_frame._FrameExecStrategy
-import collectives.bridge.creation  # finds it missing
+import collectives.torch_bridge.creation  # finds it missing
 eval_frame._FrameExecStrategy = kept
 
 where, rank = f"file://{sys.argv[1]}", int(sys.argv[2])

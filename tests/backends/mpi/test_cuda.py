@@ -10,7 +10,7 @@ from harness import current_store
 from mpi_team import Teams
 
 import collectives as dist
-from collectives.registry import GroupOptions, create_group
+from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
 
 VARIABLE = "COLLECTIVES_MPI_CUDA"

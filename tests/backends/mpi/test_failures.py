@@ -26,7 +26,7 @@ from collectives import (
     ProcessGroup,
     dist2,
 )
-from collectives.registry import GroupOptions, create_group
+from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
 
 

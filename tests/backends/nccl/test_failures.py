@@ -25,8 +25,8 @@ from collectives import (
     ProcessGroup,
 )
 from collectives.backends.nccl import communicators
-from collectives.backends.nccl.codes import NcclError
-from collectives.types import AllreduceOptions, make_premul_sum
+from collectives.backends.nccl.library.codes import NcclError
+from collectives.core.types import AllreduceOptions, make_premul_sum
 
 SHORT = {"timeout": timedelta(seconds=1)}
 

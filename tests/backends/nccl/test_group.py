@@ -17,7 +17,7 @@ from nccl_double.report import NcclReport
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends.nccl import ProcessGroupNCCL
-from collectives.types import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
+from collectives.core.types import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
 
 BODIES: list[Callable[[ProcessGroup], object]] = [
     test_movement.broadcast,

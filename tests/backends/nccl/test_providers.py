@@ -15,9 +15,9 @@ from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl import providers
-from collectives.backends.nccl.interface import NcclConfig
-from collectives.backends.nccl.loaded import loaded_files
+from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library.check import loaded_files
+from collectives.backends.nccl.library.interface import NcclConfig
 
 pytestmark = [mark for provider in PROVIDERS for mark in provider.marks]
 

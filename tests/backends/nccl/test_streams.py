@@ -17,7 +17,7 @@ from nccl_double.device import DoubleDevice
 from nccl_double.groups import run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup
-from collectives.types import AllreduceOptions
+from collectives.core.types import AllreduceOptions
 
 DELAY = 0.2
 CPU = torch.device("cpu")

@@ -1,0 +1,72 @@
+"""What ranks tell each other through the store when a group ends before its time, and the errors it leads to.
+
+For backends whose library tells one rank nothing of another's end
+(:mod:`collectives.backends._shared.process_records`). Other ranks compare these words, so that they are the
+same on all.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, PeerLostError
+
+__all__ = ["ABORTED", "FAILED", "PASSED_LIMIT", "SHUT_DOWN", "blamed", "refuse_broken", "stopped_by"]
+
+ABORTED = "it aborted the group"
+"""The farewell of a rank that aborts."""
+
+SHUT_DOWN = "it shut the group down"
+"""The farewell of a rank that ends the group in order."""
+
+PASSED_LIMIT = "passed its time limit"
+"""The end of the farewell of a rank whose operation passed its limit."""
+
+FAILED = "failed"
+"""In the farewell of a rank whose call failed, between the operation and the library's message."""
+
+
+def blamed(what: str, rank: int, how: str, aside: str = "") -> Exception:
+    """Returns what to raise for another rank that is gone or has given up.
+
+    Args:
+        what: the operation, with rank and group in front.
+        rank: the rank; -1 where it is not known.
+        how: how it left.
+        aside: what else is known of a loss.
+    """
+    if how == ABORTED:
+        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
+    if how.endswith(PASSED_LIMIT):
+        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
+    if f" {FAILED}: " in how:
+        return DistBackendError(f"{what} did not finish, because rank {rank} gave up: {how}")
+    who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost"
+    return PeerLostError(f"{what} {who}{aside}", rank)
+
+
+def stopped_by(what: str, cause: Exception) -> Exception:
+    """Returns the error of an operation that the end of its group stopped; a lost rank is named by all.
+
+    Args:
+        what: the operation, with rank and group in front.
+        cause: what broke the group.
+    """
+    text = f"{what} did not finish, because {cause}"
+    if isinstance(cause, PeerLostError):
+        return PeerLostError(text, cause.rank)
+    return GroupAbortedError(text)
+
+
+def refuse_broken(what: str, cause: Exception, ended: bool) -> NoReturn:
+    """Raises, because something broke the group.
+
+    Args:
+        what: the operation that is about to begin, with rank and group in front.
+        cause: what broke the group.
+        ended: whether this rank has ended the group besides, so that no rank is to blame any more.
+    """
+    text = f"{what} the group is broken; first cause: {cause}"
+    if isinstance(cause, PeerLostError) and not ended:
+        raise PeerLostError(text, cause.rank) from cause
+    raise GroupAbortedError(text) from cause

@@ -1,0 +1,478 @@
+"""torch's own ProcessGroupGloo behind our contract: the peer to compare with, and a lane of other groups."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as torch_distributed
+
+from collectives import ProcessGroup
+from collectives.backends._shared.exit_reasons import (
+    ABORTED,
+    PASSED_LIMIT,
+    SHUT_DOWN,
+    refuse_broken,
+    stopped_by,
+)
+from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.process_records import Liveness
+from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
+from collectives.backends.gloo.messages import Messages, armed
+from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo.torch_gloo import (
+    TorchGroup,
+    agree_on_devices,
+    all_gather_single,
+    all_to_all_single,
+    as_bytes,
+    break_connections,
+    byte_count,
+    gloo_options,
+    option_names,
+)
+from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork
+from collectives.core.arguments.staging import dense, dense_outputs
+from collectives.core.capabilities import Capabilities
+from collectives.core.dtypes import elements_per_byte
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ScatterOptions,
+)
+from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
+from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from collectives.forks import left_to_parent
+from collectives.registry.backends import GroupOptions
+
+__all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
+
+_CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
+
+
+def unavailable() -> str | None:
+    """Returns why Gloo cannot be used here, or ``None``."""
+    if not torch_distributed.is_available() or not torch_distributed.is_gloo_available():
+        return "this build of torch has no Gloo; install one that has, such as the wheels of PyPI"
+    return None
+
+
+def capabilities() -> Capabilities:
+    """Returns what groups can do."""
+    return _CAPABILITIES
+
+
+def create(options: GroupOptions) -> ProcessGroupGloo:
+    """Makes a group; called by all its ranks, blocks until they are connected.
+
+    Connections go over the network interfaces named in ``COLLECTIVES_SOCKET_IFNAME`` or else
+    ``GLOO_SOCKET_IFNAME`` (as many on every rank; several are separated by commas and used in turn), or
+    without those over the one that the host name resolves to.
+
+    With ``TORCH_GLOO_LAZY_INIT=1`` on every rank, two ranks are connected when they first need it. Gloo then
+    waits for the other one for as long as the group's time limit, whatever that of the operation is, and does
+    not notice when a rank goes that it is not connected to.
+
+    Args:
+        options: ``pg_options`` may be a ``torch.distributed.ProcessGroupGloo._Options`` with the number of
+            threads and the devices, or a dict of its fields ``_threads`` and ``_devices``.
+
+    Raises:
+        TypeError: ``pg_options`` are something else.
+        DistBackendError: the ranks could not be connected, or differ in the number of interfaces.
+    """
+    return ProcessGroupGloo(options)
+
+
+class ProcessGroupGloo(ProcessGroup):
+    """A group over torch's Gloo: TCP connections between all ranks, on one machine too.
+
+    What Gloo lacks is made from what it has: every data type can be moved (as bytes) and reduced (in a wider
+    type), parts may be uneven, a rank may send to itself, :meth:`abort` releases those who wait, and a rank
+    that finds another gone lets all others know.
+
+    **Numerics.** Gloo cannot promise the rules of this package. The result is the same on all ranks, but the
+    order of a sum depends on the rank layout, on the size and on an element's position; float16 and bfloat16
+    are rounded at every step; NaN may get lost in MIN and MAX. float8 and PREMUL_SUM are computed in float32
+    and rounded once.
+
+    **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give
+    wrong values without an error; a message longer than the tensor that receives it ends the process.
+
+    **Order.** Gloo runs up to two collectives of a group at the same time, so that a later one may be done
+    first.
+
+    **To itself.** A message to the own rank is matched by a receive that names this rank, or by one from any
+    rank issued after it.
+
+    Made by :func:`create`.
+    """
+
+    backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
+
+    def __init__(self, options: GroupOptions) -> None:
+        super().__init__(**options.membership())
+        chosen = gloo_options(options)
+        self._contexts = max(1, len(chosen._devices))
+        self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
+        try:
+            agree_on_devices(options, self._contexts)
+            self._torch = TorchGroup(
+                torch_distributed.ProcessGroupGloo(
+                    c10d.PrefixStore("gloo", options.store), self._rank, self._size, chosen
+                )
+            )
+        except DistBackendError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise DistBackendError(
+                f"{self.where()} the ranks could not be connected by Gloo: {error}; look whether all "
+                f"{self._size} ranks run, whether the store is not one of an earlier run, and whether "
+                "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
+            ) from error
+        self._numbers = itertools.count(1)
+        self._messages = Messages(self, self._rank, self._size)
+        self._breaking = threading.RLock()
+        self._cause: Exception | None = None
+        self._ended = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this group can do."""
+        return _CAPABILITIES
+
+    def name(self) -> str:
+        """Returns ``"gloo"``."""
+        return "gloo"
+
+    # ---- collectives ---------------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        operation = self._operation("all_reduce", [tensor], opts.timeout, opts.reduceOp.name)
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        if not isinstance(made, Plan):
+            staged = dense_outputs([tensor])
+            work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
+            return armed(staged.finish(work), opts.asyncOp)
+        wire = made.to_wire(dense(tensor))
+        work = self._run_allreduce(wire, made.op, opts, operation)
+        finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
+        return armed(finishing, opts.asyncOp)
+
+    def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
+        record = c10d.AllreduceOptions()
+        record.reduceOp = op
+        return self._start(what, opts.asyncOp, record, lambda inner: inner.allreduce([tensor], record))
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        operation = self._operation(
+            "reduce", [tensor], opts.timeout, f"{opts.reduceOp.name}, root {opts.rootRank}"
+        )
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        record = c10d.ReduceOptions()
+        record.rootRank = opts.rootRank
+        is_root = self._rank == opts.rootRank
+        if isinstance(made, Plan):
+            record.reduceOp = c10d.ReduceOp(made.op)
+            wire = made.to_wire(dense(tensor))
+        else:
+            record.reduceOp = c10d.ReduceOp(made)
+            # Gloo leaves partial results in the tensors of the other ranks.
+            wire = dense(tensor) if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.reduce([wire], record))
+
+        def finish() -> None:
+            if is_root:
+                _write(tensor, made.from_wire(wire) if isinstance(made, Plan) else wire)
+
+        in_place = is_root and wire.data_ptr() == tensor.data_ptr()
+        return work if in_place else armed(FinishingWork(work, finish, [tensor]), opts.asyncOp)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
+        return self._run_broadcast(tensor, opts.rootRank, opts.asyncOp, operation)
+
+    def _run_broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, operation: Operation) -> Work:
+        if not tensor.numel():
+            return CompletedWork([tensor])
+        record = c10d.BroadcastOptions()
+        record.rootRank = root
+        staged = dense_outputs([tensor])
+        flat = as_bytes(staged.stand_ins[0])
+        work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
+        return armed(staged.finish(work), async_op)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather", outputs, opts.timeout)
+        if len({output.numel() for output in outputs}) > 1:
+            _write(outputs[self._rank], dense(tensor))
+            return CoalescedWork(
+                [
+                    self._run_broadcast(output, root, opts.asyncOp, operation)
+                    for root, output in enumerate(outputs)
+                ]
+            )
+        if not tensor.numel():
+            return CompletedWork(outputs)
+        record = c10d.AllgatherOptions()
+        staged = dense_outputs(outputs)
+        sent = as_bytes(dense(tensor))
+        parts = [as_bytes(part) for part in staged.stand_ins]
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
+        )
+        return armed(staged.finish(work), opts.asyncOp)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
+        if not tensor.numel():
+            return CompletedWork([output])
+        record = c10d.AllgatherOptions()
+        staged = dense_outputs([output])
+        sent = as_bytes(dense(tensor))
+        flat = as_bytes(staged.stand_ins[0])
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
+        )
+        return armed(staged.finish(work), opts.asyncOp)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
+        if not tensor.numel():
+            return CompletedWork(outputs or [])
+        record = c10d.GatherOptions()
+        record.rootRank = opts.rootRank
+        staged = dense_outputs(outputs or [])
+        parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
+        sent = as_bytes(dense(tensor))
+        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
+        return armed(staged.finish(work), opts.asyncOp)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
+        if not output.numel():
+            return CompletedWork([output])
+        record = c10d.ScatterOptions()
+        record.rootRank = opts.rootRank
+        staged = dense_outputs([output])
+        parts = [[as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
+        into = as_bytes(staged.stand_ins[0])
+        work = self._start(
+            operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
+        )
+        return armed(staged.finish(work), opts.asyncOp)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        operation = self._operation("all_to_all", outputs, opts.timeout)
+        sent = torch.cat([as_bytes(dense(part)) for part in inputs])
+        sizes = [byte_count(output) for output in outputs]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent_sizes = [byte_count(part) for part in inputs]
+        work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
+        staged = dense_outputs(outputs)
+
+        def unpack() -> None:
+            for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
+                as_bytes(stand_in).copy_(part)
+
+        return armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        operation = self._operation("all_to_all_single", [output], opts.timeout)
+        staged = dense_outputs([output])
+        received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
+        width, shared = tensor.element_size(), elements_per_byte(tensor.dtype)
+        work = self._run_alltoall(
+            received,
+            sent,
+            [split * width // shared for split in output_splits],
+            [split * width // shared for split in input_splits],
+            opts,
+            operation,
+        )
+        return armed(staged.finish(work, [output]), opts.asyncOp)
+
+    def _run_alltoall(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: list[int],
+        sent_splits: list[int],
+        opts: AllToAllOptions,
+        operation: Operation,
+    ) -> Work:
+        record = c10d.AllToAllOptions()
+        return self._start(
+            operation,
+            opts.asyncOp,
+            record,
+            lambda inner: all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
+        )
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        operation = self._operation("barrier", [], opts.timeout)
+        record = c10d.BarrierOptions()
+        return self._start(operation, opts.asyncOp, record, lambda inner: inner.barrier(record))
+
+    # ---- point-to-point ------------------------------------------------------------------------------------
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        operation = self._operation("send", [tensor], None, f"to rank {dst}, tag {tag}")
+        return self._messages.send(operation, tensor, dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        peer = "any rank" if src is None else f"rank {src}"
+        operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
+        return self._messages.receive(operation, tensor, src, tag, self._timeout)
+
+    def settled(self, work: MessageGlooWork) -> None:
+        """Forgets a message that is done or failed."""
+        self._messages.settled(work)
+
+    # ---- start and failure ---------------------------------------------------------------------------------
+
+    def _operation(
+        self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
+    ) -> Operation:
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+
+    def check_usable(self, operation: Operation) -> Any:
+        """Returns torch's group; raises where this group is broken or ended."""
+        inner = self._torch.inner
+        cause = self._cause
+        if cause is not None:
+            refuse_broken(f"{self.where()} {operation}:", cause, self._ended)
+        if inner is None:
+            raise GroupAbortedError(f"{self.where()} {operation}: the group was shut down")
+        return inner
+
+    def _start(
+        self, operation: Operation, async_op: bool, record: Any, issue: Callable[[Any], Any]
+    ) -> CollectiveGlooWork:
+        inner = self.check_usable(operation)
+        record.timeout = max(operation.timeout, timedelta(milliseconds=1))
+        try:
+            started = issue(inner)
+        except RuntimeError as error:
+            raise self.failed(operation, error) from error
+        work = CollectiveGlooWork(self, started, operation)
+        if async_op:
+            work.watch()
+        return work
+
+    def failed(self, operation: Operation, error: Exception) -> Exception:
+        """Returns what to raise for an error of Gloo; the first one breaks the group."""
+        broken = self._cause is not None
+        found = self._judge(operation, error)
+        if not broken and self._cause is not None:
+            self._messages.abort(self._cause)  # runs callbacks of users, hence without the lock
+        return found
+
+    def _judge(self, operation: Operation, error: Exception) -> Exception:
+        text = str(error)
+        what = f"{self.where()} {operation}:"
+        with self._breaking:
+            cause = self._cause
+            if TIMED_OUT.search(text):
+                expired = CollectiveTimeoutError(
+                    f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not "
+                    "tell which rank is missing; monitored_barrier() in front of it names the rank"
+                )
+                if cause is None:
+                    self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
+                return expired
+            if cause is not None:
+                return stopped_by(what, cause)
+            if OWN_END in text:
+                return GroupAbortedError(
+                    f"{what} did not finish, because another operation of the group passed its limit"
+                )
+            if not DISCONNECTED.search(text):
+                return DistBackendError(f"{what} Gloo failed: {text}")
+            self._break_connections()
+            rank, how = self._liveness.find_lost()
+            if rank >= 0:
+                self._liveness.verdict(rank, how)
+            broken = broken_by(what, rank, how, text)
+            self._break(broken)
+            return broken
+
+    def _break(self, cause: Exception, farewell: str = "") -> None:
+        """Ends all operations between ranks, here and on the peers, and refuses later ones."""
+        self._cause = cause
+        self._break_connections()
+        if farewell:
+            self._liveness.farewell(farewell)
+
+    def _break_connections(self) -> None:
+        inner = self._torch.inner
+        if inner is not None:
+            break_connections(inner, self._rank, self._size, self._contexts)
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        self._torch.leave()
+
+    def refuse_in_child(self, operation: Operation) -> None:
+        """Raises where this is a child that was forked after the operation was issued."""
+        if self._inherited:
+            raise GroupAbortedError(f"{self.where()} {operation}: {left_to_parent('the group')}")
+
+    def abort(self) -> None:
+        """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
+        with self._breaking:
+            if self._ended:
+                return
+            self._ended = True
+            cause = self._cause
+            if cause is None:
+                cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
+                self._break(cause, ABORTED)
+        self._messages.abort(cause)
+        self._release()
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then closes the connections."""
+        self._messages.settle()
+        with self._breaking:
+            if self._ended:
+                return
+            self._ended = True
+            self._liveness.farewell(SHUT_DOWN)
+        self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
+        self._release()
+
+    def _release(self) -> None:
+        """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
+        self._messages.release()
+        self._torch.release()
+
+
+def _write(output: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        output.copy_(values.view(output.shape))

@@ -1,0 +1,294 @@
+"""Works over those of torch's ProcessGroupGloo."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.futures import Future
+
+from collectives.backends._shared.operation import Operation
+from collectives.core.work import Work
+from collectives.errors import CollectiveTimeoutError
+
+__all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner"]
+
+
+class Owner(Protocol):
+    """The part of the group that its Works use."""
+
+    def failed(self, operation: Operation, error: Exception) -> Exception:
+        """Returns what to raise for an error of Gloo in an operation, after the group took note of it."""
+
+    def settled(self, work: MessageGlooWork) -> None:
+        """Forgets a message that is done or failed."""
+
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+
+    def refuse_in_child(self, operation: Operation) -> None:
+        """Raises where this is a child that was forked after the operation was issued."""
+
+
+def _is_limit(timeout: timedelta | None) -> bool:
+    return timeout is not None and timeout.total_seconds() > 0
+
+
+def _at_least_1_ms(timeout: timedelta) -> timedelta:
+    """Gloo counts whole milliseconds, and takes none as "no limit"."""
+    return max(timeout, timedelta(milliseconds=1))
+
+
+class CollectiveGlooWork(Work):
+    """A collective; Gloo's own Work knows when it is done.
+
+    Args:
+        owner: the group.
+        inner: Gloo's Work.
+        operation: what messages say about it.
+    """
+
+    def __init__(self, owner: Owner, inner: Any, operation: Operation) -> None:
+        self._owner = owner
+        self._inner = inner
+        self._operation = operation
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._noted = False
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def watch(self) -> None:
+        """Lets the group learn of an error at once, also where nobody waits."""
+        self._inner.get_future().add_done_callback(self._note)
+
+    def _note(self, done: Future[Any]) -> Exception | None:
+        """Takes the outcome from Gloo's future, which is done a moment before Gloo's Work says that it is."""
+        try:
+            done.value()
+        except RuntimeError as error:
+            return self._failure(error)
+        finally:
+            self._noted = True
+        return None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the collective is done."""
+        self._owner.refuse_in_child(self._operation)
+        try:
+            if timeout is not None and _is_limit(timeout):
+                self._wait_at_most(_at_least_1_ms(timeout))
+            else:
+                self._inner.wait()
+        except CollectiveTimeoutError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return True
+
+    def _wait_at_most(self, timeout: timedelta) -> None:
+        try:
+            self._inner.wait(timeout)
+        except RuntimeError as error:
+            if not self.is_completed():
+                raise CollectiveTimeoutError(
+                    f"{self._owner.where()} {self._operation}: not done after "
+                    f"wait({timeout.total_seconds():g} s); it goes on"
+                ) from error
+            self._inner.wait()
+
+    def _failure(self, error: Exception) -> Exception:
+        # Without the lock: the group may run callbacks of users, who may ask this Work.
+        found = self._error or self._owner.failed(self._operation, error)
+        with self._lock:
+            self._error = self._error or found
+            return self._error
+
+    def is_completed(self) -> bool:
+        """Returns whether the collective is done or failed."""
+        return self._noted or bool(self._inner.is_completed())
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed collective."""
+        if not self.is_completed():
+            return None
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            return self._failure(error)
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        self.wait()
+        return list(self._operation.outputs)
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the output tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: Future[list[torch.Tensor]] = Future()
+            self._future = future
+
+        def complete(done: Future[Any]) -> None:
+            error = self._note(done)
+            if error is None:
+                future.set_result(list(self._operation.outputs))
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        self._inner.get_future().add_done_callback(complete)
+        return future
+
+
+class MessageGlooWork(Work):
+    """A send or a receive; Gloo finds out that it is done only inside its ``wait``.
+
+    The first that waits drives it. Where nobody waits but somebody asks (:meth:`is_completed`,
+    :meth:`get_future`, a wait with a limit), a thread of its own does. A limit is never given to Gloo's wait,
+    because Gloo breaks all connections of the group when it passes; only the operation's own limit does that.
+
+    Args:
+        owner: the group.
+        inner: Gloo's Work.
+        operation: what messages say about it.
+        source: sender, where the receive names one; -1 for a receive from any, ``None`` for a send.
+        any_source_tag: tag of a receive from any, for the owner.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        inner: Any,
+        operation: Operation,
+        source: int | None,
+        any_source_tag: int | None = None,
+    ) -> None:
+        self.any_source_tag = any_source_tag
+        self._owner = owner
+        self._inner: Any = inner
+        self._operation = operation
+        self._source = source
+        self._deadline = time.monotonic() + operation.timeout.total_seconds()
+        self._claim = threading.Lock()
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._future: Future[list[torch.Tensor]] | None = None
+        self._observed = False
+
+    def settle(self) -> None:
+        """Blocks until the message is done or failed; raises nothing but what a signal's handler does."""
+        if not self._claim.acquire(blocking=False):
+            self._done.wait()
+            return
+        error: Exception | None = None
+        interruption: BaseException | None = None
+        returned: list[bool] = []
+        try:
+            left = timedelta(seconds=self._deadline - time.monotonic())
+            # Gloo's wait cannot be called again after it returned, so that must not be missed: the handler
+            # of a signal that comes meanwhile raises behind this statement, not within it.
+            returned.extend(map(self._inner.wait, (_at_least_1_ms(left),)))
+            if self._source == -1:
+                self._source = int(self._inner._source_rank())  # the public name is deprecated
+        except RuntimeError as gloo_error:
+            error = self._owner.failed(self._operation, gloo_error)
+            error.__cause__ = gloo_error
+        except BaseException as signal:
+            if not returned:
+                self._claim.release()
+                self._drive()
+                raise
+            interruption = signal
+            if self._source == -1:
+                self._source = int(self._inner._source_rank())
+        self._inner = None  # it holds the connections
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        self._owner.settled(self)
+        if future is not None:
+            self._complete(future)
+        if interruption is not None:
+            raise interruption
+
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(self._results())
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+    def _results(self) -> list[torch.Tensor]:
+        return [] if self._source is None else list(self._operation.outputs)
+
+    def _observe(self) -> None:
+        """Lets a thread drive the message, unless one does."""
+        with self._lock:
+            if self._observed or self._done.is_set():
+                return
+            self._observed = True
+        self._drive()
+
+    def _drive(self) -> None:
+        threading.Thread(target=self.settle, name=f"gloo {self._operation.name}", daemon=True).start()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the message is done."""
+        self._owner.refuse_in_child(self._operation)
+        if timeout is not None and _is_limit(timeout):
+            self._observe()
+            if not self._done.wait(timeout.total_seconds()):
+                raise CollectiveTimeoutError(
+                    f"{self._owner.where()} {self._operation}: not done after "
+                    f"wait({timeout.total_seconds():g} s); it goes on"
+                )
+        else:
+            self.settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether the message is done or failed."""
+        if not self._done.is_set():
+            self._observe()
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed message."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the tensor received; of a send, nothing."""
+        if not self.is_completed():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        if self._error is not None:
+            raise self._error
+        return self._results()
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        if self._source is None or not self.is_completed() or self._error is not None:
+            return super().source_rank()
+        return self._source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the tensor received; of a send, of nothing."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: Future[list[torch.Tensor]] = Future()
+            self._future = future
+            done = self._done.is_set()
+        if done:
+            self._complete(future)
+        else:
+            self._observe()
+        return future

@@ -1,0 +1,521 @@
+"""The host backend: CPU tensors over shared memory on a machine, and TCP between machines."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import collectives._native as _native
+from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.backends.host.parts import as_tuple, equal_parts, parts_of, split_parts
+from collectives.backends.host.rendezvous import form
+from collectives.backends.host.work import HostWork, InFlight
+from collectives.core.arguments.staging import dense, dense_outputs, is_dense
+from collectives.core.capabilities import Capabilities
+from collectives.core.dtypes import NATIVE_CODES, native_count
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    default_pg_timeout,
+)
+from collectives.core.work import CompletedWork, Work
+from collectives.registry.backends import GroupOptions
+
+__all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
+
+_CODES = NATIVE_CODES
+_SUM = ReduceOp.SUM.code
+_KIND = _native.COLLECTIVES
+_ALL_REDUCE = _KIND["all_reduce"]
+_UINT8 = _native.DTYPES["uint8"]
+_ANY_RANK = -1
+
+
+_CAPABILITIES = Capabilities(
+    devices=frozenset({"cpu"}),
+    reductions=REDUCTIONS,
+    moves=frozenset(_CODES),
+)
+
+for _type in (torch.Tensor, torch.nn.Parameter):
+    _native.register_tensor_type(_type)
+
+_live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
+
+
+class ProcessGroupHost(ProcessGroup):
+    """Collective communication on the CPU: shared memory on a machine, TCP between machines.
+
+    Every data type that torch has for dense CPU tensors moves; the kernels' table says which reductions each
+    has. Results are bitwise the same on all ranks, and depend on neither size, chunking, alignment nor
+    timing: a reduction combines the ranks' elements in rank order in a wider accumulator and rounds once.
+
+    A synchronous operation on an idle group runs on the caller's thread, every other one on a thread of the
+    group that never holds the GIL. Ranks that issue different operations all raise
+    :class:`~collectives.CollectiveMismatchError`, before any output is written; a rank that dies raises
+    :class:`~collectives.PeerLostError` on all others, on its machine within a second, elsewhere within three.
+    So does a machine that vanishes; a process that is merely stopped is not taken for a dead one.
+
+    An operation that is not done within its time limit raises :class:`~collectives.CollectiveTimeoutError`,
+    which says of every rank what it waits in or did last. A collective breaks the group for all ranks then,
+    as does a send of which a part has left; the error says so, all ranks raise from then on, and the way out
+    is a new group. A send of which nothing has left is taken back, and a receive gives up without a loss:
+    what has come of its message goes to the next receive that names its sender and tag. Both leave the group
+    usable.
+
+    Which ranks are on one machine is not configured but proved, by attaching shared memory. Ranks on
+    different machines reach each other at the address from which the store is reached;
+    ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces, by commas where
+    there are several, equally many on all ranks. Then every rank listens on a port that the system chooses,
+    and has one more thread. A secret that the store keeps protects the connections; they are not encrypted.
+    ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
+
+    Memory beyond the tensors: 4.1 MiB a rank (5.1 in a group of two), and up to 1 MiB for each rank that it
+    sends messages to, but no more than 4 MiB for all of them where they are 256 or fewer.
+
+    How an operation is carried out depends on thresholds that rank 0 may read from a file
+    (:mod:`collectives.backends.host.thresholds`); they change no bit of a result.
+
+    Args:
+        store: the group's own store; used only here.
+        rank: this process's rank within the group.
+        size: number of ranks.
+        timeout: time limit of forming the group, and of operations that name none.
+        group_name: name, unique in the job.
+        group_desc: free text.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not come in time.
+        DistNetworkError: ranks on different machines cannot reach each other.
+        DistBackendError: there is not enough shared memory.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = default_pg_timeout,
+        *,
+        group_name: str = "",
+        group_desc: str = "",
+    ) -> None:
+        super().__init__(
+            rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
+        )
+        self._timeout_ns = _nanoseconds(timeout)
+        label = self.describe()
+        self._native = form(store, rank, size, timeout, label)
+        self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
+        self._in_flight = InFlight()
+        _live.add(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """CPU tensors; every dense data type."""
+        return _CAPABILITIES
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """``True``: every collective begins with a meeting that compares what the ranks call."""
+        return True
+
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks whose processes have ended, or whose machines have vanished, as far as is known.
+
+        On one machine that is known at once. Empty once the group has ended.
+        """
+        return self._native.lost_ranks()
+
+    def name(self) -> str:
+        """Returns ``"host"``."""
+        return "host"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        self._timeout_ns = _nanoseconds(timeout)
+        self._native.set_timeout(self._timeout_ns)
+
+    # ---- collectives ---------------------------------------------------------------------------------
+
+    def plain_launch(
+        self,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> Work | None:
+        """Issues a collective where the core takes the arguments as they are."""
+        task = self._native.plain_launch(kind, output, input, op_code, root, listed)
+        if task is None:
+            return None
+        outputs = as_tuple(output)
+        return self._launch(task, (*outputs, *as_tuple(input)), outputs, True)
+
+    def allreduce(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        opts: AllreduceOptions | ReduceOp | None = None,
+        timeout: timedelta | None = None,
+        *,
+        op: ReduceOp | None = None,
+    ) -> Work:
+        """Reduces a tensor over all ranks, in place; see :meth:`ProcessGroup.allreduce`."""
+        if type(opts) is AllreduceOptions and opts.asyncOp is False and opts.timeout is None:
+            tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
+            if self.plain(_ALL_REDUCE, tensor, op_code=opts.reduceOp.code):
+                return CompletedWork((tensor,))  # type: ignore[arg-type]  # a tensor, or it were not plain
+        return super().allreduce(tensors, opts, timeout, op=op)
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        if not is_dense(tensor):
+            staged = dense_outputs([tensor])
+            return self._finish(staged, self._allreduce(staged.stand_ins[0], opts), opts.asyncOp)
+        return self._issue("all_reduce", opts, (tensor,), (tensor,), data=tensor, op=opts.reduceOp)
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        if self._rank != opts.rootRank:
+            source = dense(tensor)
+            return self._issue(
+                "reduce", opts, (source,), (tensor,), data=source, op=opts.reduceOp, root=opts.rootRank
+            )
+        staged = dense_outputs([tensor])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "reduce", opts, (target,), (tensor,), data=target, op=opts.reduceOp, root=opts.rootRank
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        if self._rank == opts.rootRank:
+            source = dense(tensor)
+            return self._issue("broadcast", opts, (source,), (tensor,), data=source, root=opts.rootRank)
+        staged = dense_outputs([tensor])
+        target = staged.stand_ins[0]
+        work = self._issue("broadcast", opts, (target,), (tensor,), data=target, root=opts.rootRank)
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "all_gather",
+            opts,
+            (source, *staged.stand_ins),
+            outputs,
+            source=source,
+            outputs=parts_of(staged.stand_ins),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        parts = equal_parts(target, self._size)
+        work = self._issue("all_gather", opts, (source, target), (output,), source=source, outputs=parts)
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        sources = [dense(part) for part in inputs]
+        return self._reduce_parts(output, sources, parts_of(sources), opts)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        source = dense(tensor)
+        return self._reduce_parts(output, [source], equal_parts(source, self._size), opts)
+
+    def _reduce_parts(
+        self,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        parts: list[tuple[int, int]],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "reduce_scatter", opts, (*sources, target), (output,), data=target, op=opts.reduceOp, inputs=parts
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        source = dense(tensor)
+        if outputs is None:
+            return self._issue("gather", opts, (source,), (), source=source, root=opts.rootRank)
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "gather",
+            opts,
+            (source, *staged.stand_ins),
+            outputs,
+            source=source,
+            root=opts.rootRank,
+            outputs=parts_of(staged.stand_ins),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        sources = [dense(part) for part in inputs or ()]
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "scatter",
+            opts,
+            (*sources, target),
+            (output,),
+            data=target,
+            root=opts.rootRank,
+            inputs=parts_of(sources),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        sources = [dense(part) for part in inputs]
+        staged = dense_outputs(outputs)
+        work = self._issue(
+            "all_to_all",
+            opts,
+            (*sources, *staged.stand_ins),
+            outputs,
+            dtype=outputs[0].dtype,
+            outputs=parts_of(staged.stand_ins),
+            inputs=parts_of(sources),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        source = dense(tensor)
+        staged = dense_outputs([output])
+        target = staged.stand_ins[0]
+        work = self._issue(
+            "all_to_all",
+            opts,
+            (source, target),
+            (output,),
+            dtype=output.dtype,
+            outputs=split_parts(target, output_splits),
+            inputs=split_parts(source, input_splits),
+        )
+        return self._finish(staged, work, opts.asyncOp)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        return self._issue("barrier", opts, (), ())
+
+    # ---- point-to-point ------------------------------------------------------------------------------
+
+    def send(self, tensors: torch.Tensor | Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Sends a tensor to a rank; see :meth:`ProcessGroup.send`.
+
+        The Work is done when the tensor may be changed: the message is whole in shared memory or with the
+        network then, but perhaps not with its receiver. The time limit that the group has now holds from now
+        on; the class says what it does to a message that has left in part.
+        """
+        return self._message(True, tensors, dstRank, tag) or super().send(tensors, dstRank, tag)
+
+    def recv(self, tensors: torch.Tensor | Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`.
+
+        A receive that fails, for its time limit or anything else, may have overwritten a part of the tensor.
+        """
+        return self._message(False, tensors, srcRank, tag) or super().recv(tensors, srcRank, tag)
+
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
+        """Sends or receives a tensor where the core takes the arguments as they are, and waits for it."""
+        task = self._native.plain_message(sends, tensor, peer, tag, True)
+        if task is None:
+            return False
+        if task is not True:
+            self._launch(task, (tensor,), (), False)
+        return True
+
+    def _message(self, sends: bool, tensor: Any, peer: int, tag: int) -> Work | None:
+        """Posts a message where the core takes the arguments as they are."""
+        task = self._native.plain_message(sends, tensor, peer, tag, False)
+        if task is True:
+            return CompletedWork() if sends else CompletedWork((tensor,), peer)
+        return None if task is None else self._launch(task, (tensor,), () if sends else (tensor,), True)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        source = dense(tensor)
+        task = self._native.send(
+            source.data_ptr(), native_count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
+        )
+        return self._launch(task, (source,), (), True)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        if not is_dense(tensor):
+            staged = dense_outputs([tensor])
+            return self._finish(staged, self._recv(staged.stand_ins[0], src, tag), True)
+        task = self._native.receive(
+            tensor.data_ptr(),
+            native_count(tensor),
+            _CODES[tensor.dtype],
+            _ANY_RANK if src is None else src,
+            tag,
+            self._timeout_ns,
+        )
+        return self._launch(task, (tensor,), (tensor,), True)
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Breaks the group at once, for this rank and its peers; operations in flight raise."""
+        self._native.abort(f"rank {self._rank} aborted it")
+        self._native.shutdown(False)
+
+    def shutdown(self) -> None:
+        """Ends the group: operations already issued come to their end, then threads and memory are freed."""
+        self._native.shutdown(True)
+
+    def report(self) -> str:
+        """Returns a line for each rank: what it waits in or did last, and since when; asks no peer."""
+        return self._native.report()
+
+    # ---- issue ---------------------------------------------------------------------------------------
+
+    def _issue(
+        self,
+        kind: str,
+        opts: Any,
+        keep: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        data: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        outputs: Sequence[tuple[int, int]] = (),
+        inputs: Sequence[tuple[int, int]] = (),
+    ) -> Work:
+        """Runs or queues a collective.
+
+        Args:
+            kind: its name.
+            opts: its options.
+            keep: every tensor whose memory it uses.
+            results: tensors of the Work.
+            data: the tensor that is written.
+            source: the tensor that is only read.
+            dtype: data type, where there is neither ``data`` nor ``source``.
+            op: the reduction.
+            root: the root.
+            outputs: address and number of elements of the parts that are written, by rank.
+            inputs: the same for those that are only read.
+        """
+        main = source if data is None else data
+        if main is not None:
+            dtype = main.dtype
+        task = self._native.collective(
+            _KIND[kind],
+            0 if data is None else data.data_ptr(),
+            0 if source is None else source.data_ptr(),
+            0 if main is None else native_count(main),
+            _UINT8 if dtype is None else _CODES[dtype],
+            _SUM if op is None else op.code,
+            1.0 if op is None else kernel_factor(op, self._size),
+            root,
+            outputs,
+            inputs,
+            self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
+            not opts.asyncOp,
+        )
+        return CompletedWork(results) if task is None else self._launch(task, keep, results, opts.asyncOp)
+
+    def _launch(
+        self,
+        task: _native.HostTask,
+        keep: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        asynchronous: bool,
+    ) -> HostWork:
+        """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
+        work = HostWork(task, keep, results, self._forget_finished)
+        if task.finished():
+            return work
+        self._in_flight.keep(work)
+        if not asynchronous:
+            work.wait()
+        return work
+
+    def _forget_finished(self) -> None:
+        """For the Works, which thereby keep the group as long as somebody may wait for them."""
+        self._in_flight.forget()
+
+    @staticmethod
+    def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
+        """Returns ``work`` with the copying back of strided outputs, which happens even if nobody waits."""
+        finishing = staged.finish(work)
+        if finishing is not work:
+            if asynchronous:
+                finishing.get_future()
+            else:
+                finishing.wait()
+        return finishing
+
+
+def _nanoseconds(timeout: timedelta) -> int:
+    return timeout // timedelta(microseconds=1) * 1000
+
+
+def capabilities() -> Capabilities:
+    """Returns what groups can do."""
+    return _CAPABILITIES
+
+
+def option_names() -> tuple[str, ...]:
+    """Returns the names of the backend's own options: none."""
+    return ()
+
+
+def create(options: GroupOptions) -> ProcessGroupHost:
+    """Makes a group; called by all its ranks.
+
+    Raises:
+        TypeError: there are ``pg_options``: this backend has none.
+    """
+    if options.pg_options is not None:
+        raise TypeError(
+            f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
+            f"{type(options.pg_options).__name__}"
+        )
+    return ProcessGroupHost(**options.membership())
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the groups that nobody destroyed, so that no thread of theirs outlives the interpreter."""
+    for group in list(_live):
+        with contextlib.suppress(Exception):
+            group._native.shutdown(False)

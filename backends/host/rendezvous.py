@@ -1,0 +1,526 @@
+"""How the ranks of a host group find each other through the group's store.
+
+Words. A *machine* is a set of ranks that proved by attaching to one segment that they share memory; its
+lowest rank is its *leader*.
+
+Rank 0 publishes the address of its unix socket and where it runs; ranks that run there too connect to it and
+attach its shared memory (``native/transport/bootstrap.hpp``). Where all do, that is all.
+
+The others leave a *card* that says where they run. Once every rank has connected or left a card, rank 0
+publishes a plan: who may share memory with whom. The leader of each further machine does for its ranks what
+rank 0 did for its own; a rank that cannot attach is a machine of its own. Then every rank listens for
+connections and registers, rank 0 publishes everybody's addresses with the group's secret, and the leaders
+connect.
+
+Whoever fails says why in the store; nobody waits in vain. A rank that dies is noticed by those whom it has
+met: on its machine by the end of its process or of its connection, elsewhere because nothing listens any more
+where it did. They name it in the store. Of a rank that met nobody, only its absence can be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import collectives._native as _native
+from collectives.backends.host.network import choose_addresses
+from collectives.backends.host.thresholds import tuning_for
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    GroupAbortedError,
+    PeerLostError,
+)
+
+__all__ = ["form"]
+
+_TOLD: dict[str, type[DistError]] = {
+    kind.__name__: kind
+    for kind in (PeerLostError, CollectiveTimeoutError, DistBackendError, DistNetworkError, DistError)
+}
+"""Failures that ranks tell each other, the special ones first."""
+
+_ADDRESS = "host/address"
+_LABEL = "COLLECTIVES_HOST_MACHINE"
+_SLICE_S = 0.1
+"""How often a waiting rank answers signals and looks whether another one failed."""
+_FIRST_SLICE_S = 0.002
+"""How soon rank 0, which waits for connections, first looks for ranks that leave a card instead."""
+_PATIENCE_S = 0.2
+"""After which a rank tries whether those on other machines still listen."""
+_REFUSAL_S = 0.4
+"""How long connections have to be refused before the one who listened is taken for dead."""
+_PROBES = 8
+"""So many are tried at a time."""
+_GRACE_S = 1.0
+"""How much longer than rank 0 the others wait, so that they hear from it who did not come."""
+
+
+def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _native.HostGroup:
+    """Returns this rank's group in the core, once all ranks have one; called by all ranks.
+
+    Args:
+        store: the group's own store.
+        rank: this process's rank.
+        size: number of ranks.
+        timeout: how long to wait for the others.
+        label: the group in words, for messages.
+
+    Raises:
+        CollectiveTimeoutError: a rank did not come in time; the message names it.
+        PeerLostError: a rank died after it had met others.
+        GroupAbortedError: a rank for which the group was complete has aborted it since.
+        DistNetworkError: ranks on different machines cannot reach each other, or the store failed.
+        DistBackendError: there is not enough shared memory.
+    """
+    limit_ns = timeout // timedelta(microseconds=1) * 1000
+    if size == 1:
+        return _native.HostGroup(_native.alone(), label, limit_ns)
+    attempt = _Attempt(store, rank, size, timeout, label)
+    try:
+        membership = attempt.invite() if rank == 0 else attempt.follow()
+        group = _native.HostGroup(membership, label, limit_ns)
+        if attempt.several:
+            attempt.link(group)
+    except GroupAbortedError:
+        raise  # by a rank for which the group was complete already
+    except (DistError, _StoreLostError) as error:
+        raise attempt.failure(error) from error
+    return group
+
+
+class _StoreLostError(Exception):
+    """The store cannot be asked any more; its own error is the cause."""
+
+
+class _Attempt:
+    """One rank's side of forming a group."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, label: str) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout.total_seconds()
+        self.label = label
+        self.prefix = ""
+        self.several = False
+        self.tuning: dict[str, int] = {}
+        self.members: _native.Membership | None = None
+        self.signs = 0
+        self.listening: dict[int, list[list[Any]]] = {}
+        self.refused: dict[int, float] = {}
+
+    # ---- who shares memory with whom -------------------------------------------------------------------
+
+    def invite(self) -> _native.Membership:
+        """Rank 0: makes the memory of its machine and hands it to all who can attach it."""
+        host = _native.BootstrapHost(list(range(self.size)), self.size)
+        self.tuning = tuning_for(self.size)
+        self._name_keys_after(host.address)
+        self._set(_ADDRESS, {"place": _place(), "address": host.address})
+        cards = self._gather(host)
+        self.several = bool(cards)
+        if cards:
+            self._publish_plan(host.members, cards)
+        membership = self._share(host)
+        self._forget(_ADDRESS)
+        return membership
+
+    def follow(self) -> _native.Membership:
+        """Any other rank: attaches the memory of its machine's leader, or makes it where it leads."""
+        try:
+            self.store.wait([_ADDRESS], timedelta(seconds=self._left()))
+        except Exception as error:
+            raise CollectiveTimeoutError(
+                f"[rank {self.rank}] {self.label}: rank 0 did not publish its address within {self.timeout}"
+            ) from error
+        first = self._get(_ADDRESS)
+        self._name_keys_after(first["address"])
+        place = _place()
+        if place == first["place"]:
+            membership = self._join(0, first["address"])
+            if membership is not None:
+                return membership
+            place = f"{place} rank {self.rank} alone"
+        self.several = True
+        return self._settle(place)
+
+    def _settle(self, place: str) -> _native.Membership:
+        """A rank that does not share memory with rank 0: finds its machine."""
+        self._set(self._key("card", self.rank), {"place": place, "system": _system()})
+        self._ask("add", self._key("cards"), 1)
+        self.deadline += _GRACE_S
+        self._await([self._key("plan")], [0], "did not say who shares memory with whom")
+        plan = self._get(self._key("plan"))
+        self.tuning = plan["tuning"]
+        members = next(one for one in plan["machines"] if self.rank in one)
+        if members[0] != self.rank:
+            key = self._key("leader", members[0])
+            self._await([key], members[:1], "did not publish its address")
+            membership = self._join(members[0], self._get(key))
+            if membership is not None:
+                return membership
+            self._set(self._key("apart", self.rank), True)
+            self._ask("add", self._key("aparts"), 1)
+            members = [self.rank]
+        host = _native.BootstrapHost(members, self.size)
+        if len(members) > 1:
+            self._set(self._key("leader", self.rank), host.address)
+            self._until(lambda: self._still_missing(host, "apart"), "did not come")
+        return self._share(host)
+
+    def _gather(self, host: _native.BootstrapHost) -> dict[int, dict[str, str]]:
+        """Rank 0: returns the cards of those who do not share its memory, once all have come."""
+        self._until(lambda: self._still_missing(host, "card"), "did not come")
+        elsewhere = sorted(set(range(self.size)) - set(host.members))
+        return {rank: self._get(self._key("card", rank)) for rank in elsewhere}
+
+    def _still_missing(self, host: _native.BootstrapHost, sign: str) -> list[int]:
+        """Waits a moment for guests, then goes on without those who left a sign that they cannot attach."""
+        waited = time.monotonic() - self.began
+        missing = host.accept(min(max(waited / 4, _FIRST_SLICE_S), _SLICE_S))
+        signs = self._ask("add", self._key(f"{sign}s"), 0) if missing else self.signs
+        if signs == self.signs:
+            return missing
+        self.signs = signs
+        for rank in missing:
+            if self._ask("check", [self._key(sign, rank)]):
+                host.exclude(rank)
+        return host.accept(0.0)
+
+    def _publish_plan(self, own: list[int], cards: dict[int, dict[str, str]]) -> None:
+        machines: dict[str, list[int]] = {}
+        for rank, card in cards.items():
+            machines.setdefault(card["place"], []).append(rank)
+        # Where loopback reaches everyone. Any other address does too.
+        one_system = all(card["system"] == _system() for card in cards.values())
+        plan = {
+            "machines": [own, *machines.values()],
+            "one_system": one_system,
+            "tuning": self.tuning,  # ranks that took different ways would wait for each other for ever
+        }
+        self._set(self._key("plan"), plan)
+
+    def _share(self, host: _native.BootstrapHost) -> _native.Membership:
+        """A leader: makes the memory, hands it to its guests, and waits until they have attached it."""
+        host.set_tuning(self.tuning, self.size)
+        host.share(self.several, self._left())
+        self._until(lambda: host.await_attached(_SLICE_S), "did not attach the shared memory")
+        membership = host.release(self._left())
+        if self.several:
+            self._span(membership, self.rank)
+        return membership
+
+    def _join(self, leader: int, address: str) -> _native.Membership | None:
+        """Attaches the memory of a leader; ``None`` where that is not possible from here."""
+        try:
+            guest = _native.BootstrapGuest(address, self.rank, self.size, self._left())
+        except DistNetworkError as error:
+            raise DistNetworkError(
+                f"cannot join rank {leader}, which has died, or whose address in the store is left over from "
+                f"another run: {error}"
+            ) from error
+        except PeerLostError as error:
+            self._lose_leader(leader, error)
+        except DistBackendError:  # another user, who gets no descriptor from us and gives us none
+            return None
+        self.deadline += _GRACE_S
+        try:
+            self._until(
+                lambda: [] if guest.answered(_SLICE_S) else [leader], "did not answer", connected=True
+            )
+            self.several = guest.attach(self._left())
+            self._until(
+                lambda: [] if guest.answered(_SLICE_S) else [leader],
+                "did not say that all are attached",
+                connected=True,
+            )
+            membership = guest.await_release(self._left())
+        except PeerLostError as error:
+            self._lose_leader(leader, error)
+        if self.several:
+            self._span(membership, leader)
+        return membership
+
+    def _lose_leader(self, leader: int, error: PeerLostError) -> NoReturn:
+        """Names the leader, who has closed the connection, unless the error came from elsewhere."""
+        if error.rank >= 0:
+            raise error
+        raise PeerLostError(
+            f"rank {leader} has died or given up while the group was formed: {error}", leader
+        ) from error
+
+    # ---- who reaches whom ------------------------------------------------------------------------------
+
+    def _span(self, membership: _native.Membership, leader: int) -> None:
+        """Learns where the ranks of all machines listen, and lets them know where this one does."""
+        self.members = membership
+        self._await([self._key("plan")], [0], "did not say who shares memory with whom")
+        chosen = choose_addresses(self.store, self._get(self._key("plan"))["one_system"])
+        listeners = _native.HostListeners(chosen.addresses, min(max(4 * self.size, 64), 4096))
+        mine = {"leader": leader, "host": socket.gethostname(), "places": listeners.places}
+        self._set(self._key("rank", self.rank), mine)
+        if self.rank == 0:
+            self._await(
+                [self._key("rank", r) for r in range(self.size)], range(self.size), "did not register"
+            )
+            ranks = [self._get(self._key("rank", r)) for r in range(self.size)]
+            self._check_lanes(ranks)
+            self._set(self._key("world"), {"ranks": ranks, "secret": secrets.token_hex(16)})
+        else:
+            self._await(
+                [self._key("world")],
+                [0],
+                "did not publish the addresses of all ranks",
+                lambda: self._watch_first(leader),
+            )
+        world = self._get(self._key("world"))
+        machines: dict[int, list[int]] = {}
+        for rank, one in enumerate(world["ranks"]):
+            machines.setdefault(one["leader"], []).append(rank)
+        self.listening = {first: world["ranks"][first]["places"] for first in machines}
+        membership.span(
+            list(machines.values()),
+            [world["ranks"][first]["host"] for first in machines],
+            listeners,
+            [[(address, port) for address, port in one["places"]] for one in world["ranks"]],
+            world["secret"],
+            chosen.chosen,
+        )
+
+    def _check_lanes(self, ranks: list[dict[str, Any]]) -> None:
+        for rank, one in enumerate(ranks):
+            if len(one["places"]) != len(ranks[0]["places"]):
+                self._fail(
+                    f"rank {rank} on {one['host']!r} offers {len(one['places'])} network addresses and "
+                    f"rank 0 on {ranks[0]['host']!r} {len(ranks[0]['places'])}; "
+                    "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks"
+                )
+
+    def _watch_first(self, leader: int) -> None:
+        """Tries whether rank 0 still listens, where this rank does not see its process."""
+        if leader != 0 and 0 not in self.listening and self._ask("check", [self._key("rank", 0)]):
+            self.listening[0] = self._get(self._key("rank", 0))["places"]
+        self._probe([0])
+
+    def link(self, group: _native.HostGroup) -> None:
+        """Waits until this machine's leader is connected with all others."""
+
+        def missing() -> list[int]:
+            ranks = group.link(_SLICE_S)
+            self._probe(ranks)
+            return ranks
+
+        self.members = None  # the group has taken it
+        self.began = time.monotonic()
+        try:
+            self._until(
+                missing,
+                "could not be connected",
+                lambda: (
+                    f"{group.trouble() or 'no answer'}. Let firewalls pass TCP between the machines, or name "
+                    "the network interface that reaches the others in COLLECTIVES_SOCKET_IFNAME on each"
+                ),
+            )
+        except BaseException as error:
+            if isinstance(error, PeerLostError) and error.rank >= 0:
+                group.lose(
+                    error.rank, str(error)
+                )  # those who have linked up learn it by their first operation
+            group.shutdown(False)
+            raise
+
+    def _probe(self, ranks: list[int]) -> None:
+        """Raises where a rank that has said where it listens does so no more."""
+        now = time.monotonic()
+        if now < self.began + _PATIENCE_S:
+            return
+        known = [rank for rank in ranks if rank in self.listening]
+        turn = int(now / _SLICE_S) * _PROBES % max(len(known), 1)
+        for rank in (known[turn:] + known[:turn])[:_PROBES]:
+            if not self._refuses(rank):
+                self.refused.pop(rank, None)
+            elif now - self.refused.setdefault(rank, now) >= _REFUSAL_S:
+                raise PeerLostError(
+                    f"rank {rank} has died while the group was formed, or a firewall rejects connections "
+                    f"to {self.listening[rank][0]}",
+                    rank,
+                )
+
+    def _refuses(self, rank: int) -> bool:
+        try:
+            # Whoever listens drops a connection that ends without a word.
+            socket.create_connection(tuple(self.listening[rank][0]), timeout=_SLICE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # says nothing about the rank; the time limit does
+        return False
+
+    # ---- the store -------------------------------------------------------------------------------------
+
+    def _name_keys_after(self, address: str) -> None:
+        """Gives this attempt its own keys, so that nothing left by another one is taken for its own."""
+        self.prefix = "host/" + address.split(" ", maxsplit=1)[0]
+
+    def _key(self, name: str, rank: int | None = None) -> str:
+        return f"{self.prefix}/{name}" + ("" if rank is None else f"/{rank}")
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        """Calls the store."""
+        try:
+            return getattr(self.store, what)(*arguments)
+        except Exception as error:
+            raise _StoreLostError(str(error)) from error
+
+    def _set(self, key: str, value: Any) -> None:
+        self._ask("set", key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._ask("get", key))
+
+    def _forget(self, key: str) -> None:
+        # Not every store can delete; a group of its own prefix needs no tidying.
+        with contextlib.suppress(Exception):
+            self.store.delete_key(key)
+
+    # ---- waiting and failing ---------------------------------------------------------------------------
+
+    def _await(
+        self,
+        keys: list[str],
+        owners: Sequence[int],
+        what: str,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Waits for keys that other ranks set; calls ``look`` now and then."""
+
+        def missing() -> list[int]:
+            try:
+                self.store.wait(keys, timedelta(seconds=_SLICE_S))
+            except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
+                if look is not None:
+                    look()
+                return [
+                    owner for key, owner in zip(keys, owners, strict=True) if not self._ask("check", [key])
+                ]
+            return []
+
+        self.began = time.monotonic()
+        self._until(missing, what)
+
+    def _until(
+        self,
+        missing: Callable[[], list[int]],
+        what: str,
+        why: Callable[[], str] | None = None,
+        *,
+        connected: bool = False,
+    ) -> None:
+        """Repeats ``missing`` until it returns no rank.
+
+        Args:
+            missing: waits a moment; returns who has not come.
+            what: what those did not do, in words.
+            why: says more.
+            connected: ``missing`` watches a connection that tells of failures too, so that the store is
+                allowed to fail before that says whose death it was.
+        """
+        while ranks := missing():
+            try:
+                self._check_failures()
+            except _StoreLostError:
+                if not connected:
+                    raise
+            if time.monotonic() >= self.deadline:
+                names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                raise CollectiveTimeoutError(
+                    f"[rank {self.rank}] {self.label}: {names} {what} within {self.timeout}"
+                    + (f": {why()}" if why else "")
+                )
+
+    def _left(self) -> float:
+        return max(self.deadline - time.monotonic(), _SLICE_S)
+
+    def _check_failures(self) -> None:
+        """Raises where another rank has told its failure, or has ended on this machine."""
+        for rank in self.members.ended if self.members else ():
+            raise PeerLostError(f"rank {rank} has died while the group was formed", rank)
+        if told := self._told():
+            raise _failure(**told)
+
+    def _told(self) -> dict[str, Any]:
+        """Returns the failure that a rank has told in the store, or nothing."""
+        if not self.prefix or not self._ask("check", [self._key("failed")]):
+            return {}
+        told: dict[str, Any] = self._get(self._key("failed"))
+        return told
+
+    def failure(self, error: DistError | _StoreLostError) -> DistError:
+        """Returns the first failure that was told, or else this one, once it is told.
+
+        It is not raised here: an exception in a frame of its own traceback would keep descriptors open until
+        the next garbage collection.
+        """
+        with contextlib.suppress(_StoreLostError):  # it may have gone with the rank that kept it
+            if told := self._told():
+                return _failure(**told)
+        here = f"[rank {self.rank}] {self.label}: "
+        kind: type[DistError] = DistNetworkError
+        lost = -1
+        text = str(error)
+        if isinstance(error, _StoreLostError):
+            # The end of a process may show a little later than that of its store.
+            end = time.monotonic() + _PATIENCE_S
+            while self.members and not self.members.ended and time.monotonic() < end:
+                time.sleep(_FIRST_SLICE_S)
+            if self.members and self.members.ended:
+                kind, lost = PeerLostError, self.members.ended[0]
+                text = f"rank {lost} has died while the group was formed, and the store with it: {error}"
+            else:
+                text = f"the store failed while the group was formed; whoever kept it may have died: {error}"
+        else:
+            kind = next(one for one in _TOLD.values() if isinstance(error, one))
+            lost = error.rank if isinstance(error, PeerLostError) else -1
+        if not text.startswith("[rank"):
+            text = here + text
+        record: dict[str, Any] = {"kind": kind.__name__, "rank": lost, "text": text}
+        with contextlib.suppress(_StoreLostError):
+            self._set(self._key("failed"), record)
+        return _failure(**record)
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise DistNetworkError(f"[rank {self.rank}] {self.label}: {reason}")
+
+
+def _failure(kind: str, rank: int, text: str) -> DistError:
+    return PeerLostError(text, rank) if kind == PeerLostError.__name__ else _TOLD[kind](text)
+
+
+def _place() -> str:
+    """Returns what tells machines apart, as far as attaching goes: the boot and the network name space.
+
+    ``COLLECTIVES_HOST_MACHINE`` divides it further: ranks with different labels never share memory.
+    """
+    label = os.environ.get(_LABEL, "")
+    return f"{_system()} {label}" if label else _system()
+
+
+def _system() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()

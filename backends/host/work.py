@@ -1,0 +1,190 @@
+"""Work of the host backend, what keeps it, and the thread that completes its futures."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch.futures import Future
+
+import collectives._native as _native
+from collectives.core.work import Work
+from collectives.errors import CollectiveTimeoutError
+
+__all__ = ["HostWork", "InFlight"]
+
+
+class HostWork(Work):
+    """An operation that the core runs in the background.
+
+    Args:
+        task: the operation.
+        keep: whatever must stay alive until it is done.
+        outputs: its output tensors.
+        done: called by a thread that finds it done.
+    """
+
+    __slots__ = ("_done", "_future", "_keep", "_outputs", "_task")
+
+    def __init__(
+        self,
+        task: _native.HostTask,
+        keep: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        done: Callable[[], None],
+    ) -> None:
+        self._task = task
+        self._keep = keep
+        self._outputs = outputs
+        self._done = done
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks with the GIL released; a signal handler that raises ends the wait, not the operation."""
+        if not self._task.wait(timeout.total_seconds() if timeout else None):
+            raise CollectiveTimeoutError(
+                f"wait() gave up after {timeout}; the operation itself goes on until its own time limit"
+            )
+        self._done()
+        self._raise_failure()
+        return True
+
+    def _raise_failure(self) -> None:
+        error = self._task.error()
+        if error is not None:
+            raise error
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; helps a point-to-point operation on."""
+        return self._task.poll()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation."""
+        return self._task.error()
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors."""
+        if not self._task.finished():
+            raise RuntimeError("the operation is still pending; call wait() before result()")
+        self._raise_failure()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Returns the sender of a receive."""
+        if not self._task.finished():
+            raise RuntimeError("the operation is still pending; call wait() before source_rank()")
+        return super().source_rank() if self._task.source < 0 else self._task.source
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future that a thread of the process completes; callbacks of ``then`` run there."""
+        with _completions.lock:
+            if self._future is not None:
+                return self._future
+            future: Future[list[torch.Tensor]] = Future()
+            self._future = future
+        _completions.watch(self)
+        return future
+
+    def complete_future(self) -> None:
+        """Hands the outcome to the future; called once."""
+        if self._future is None:
+            return
+        error = self._task.error()
+        if error is None:
+            self._future.set_result(list(self._outputs))
+        else:
+            self._future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+
+    @property
+    def task(self) -> _native.HostTask:
+        """The operation in the core."""
+        return self._task
+
+
+class InFlight:
+    """Keeps Works, and the tensors that they keep, until their operations are done, whatever becomes of them.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    _CROWD = 64
+
+    def __init__(self) -> None:
+        self._works: deque[HostWork] = deque()
+        self._lock = threading.Lock()
+        self._crowd = self._CROWD
+
+    def keep(self, work: HostWork) -> None:
+        """Keeps a Work, and lets go of those done."""
+        with self._lock:
+            self._works.append(work)
+            self._forget()
+
+    def forget(self) -> None:
+        """Lets go of the Works that are done."""
+        with self._lock:
+            self._forget()
+
+    def _forget(self) -> None:
+        works = self._works
+        while works and works[0].task.finished():
+            works.popleft()
+        if len(works) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
+            self._works = deque(work for work in works if not work.task.finished())
+            self._crowd = max(self._CROWD, 2 * len(self._works))
+
+
+class _Completions:
+    """Completes futures on one thread of the process, started when the first future is asked for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._watched: dict[int, HostWork] = {}
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: HostWork) -> None:
+        """Completes the future of ``work`` when it is done, at once where it is."""
+        with self.lock:
+            self._watched[work.task.id] = work
+            if self._thread is None:
+                # A daemon, so that it does not hold up the interpreter's exit; `close` ends it then.
+                self._thread = threading.Thread(target=self._serve, name="collectives-futures", daemon=True)
+                self._thread.start()
+        if not work.task.notify():
+            self._complete(work.task.id)
+
+    def _complete(self, task_id: int) -> None:
+        with self.lock:
+            work = self._watched.pop(task_id, None)
+        if work is not None:
+            work.complete_future()
+
+    def _serve(self) -> None:
+        while ids := _native.pop_finished_tasks():
+            for task_id in ids:
+                self._complete(task_id)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self.lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            _native.close_finished_tasks()
+            thread.join()
+
+
+_completions = _Completions()
+
+
+def _start_over() -> None:
+    """In a forked child, where the thread does not exist."""
+    _completions.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_start_over)
+atexit.register(_completions.close)

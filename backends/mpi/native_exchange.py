@@ -1,0 +1,121 @@
+"""The short way: collectives of small and middling tensors, issued and finished by the C++ core.
+
+The core sends every rank's messages to each other one and reduces what comes with the package's kernels
+(``backends/native/mpi``). It calls the MPI library that mpi4py has loaded, by address: what MPI takes from
+C costs a few hundred nanoseconds a message, from Python some microseconds.
+
+A synchronous call tests its messages for at most two milliseconds in the core. What is not over by then, and
+every asynchronous call, becomes a Work that the engine drives, with its time limits and its look at other
+ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import collectives._native as _native
+from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.traffic import CHUNK_BYTES
+from collectives.backends.mpi.work import Steps
+
+__all__ = ["MOST_RANKS", "ShortWay"]
+
+MOST_RANKS = 16
+"""Up to here every rank sends small tensors to each other one; beyond, MPI's own collectives do."""
+
+_AT_ONCE_BYTES = 64 << 10
+"""Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
+
+_WHOLE_BYTES = 256 << 10
+"""The largest tensor that is broadcast, or gathered by all, by messages from each rank to each other."""
+
+_LOCAL_BYTES = 8 << 20
+"""The most that a synchronous call takes the short way with, all its tensors on this rank together."""
+
+_SPINS = 2000
+"""Tests in a row."""
+
+_SPINS_IN_A_CROWD = 20
+
+for _type in (torch.Tensor, torch.nn.Parameter):
+    _native.register_tensor_type(_type)
+
+
+class ShortWay:
+    """Collectives of one group on a communicator, by messages that the core sends.
+
+    Attributes:
+        plain: see :meth:`collectives.ProcessGroup.plain`; answers ``True`` where it is done, ``False`` where
+            nothing is, and else what is under way.
+        plain_message: the same for :meth:`collectives.ProcessGroup.plain_message`.
+        serves: whether a collective goes over the wire as here, by its number in ``_native.COLLECTIVES``, the
+            bytes of the whole tensor and those of an element; the same on all ranks.
+        issue: begins such a collective.
+
+    Args:
+        library: the MPI library.
+        communicator: MPI's, on which the numbers of exchanges make the tags.
+        messages: MPI's, for users' messages.
+        rank: this process's rank.
+        size: number of ranks.
+        largest_tag: the library's largest tag.
+        operations: gives the number of the next operation, for messages.
+        exchanges: gives the number of the next exchange, which is the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        communicator: Any,
+        messages: Any,
+        rank: int,
+        size: int,
+        largest_tag: int,
+        operations: Iterator[int],
+        exchanges: Iterator[int],
+    ) -> None:
+        mpi = library.mpi
+        # The extension was linked with the library, so that its own search for names finds the same one.
+        functions = ctypes.CDLL(mpi.__file__)
+        isend, irecv, test, testall, get_count = (
+            ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
+            for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Testall", "MPI_Get_count")
+        )
+        exchange = _native.MpiExchange(
+            (isend, irecv, test, testall, get_count),
+            (mpi._sizeof(mpi.Request), mpi._sizeof(mpi.Status)),
+            communicator.handle,
+            messages.handle,
+            mpi.BYTE.handle,
+            rank,
+            size,
+            largest_tag,
+            operations,
+            exchanges,
+            (_AT_ONCE_BYTES, _WHOLE_BYTES, MOST_RANKS, CHUNK_BYTES, _LOCAL_BYTES),
+            _SPINS_IN_A_CROWD if library.crowded else _SPINS,
+        )
+        # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
+        self.plain = exchange.plain if library.concurrent else _never
+        self.plain_message = exchange.plain_message if library.concurrent else _never
+        self.serves = exchange.serves
+        self.issue = exchange.issue
+        self._error = mpi.Exception
+
+    def steps(self, flight: _native.MpiFlight) -> Steps:
+        """Goes on with what is under way; raises MPI's error."""
+        while True:
+            over = not flight.error and flight.advance()
+            if flight.error:
+                raise self._error(flight.error)
+            if over:
+                return
+            yield []
+
+
+def _never(*_: object) -> bool:
+    return False

@@ -1,0 +1,368 @@
+"""The interface to NCCL that its providers carry out.
+
+Words. A *provider* is a Python package that calls NCCL: CuPy or pynccl. A *library* is NCCL as one of them
+sees it. A *communicator* is one rank's end of a set of ranks. An *operation* is a collective or a message;
+its call returns when it has been put on a CUDA stream. A *group* is a stretch of calls of one thread that
+NCCL starts together at its end.
+
+Pointers and streams are integers: ``tensor.data_ptr()``, ``torch.cuda.Stream.cuda_stream``; stream 0 is the
+legacy default stream. Counts are in elements. Types and reductions are NCCL's codes
+(:mod:`collectives.backends.nccl.library.codes`).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import ClassVar
+
+from collectives.backends.nccl.library.calls import Calls, Groups
+from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError
+from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.library.symbols import Symbols
+
+__all__ = ["Communicator", "NcclConfig", "NcclError", "NcclLibrary"]
+
+_LEAVING_SECONDS = 0.05
+"""How long abort lets calls leave NCCL by themselves. Longer ones are stuck, which is what abort is for."""
+
+
+class NcclLibrary(ABC):
+    """NCCL by way of one provider.
+
+    Any thread may call. A group belongs to the thread that opened it. NCCL itself forbids that several
+    threads issue operations on communicators of one device at the same time: the caller holds a lock around
+    them.
+
+    Attributes:
+        name: name of the provider.
+        path: file of the loaded library.
+    """
+
+    name: ClassVar[str]
+    path: str
+
+    def __init__(self, symbols: Symbols) -> None:
+        self.path = symbols.path
+        self._symbols = symbols
+        self._groups = Groups()
+
+    def version(self) -> int:
+        """Returns the version of the loaded NCCL, such as 22809 for 2.28.9."""
+        return self._symbols.version
+
+    def unique_id(self) -> bytes:
+        """Returns the identifier of a new communicator, 128 bytes, zeros among them.
+
+        One rank makes it and hands it to all ranks, which give it to :meth:`init`. It is good for one
+        communicator.
+
+        Raises:
+            NcclError: NCCL found no usable network interface.
+        """
+        return self._unique_id()
+
+    @abstractmethod
+    def _unique_id(self) -> bytes:
+        """Carries out :meth:`unique_id`."""
+
+    def check_config(self, config: NcclConfig) -> None:
+        """Raises what :meth:`init` and splits would raise for settings; asks no other rank.
+
+        To be called before the ranks meet: one that finds out alone leaves the others waiting in NCCL.
+
+        Raises:
+            ValueError: a setting cannot be passed on, or the environment asks for non-blocking communicators.
+        """
+        _refuse_nonblocking()
+        self._check_config(config)
+
+    @abstractmethod
+    def _check_config(self, config: NcclConfig) -> None:
+        """Raises a ValueError for settings that cannot be passed on."""
+
+    def init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig | None = None) -> Communicator:
+        """Makes a communicator on the current CUDA device.
+
+        Called by all ``size`` ranks, each on a device of its own. Blocks, without any time limit, until all
+        have called; the GIL is released.
+
+        Args:
+            unique_id: what :meth:`unique_id` returned on one of the ranks.
+            size: number of ranks.
+            rank: this rank, from 0 to ``size - 1``.
+            config: settings, equal on all ranks.
+
+        Raises:
+            ValueError: ``unique_id``, ``size`` or ``rank`` are none, a setting cannot be passed on, or the
+                environment asks for non-blocking communicators.
+            NcclError: NCCL refused, or a group is open on this thread.
+        """
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise ValueError(f"unique_id must have {UNIQUE_ID_BYTES} bytes, but has {len(unique_id)}")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to size - 1 = {size - 1}, but is {rank}")
+        _refuse_nonblocking()
+        self._groups.refuse_open("ncclCommInitRankConfig")
+        return self._init(unique_id, size, rank, config or NcclConfig())
+
+    @abstractmethod
+    def _init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> Communicator:
+        """Carries out :meth:`init`."""
+
+    def group_start(self) -> None:
+        """Opens a group on this thread, within the one that is open if any. Does not block."""
+        self._group_start()
+        self._groups.opened()
+
+    def group_end(self) -> None:
+        """Closes the group that this thread opened last; the outermost starts what the group holds.
+
+        May block while connections are made; the GIL is released. Must be called even where an operation of
+        the group failed (:meth:`group` does so).
+
+        Raises:
+            NcclError: no group is open, or an operation of the group failed: then none of it was started.
+        """
+        try:
+            self._group_end()
+        finally:
+            self._groups.closed()
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Opens a group for the length of a ``with`` block.
+
+        An exception of the block closes the group and is the one that leaves; operations that it issued
+        before may have been started.
+        """
+        self.group_start()
+        try:
+            yield
+        except BaseException:
+            with suppress(NcclError):  # it repeats the failure of the operation, or comes from it
+                self.group_end()
+            raise
+        self.group_end()
+
+    @abstractmethod
+    def _group_start(self) -> None:
+        """Carries out :meth:`group_start`."""
+
+    @abstractmethod
+    def _group_end(self) -> None:
+        """Carries out :meth:`group_end`."""
+
+
+def _refuse_nonblocking() -> None:
+    """Raises a ValueError where NCCL would make communicators whose calls return before they are done."""
+    value = os.environ.get("NCCL_COMM_BLOCKING", "")
+    try:
+        blocking = not value or int(value, 0) != 0
+    except ValueError:
+        blocking = True  # NCCL, too, passes over what is no number
+    if not blocking:
+        raise ValueError(
+            f"NCCL_COMM_BLOCKING={value} asks for communicators that are not blocking, which neither CuPy "
+            "nor pynccl can drive; unset it before NCCL is used"
+        )
+
+
+class Communicator(ABC):
+    """One rank's end of a set of ranks on different devices.
+
+    Every operation is called by all its ranks with equal counts, types, reductions and roots, in the same
+    order on all ranks, with the communicator's device as the current one; NCCL checks none of this between
+    ranks. A call returns when the operation is on ``stream`` (within a group: when it is noted), and
+    completes there; the first ones make connections and may block until the peers call, with the GIL
+    released. Buffers must stay until the stream has passed. Send and receive buffers are the same (in place,
+    with the offsets given) or apart.
+
+    :meth:`abort` and :meth:`async_error` may be called by any thread at any time, also while another thread
+    is blocked in an operation. Never left to the garbage collector: :meth:`abort` or :meth:`destroy` ends
+    it.
+
+    All operations raise:
+        NcclError: NCCL refused, or the communicator has been ended.
+        ValueError: a count is negative or beyond 63 bits.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, symbols: Symbols, groups: Groups, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._symbols = symbols
+        self._groups = groups
+        self._calls = Calls()
+
+    @property
+    @abstractmethod
+    def handle(self) -> int:
+        """The ``ncclComm_t``; 0 once the communicator has been ended."""
+
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduces ``count`` elements of all ranks into ``recv`` of every rank."""
+        self._issue("ncclAllReduce", count, (send, recv, count, dtype, op), stream)
+
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        """Reduces ``count`` elements of all ranks into ``recv`` of ``root``; ``recv`` may be 0 elsewhere."""
+        self._issue("ncclReduce", count, (send, recv, count, dtype, op, root), stream)
+
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
+        """Copies ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank.
+
+        Elsewhere ``send`` is not read and may be 0.
+        """
+        self._issue("ncclBroadcast", count, (send, recv, count, dtype, root), stream)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+        """Copies ``count`` elements of rank i to element ``i * count`` of ``recv`` on every rank.
+
+        In place where ``send`` is ``recv`` plus ``rank * count`` elements.
+        """
+        self._issue("ncclAllGather", count, (send, recv, count, dtype), stream)
+
+    def reduce_scatter(self, send: int, recv: int, recv_count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduces ``size * recv_count`` elements of all ranks; rank i gets the i-th ``recv_count`` of them.
+
+        In place where ``recv`` is ``send`` plus ``rank * recv_count`` elements.
+        """
+        self._issue("ncclReduceScatter", recv_count, (send, recv, recv_count, dtype, op), stream)
+
+    def send(self, send: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Sends ``count`` elements to rank ``peer``, which receives as many.
+
+        To the own rank only in a group that has the receive too: else it waits for ever.
+        """
+        self._issue("ncclSend", count, (send, count, dtype, peer), stream)
+
+    def recv(self, recv: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Receives ``count`` elements from rank ``peer``, in the order in which that rank sends them."""
+        self._issue("ncclRecv", count, (recv, count, dtype, peer), stream)
+
+    def split(self, color: int, key: int, config: NcclConfig | None = None) -> Communicator | None:
+        """Makes one communicator of all ranks that give the same ``color``, ordered by ``key``, then rank.
+
+        Called by all ranks of this communicator, with no operation under way and no group open. Blocks until
+        all have called; the GIL is released.
+
+        Args:
+            color: the part that this rank joins, 0 or more; -1 for none.
+            key: place within the part.
+            config: settings, equal on all ranks of a part; ``None`` takes those of this communicator.
+
+        Returns:
+            The new communicator, ``None`` with ``color=-1``.
+
+        Raises:
+            ValueError: ``color`` is below -1, or a setting cannot be passed on.
+            NcclError: NCCL refused (it needs 2.18), a group is open on this thread, or the communicator has
+                been ended.
+        """
+        if color < -1:
+            raise ValueError(f"color must be 0 or more, or -1 for no communicator, but is {color}")
+        self._groups.refuse_open("ncclCommSplit")
+        with self._calls.entered("ncclCommSplit"):
+            return self._split(color, key, config)
+
+    def premul_sum(self, scalar: float, dtype: int) -> int:
+        """Returns the code of a reduction that multiplies this rank's input by ``scalar`` and sums.
+
+        Local to this rank and communicator; good for elements of type ``dtype`` until :meth:`destroy_op`.
+
+        Args:
+            scalar: the factor, rounded to the type; an integer for integer types.
+            dtype: type of the elements; 8-bit floats are not supported.
+
+        Raises:
+            TypeError: ``dtype`` has no such factor.
+            ValueError: ``scalar`` does not fit ``dtype``.
+            NcclError: NCCL refused (it needs 2.11), or the communicator has been ended.
+        """
+        with self._calls.entered("ncclRedOpCreatePreMulSum"):
+            return self._symbols.create_premul_sum(self.handle, scalar, dtype)
+
+    def destroy_op(self, op: int) -> None:
+        """Gives back a reduction of :meth:`premul_sum`, as soon as the last call that names it has returned.
+
+        Does nothing once the communicator has been ended, which gives all of them back.
+        """
+        try:
+            with self._calls.entered("ncclRedOpDestroy"):
+                self._symbols.destroy_op(self.handle, op)
+        except NcclError:
+            if not self.ended:
+                raise
+
+    def async_error(self) -> NcclError | None:
+        """Returns the error that an operation met after its call returned, ``None`` where none did.
+
+        Does not block. ``None`` once the communicator has been ended.
+        """
+        try:
+            with self._calls.entered("ncclCommGetAsyncError"):
+                return self._async_error()
+        except NcclError:
+            if self.ended:
+                return None
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether the communicator has been aborted or destroyed, or that is under way."""
+        return self._calls.closed
+
+    def abort(self) -> None:
+        """Ends the communicator at once: operations under way stop, and calls that are blocked return.
+
+        Buffers of stopped operations hold anything. Needs no other rank, but theirs go on waiting until they
+        abort, too. A second call does nothing.
+        """
+        if self._calls.close("aborted", self._groups.held(self._calls), _LEAVING_SECONDS):
+            self._abort()
+
+    def destroy(self) -> None:
+        """Ends the communicator after its operations; called by all ranks, and may block until they do.
+
+        A second call does nothing, nor one after :meth:`abort`.
+
+        Raises:
+            NcclError: NCCL refused.
+        """
+        if self._calls.close("destroyed", self._groups.held(self._calls), None):
+            self._destroy()
+
+    def _issue(self, function: str, count: int, arguments: Sequence[int], stream: int) -> None:
+        if not 0 <= count < 1 << 63:
+            raise ValueError(f"{function}: count must be from 0 to 2**63 - 1, but is {count}")
+        self._groups.hold(self._calls, function)
+        self._calls.enter(function)
+        try:
+            self._call(function, arguments, stream)
+        finally:
+            self._calls.leave()
+
+    @abstractmethod
+    def _call(self, function: str, arguments: Sequence[int], stream: int) -> None:
+        """Calls an operation; ``arguments`` are NCCL's without communicator and stream, which come last."""
+
+    @abstractmethod
+    def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:
+        """Carries out :meth:`split`."""
+
+    @abstractmethod
+    def _async_error(self) -> NcclError | None:
+        """Carries out :meth:`async_error`."""
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Carries out :meth:`abort`; called once."""
+
+    @abstractmethod
+    def _destroy(self) -> None:
+        """Carries out :meth:`destroy`; called once."""

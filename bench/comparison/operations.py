@@ -1,0 +1,163 @@
+"""What each measured operation moves: sizes of inputs and outputs, values, and traffic.
+
+The *size* of an operation is that of nccl-tests: the bytes of the whole array. Where the array consists of
+one part for each rank (``all_gather``, ``reduce_scatter``, ``all_to_all``, ``gather``, ``scatter``), a part
+is the size over the number of ranks. The root, where there is one, is rank 0.
+
+``sendrecv`` is a ping-pong between the ranks 2k and 2k+1, all pairs at the same time; half of its time
+counts. An odd rank out is idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from collectives.bench.comparison import patterns
+
+__all__ = [
+    "ADD",
+    "OPERATIONS",
+    "ROOT",
+    "Operation",
+    "bus_factor",
+    "input_values",
+    "partner",
+    "rounded_count",
+    "wanted_values",
+]
+
+ROOT = 0
+"""The rank that sends or receives the whole in operations that have such a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation by its shape.
+
+    Attributes:
+        name: the user function, or what the measurement is called.
+        reduces: whether it computes.
+        in_place: whether one tensor is input and output.
+        parts: whether the array consists of a part for each rank.
+        rooted: whether one rank is special.
+        halved: whether half of the time counts, as of a ping-pong.
+    """
+
+    name: str
+    reduces: bool = False
+    in_place: bool = False
+    parts: bool = False
+    rooted: bool = False
+    halved: bool = False
+
+    def input_count(self, count: int, rank: int, ranks: int) -> int:
+        """Returns the elements of a rank's input, of an array of ``count`` elements."""
+        if self.name in {"all_gather", "gather"}:
+            return count // ranks
+        if self.name == "scatter" and rank != ROOT:
+            return 0
+        return 0 if self.name == "sendrecv" and partner(rank, ranks) is None else count
+
+    def output_count(self, count: int, rank: int, ranks: int) -> int:
+        """Returns the elements of a rank's output, of an array of ``count`` elements."""
+        if self.name in {"reduce_scatter", "scatter"}:
+            return count // ranks
+        if self.name == "gather" and rank != ROOT:
+            return 0
+        return 0 if self.name == "sendrecv" and partner(rank, ranks) is None else count
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", reduces=True, in_place=True),
+        Operation("reduce", reduces=True, in_place=True, rooted=True),
+        Operation("broadcast", in_place=True, rooted=True),
+        Operation("all_gather", parts=True),
+        Operation("reduce_scatter", reduces=True, parts=True),
+        Operation("all_to_all", parts=True),
+        Operation("gather", parts=True, rooted=True),
+        Operation("scatter", parts=True, rooted=True),
+        Operation("sendrecv", halved=True),
+        Operation("barrier"),
+    )
+}
+"""Every measured operation by name."""
+
+ADD = Operation("add_", in_place=True)
+"""What the memory limit does: it communicates nothing."""
+
+
+def partner(rank: int, ranks: int) -> int | None:
+    """Returns whom a rank plays ping-pong with; ``None`` for the odd rank out."""
+    other = rank ^ 1
+    return other if other < ranks else None
+
+
+def rounded_count(operation: Operation, size_bytes: int, item_bytes: int, ranks: int) -> int:
+    """Returns the elements of an array of ``size_bytes``, rounded up to whole parts; 0 for a barrier."""
+    if operation.name == "barrier":
+        return 0
+    count = -(-size_bytes // item_bytes)
+    return -(-count // ranks) * ranks if operation.parts else count
+
+
+def bus_factor(operation: str, ranks: int) -> float | None:
+    """Returns bus bandwidth over algorithm bandwidth, as nccl-tests defines them.
+
+    The least traffic of any link, relative to the size: 2(n-1)/n for an all-reduce of n ranks, (n-1)/n where
+    the array consists of parts, 1 for the others; ``None`` where no data are communicated.
+
+    Raises:
+        ValueError: the operation is not known.
+    """
+    if operation in {"barrier", ADD.name}:
+        return None
+    if operation not in OPERATIONS:
+        raise ValueError(f"no bus factor is known for {operation!r}")
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if OPERATIONS[operation].parts else 1.0
+
+
+def input_values(
+    operation: Operation, redop: str, dtype: torch.dtype, count: int, rank: int, ranks: int
+) -> torch.Tensor:
+    """Returns a rank's input for an array of ``count`` elements."""
+    op = _pattern(operation, redop)
+    return patterns.source(op, dtype, operation.input_count(count, rank, ranks), rank, ranks)
+
+
+def wanted_values(
+    operation: Operation, redop: str, dtype: torch.dtype, count: int, rank: int, ranks: int
+) -> torch.Tensor | None:
+    """Returns what a rank's output must be, computed from the formula of all ranks' inputs.
+
+    ``None`` where an operation says nothing about the rank's tensor: ``reduce`` elsewhere than on the root.
+    """
+    op, part, name = _pattern(operation, redop), count // ranks, operation.name
+    if name == "reduce" and rank != ROOT:
+        return None
+    if name in {"all_reduce", "reduce"}:
+        return patterns.expected(op, dtype, count, ranks)
+    if name == "reduce_scatter":
+        return patterns.expected(op, dtype, part, ranks, rank * part)
+    if operation.output_count(count, rank, ranks) == 0:
+        return torch.empty(0, dtype=dtype)
+    if name == "broadcast":
+        return patterns.source(op, dtype, count, ROOT, ranks)
+    if name == "scatter":
+        return patterns.source(op, dtype, part, ROOT, ranks, rank * part)
+    if name == "sendrecv":
+        return patterns.source(op, dtype, count, rank ^ 1, ranks)
+    if name == ADD.name:
+        return patterns.source(op, dtype, count, rank, ranks)
+    begin = rank * part if name == "all_to_all" else 0
+    return torch.cat([patterns.source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
+
+
+def _pattern(operation: Operation, redop: str) -> str:
+    """Returns the name of the reduction whose formula gives the values."""
+    return redop if operation.reduces else "max"  # many different values

@@ -1,0 +1,188 @@
+"""What the command lines of the programs share: arguments, their converters, progress, errors, the end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from collectives.bench.core.records import BaseReport, write_json
+from collectives.bench.core.sizes import parse_sizes
+from collectives.bench.core.table import header_lines
+from collectives.cli import CommandError
+from collectives.cli.mpi_job import usual_ranks
+
+__all__ = [
+    "add_iterations",
+    "add_json",
+    "add_ranks",
+    "add_team",
+    "at_least",
+    "check_plot",
+    "conclude",
+    "failing_as_command",
+    "parse_counts",
+    "parse_names",
+    "parse_sizes_argument",
+    "show_progress",
+]
+
+_R = TypeVar("_R")
+
+
+# ---- converters ----------------------------------------------------------------------------------------
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns a converter of command-line arguments to whole numbers that are not smaller than ``least``."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, but is {value}")
+        return value
+
+    number.__name__ = "int"  # argparse names it in messages
+    return number
+
+
+def parse_counts(least: int) -> Callable[[str], tuple[int, ...]]:
+    """Returns a converter of command-line arguments to numbers like those of :func:`at_least`, by commas."""
+    number = at_least(least)
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(number(part) for part in text.split(","))
+
+    numbers.__name__ = "int"
+    return numbers
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Returns the names of a command-line argument, separated by commas."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
+
+
+def parse_sizes_argument(text: str) -> tuple[int, ...]:
+    """Returns the sizes of a command-line argument, as :func:`~collectives.bench.core.sizes.parse_sizes`."""
+    try:
+        return tuple(parse_sizes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# ---- arguments -----------------------------------------------------------------------------------------
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--nproc`` for one number of ranks."""
+    parser.add_argument(
+        "--nproc",
+        type=at_least(1),
+        default=usual_ranks(),
+        metavar="N",
+        help="number of ranks (default: 2, or what mpirun started)",
+    )
+
+
+def add_iterations(parser: argparse.ArgumentParser, what: str, warmup: int | None, otherwise: str) -> None:
+    """Adds ``--iters`` and ``--warmup``.
+
+    Args:
+        parser: the program's.
+        what: what is timed, in words.
+        warmup: how many of them come before; ``None`` where the budget decides.
+        otherwise: that number in words.
+    """
+    parser.add_argument(
+        "--iters",
+        type=at_least(1),
+        metavar="N",
+        help=f"{what} (default: 5 to 200, as the budget allows)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=at_least(2),
+        default=warmup,
+        metavar="N",
+        help=f"how many come before, not timed (default: {otherwise})",
+    )
+
+
+def add_team(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--import`` and ``--bind``, which hold for all ranks."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        type=parse_names,
+        default=(),
+        metavar="MODULE,...",
+        help="modules that register further backends",
+    )
+    parser.add_argument(
+        "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+
+
+# ---- running -------------------------------------------------------------------------------------------
+
+
+def check_plot(path: Path | None) -> None:
+    """Checks, before anything is measured, that a plot can be drawn where one is asked for.
+
+    Raises:
+        CommandError: matplotlib is missing.
+    """
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: python -m pip install matplotlib")
+
+
+@contextmanager
+def failing_as_command(*kinds: type[Exception]) -> Iterator[None]:
+    """Context that gives errors of these kinds to the user as a command's, in one line, without a traceback.
+
+    Wipes the line of :func:`show_progress` when it ends.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(str(error)) from error
+    finally:
+        show_progress("")
+
+
+def conclude(
+    report: BaseReport[_R], lines: Iterable[str], right: Callable[[_R], bool], file: Path | None
+) -> int:
+    """Prints a report and, where ``--json`` names a file, writes it there.
+
+    Args:
+        report: what the program found out.
+        lines: its text, to stand below the header.
+        right: whether the results of a record are.
+        file: the file.
+
+    Returns:
+        The command's status: 1 where a record is wrong, or where there is none.
+    """
+    print("\n".join([*header_lines(report), *lines]))
+    if file is not None:
+        write_json(file, report.as_json())
+    return 0 if report.records and all(map(right, report.records)) else 1
+
+
+def show_progress(line: str) -> None:
+    """Shows a line in place of the last where stderr is a terminal, else nothing; an empty one wipes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

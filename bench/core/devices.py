@@ -1,0 +1,200 @@
+"""The devices that measured tensors can be on: what a rank does to be on one, and when a call there is over.
+
+A call on the CPU is over when it returns. One on a CUDA device has been issued then, and is over when the
+device has nothing left to do, which is what the time of a call counts to.
+
+Several ranks can share a GPU. NCCL before 2.30 refuses two ranks of one machine on one device. It takes ranks
+with different NCCL_HOSTID for ranks of different machines, which then talk through sockets; the other
+variables keep it from trying anything else, and its kernels small, so that those of all ranks fit at the same
+time. That shows that peers are right and what their calls cost the host, but not the bandwidth of the device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+
+from collectives.backends.nccl.device import why_no_cuda
+from collectives.bench.core.machine import memory_available_bytes
+
+__all__ = ["DEVICES", "ON_ONE_GPU", "CpuDevice", "CudaDevice", "Device", "shared_gpu_environment"]
+
+ON_ONE_GPU: Final[Mapping[str, str]] = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET_PLUGIN": "none",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+"""Environment of ranks that share a GPU, beside an NCCL_HOSTID of each."""
+
+CONTEXT_BYTES = 1 << 30
+"""GPU memory that a rank needs besides its tensors: the context of CUDA, and the buffers of two peers."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def shared_gpu_environment(rank: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns what to add to the environment of a rank that shares its GPU, before it first calls NCCL.
+
+    Args:
+        rank: the rank.
+        given: its environment; what it says of :data:`ON_ONE_GPU` stays.
+    """
+    return {name: given.get(name, value) for name, value in ON_ONE_GPU.items()} | {
+        "NCCL_HOSTID": f"rank{rank}"
+    }
+
+
+class Device(ABC):
+    """A kind of device, as far as a measurement needs to know it."""
+
+    kind: ClassVar[str]
+    """Type of the device, and where a rank's tensors are made."""
+
+    @abstractmethod
+    def why_unavailable(self) -> str | None:
+        """Returns why there is none here, ``None`` where there is."""
+
+    @abstractmethod
+    def take(self, rank: int, ranks: int) -> None:
+        """Gives this process the device of a rank; before its groups are made.
+
+        Args:
+            rank: the rank that this process is.
+            ranks: number of ranks.
+        """
+
+    @abstractmethod
+    def memory_per_rank_bytes(self, ranks: int) -> int:
+        """Returns the memory that the tensors of each of so many ranks may take."""
+
+    @abstractmethod
+    def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Returns what the report's environment says of the devices, as plain values.
+
+        Args:
+            ranks: numbers of ranks of the runs.
+        """
+
+    @abstractmethod
+    def starting(self, barrier: Callable[[], None]) -> Callable[[], None]:
+        """Returns the barrier that ranks leave with nothing under way on their devices."""
+
+    @abstractmethod
+    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Returns the call with the wait until the device is done with it and all that came before."""
+
+
+class CpuDevice(Device):
+    """The CPU."""
+
+    kind: ClassVar[str] = "cpu"
+
+    def why_unavailable(self) -> str | None:
+        """Returns ``None``."""
+        return None
+
+    def take(self, rank: int, ranks: int) -> None:
+        """Does nothing."""
+
+    def memory_per_rank_bytes(self, ranks: int) -> int:
+        """Returns a share of what the kernel thinks can be had without swapping."""
+        return memory_available_bytes() // ranks
+
+    def describe(self, ranks: Sequence[int]) -> dict[str, Any]:  # noqa: ARG002
+        """Returns nothing: the machine's description has it."""
+        return {}
+
+    def starting(self, barrier: Callable[[], None]) -> Callable[[], None]:
+        """Returns the barrier itself, so that no call takes longer than it must."""
+        return barrier
+
+    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Returns the call itself."""
+        return call
+
+
+class CudaDevice(Device):
+    """The GPUs of this machine: one for each rank where there are enough, else each shared by several."""
+
+    kind: ClassVar[str] = "cuda"
+
+    def why_unavailable(self) -> str | None:
+        """Returns why torch has no CUDA device here."""
+        return why_no_cuda()
+
+    def take(self, rank: int, ranks: int) -> None:
+        """Makes a rank's GPU the current one, and sets :data:`ON_ONE_GPU` where GPUs are shared."""
+        gpus = torch.cuda.device_count()
+        if gpus < ranks:
+            os.environ.update(shared_gpu_environment(rank, os.environ))
+        torch.cuda.set_device(rank % gpus)
+
+    def memory_per_rank_bytes(self, ranks: int) -> int:
+        """Returns the smallest share of a GPU's free memory, without what is no tensor's."""
+        gpus = torch.cuda.device_count()
+        sharing = Counter(rank % gpus for rank in range(ranks))
+        shares = (torch.cuda.mem_get_info(gpu)[0] // number for gpu, number in sharing.items())
+        return max(0, min(shares) - CONTEXT_BYTES)
+
+    def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Returns names of GPUs and driver, and the runs that share GPUs with the environment of those."""
+        gpus = torch.cuda.device_count()
+        shared = [number for number in ranks if number > gpus]
+        described: dict[str, Any] = {
+            "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(min(gpus, max(ranks)))],
+            "gpu_driver": _driver_version(),
+            "cuda": torch.version.cuda,
+        }
+        if shared:
+            described["gpus_shared_by_ranks"] = shared
+            described["gpus_shared_environment"] = shared_gpu_environment(0, os.environ) | {
+                "NCCL_HOSTID": "rank<rank>"
+            }
+        return described
+
+    def starting(self, barrier: Callable[[], None]) -> Callable[[], None]:
+        """Returns the barrier behind a wait for the device."""
+
+        def start() -> None:
+            torch.cuda.synchronize()
+            barrier()
+
+        return start
+
+    def completing(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Returns the call before a wait for the device, which sees all streams."""
+
+        def complete() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        return complete
+
+
+def _driver_version() -> str:
+    """Returns the version of NVIDIA's kernel module, as it says itself."""
+    try:
+        said = _DRIVER.read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", said)
+    return version[1] if version else "unknown"
+
+
+DEVICES: Final[Mapping[str, Device]] = {device.kind: device for device in (CpuDevice(), CudaDevice())}
+"""The devices by name."""

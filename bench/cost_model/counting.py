@@ -1,0 +1,86 @@
+"""A group around a group that counts what a rank must send."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives.core.capabilities import Capabilities
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions, BroadcastOptions
+from collectives.core.work import Work
+
+__all__ = ["CountingGroup"]
+
+
+class CountingGroup(ProcessGroup):
+    """Runs the operations of another group, and adds up the bytes that a rank sends in them at least.
+
+    Of n ranks and a tensor of S bytes on each: an all-reduce sends ``2 (n - 1) / n S`` (Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009), an all-gather and a
+    broadcast ``(n - 1) S`` in all, which for an all-gather is each rank's part.
+
+    Attributes:
+        sent_bytes: that sum; may be set.
+
+    Args:
+        inner: the group; ended by its owner.
+    """
+
+    def __init__(self, inner: ProcessGroup) -> None:
+        super().__init__(
+            inner.rank(),
+            inner.size(),
+            timeout=inner.timeout,
+            store=inner.get_group_store(),
+            group_name=inner.group_name,
+            group_desc=inner.group_desc,
+        )
+        self._inner = inner
+        self.sent_bytes = 0.0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner group can do."""
+        return self._inner.capabilities
+
+    def name(self) -> str:
+        """Returns the inner group's backend."""
+        return self._inner.name()
+
+    def _count(self, tensor: torch.Tensor, factor: float) -> None:
+        self.sent_bytes += tensor.numel() * tensor.element_size() * factor
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        self._count(tensor, 2 * (self._size - 1) / self._size)
+        return self._inner.allreduce([tensor], opts)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        self._count(tensor, self._size - 1)
+        return self._inner.all_gather_single(output, tensor, opts)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        self._count(tensor, self._size - 1)
+        return self._inner.allgather([outputs], [tensor], opts)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        self._count(tensor, self._size - 1 if opts.rootRank == self._rank else 0)
+        return self._inner.broadcast([tensor], opts)
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        self._count(tensor, 1)
+        return self._inner.send([tensor], dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        if src is None:
+            return self._inner.recv_anysource([tensor], tag)
+        return self._inner.recv([tensor], src, tag)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        return self._inner.barrier(opts)
+
+    def abort(self) -> None:
+        """Breaks the inner group."""
+        self._inner.abort()
+
+    def shutdown(self) -> None:
+        """Does nothing: the inner group is its owner's."""

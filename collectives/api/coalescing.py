@@ -1,0 +1,187 @@
+"""Several collectives issued as one.
+
+Inside :func:`_coalescing_manager`, calls of ``all_reduce``, ``all_gather_single`` and
+``reduce_scatter_single`` by the same thread on the same group are kept back; at its end each run of calls of
+one kind is issued by one call of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from collectives.api.world import default_group, is_member
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+)
+from collectives.core.work import Work
+
+__all__ = ["_CoalescingManager", "_coalescing_manager"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call kept back: what it does, and its tensors in the order of the group's method."""
+
+    kind: str
+    op: ReduceOp | None
+    tensors: tuple[torch.Tensor, ...]
+
+
+pending: dict[tuple[int, ProcessGroup], list[_Call]] = {}
+"""Calls kept back, by thread and group; empty outside of every manager."""
+
+
+class _CoalescingManager:
+    """What ``with _coalescing_manager(...) as cm`` gives; ``cm.wait()`` waits for all calls."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def append(self, work: Work | None = None) -> None:
+        """Adds an operation to wait for."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Blocks until all operations are done; raises the first error after all have ended."""
+        first: Exception | None = None
+        for work in self.works:
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class KeptBackWork(Work):
+    """What an asynchronous call returns inside the manager: nothing runs yet, so every use is an error."""
+
+    def _refuse(self) -> Any:
+        raise RuntimeError("this call is part of _coalescing_manager; wait on the manager, after its end")
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Raises :class:`RuntimeError`."""
+        return bool(self._refuse())
+
+    def is_completed(self) -> bool:
+        """Raises :class:`RuntimeError`."""
+        return bool(self._refuse())
+
+    def exception(self) -> BaseException | None:
+        """Raises :class:`RuntimeError`."""
+        self._refuse()
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Raises :class:`RuntimeError`."""
+        return list(self._refuse())
+
+    def get_future(self) -> Any:
+        """Raises :class:`RuntimeError`."""
+        return self._refuse()
+
+
+def keep_back(group: ProcessGroup, kind: str, op: ReduceOp | None, *tensors: torch.Tensor) -> bool:
+    """Returns whether the caller is inside a manager of this group; the call is then kept."""
+    calls = pending.get((threading.get_ident(), group))
+    if calls is None:
+        return False
+    calls.append(_Call(kind, op, tensors))
+    return True
+
+
+def forget_coalescing(group: ProcessGroup) -> None:
+    """Forgets calls kept back on a group that ends."""
+    for key in [key for key in pending if key[1] is group]:
+        del pending[key]
+
+
+@contextlib.contextmanager
+def _coalescing_manager(
+    group: ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+) -> Generator[_CoalescingManager]:
+    """Issues the collectives called inside as few calls of the group; outputs are complete after it.
+
+    Covers ``all_reduce``, ``all_gather_single`` and ``reduce_scatter_single`` and their other names; every
+    other function runs at once. All ranks make the same calls. Where the body raises, none of them is issued.
+
+    Args:
+        group: the group; ``None`` for the default group.
+        device: device of the tensors; checked against the group.
+        async_ops: ``False`` blocks at the end until all are done; ``True`` leaves that to ``cm.wait()``.
+
+    Raises:
+        ValueError: a manager of this group is open in this thread, or the group does not serve ``device``.
+    """
+    if not is_member(group):
+        yield _CoalescingManager()  # the calls inside warn
+        return
+    target = default_group() if group is None else group
+    if device is not None and torch.device(device).type not in target.capabilities.devices:
+        raise ValueError(
+            f"[rank {target.rank()}] _coalescing_manager: {target.describe()} does not take tensors on "
+            f"{device}, only on "
+            f"{', '.join(sorted(target.capabilities.devices))}"
+        )
+    key = (threading.get_ident(), target)
+    if key in pending:
+        raise ValueError(
+            f"[rank {target.rank()}] _coalescing_manager of {target.describe()} is open in this thread "
+            "already"
+        )
+    calls = pending[key] = []
+    manager = _CoalescingManager()
+    try:
+        yield manager
+    finally:
+        pending.pop(key, None)
+    for first, run in _runs(calls):
+        manager.append(_issue(target, first, run, async_ops))
+    if not async_ops:
+        manager.wait()
+
+
+def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
+    """Returns runs of calls of one kind and reduction; the order of all calls is kept."""
+    runs: list[tuple[_Call, list[_Call]]] = []
+    for call in calls:
+        if runs and (runs[-1][0].kind, runs[-1][0].op) == (call.kind, call.op):
+            runs[-1][1].append(call)
+        else:
+            runs.append((call, [call]))
+    return runs
+
+
+def _issue(group: ProcessGroup, first: _Call, run: list[_Call], async_ops: bool) -> Work:
+    issue: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: group.allreduce_coalesced(
+            [call.tensors[0] for call in run], _reducing(AllreduceCoalescedOptions, first, async_ops)
+        ),
+        "all_gather_single": lambda: group.all_gather_single_coalesced(
+            [call.tensors[0] for call in run],
+            [call.tensors[1] for call in run],
+            AllgatherOptions(asyncOp=async_ops),
+        ),
+        "reduce_scatter_single": lambda: group.reduce_scatter_single_coalesced(
+            [call.tensors[0] for call in run],
+            [call.tensors[1] for call in run],
+            _reducing(ReduceScatterOptions, first, async_ops),
+        ),
+    }
+    return issue[first.kind]()
+
+
+def _reducing(record: Any, call: _Call, async_ops: bool) -> Any:
+    return record(asyncOp=async_ops, reduceOp=call.op)

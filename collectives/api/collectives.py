@@ -1,0 +1,511 @@
+"""Collectives on tensors, with the names and meanings of ``torch.distributed``.
+
+What holds for all of them: every rank of the group calls the same functions in the same order with the same
+arguments, apart from its tensors. Ranks in arguments (``src``, ``dst``) are ranks of the default group;
+``group_src`` and ``group_dst`` count within the group. ``group=None`` is the default group. With
+``async_op=False`` the call blocks until the outputs are complete and returns ``None``; with ``async_op=True``
+it returns a :class:`Work`, and the tensors must not be touched until that is done. On a rank that is not in
+the group, a call warns, does nothing and returns ``None``. Only data moves: no function takes part in
+autograd.
+
+Wrong arguments raise :class:`ValueError`, :class:`TypeError` or :class:`UnsupportedOperationError` before
+anything is sent; what goes wrong later raises the classes of :mod:`collectives.errors` from the call, or from
+``Work.wait()``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from collectives.api.coalescing import KeptBackWork, keep_back, pending
+from collectives.api.world import group_rank, member_group, root_rank
+from collectives.core.arguments.validation import check_list, fail, seconds
+from collectives.core.opcodes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.core.work import Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces a tensor over all ranks, in place; afterwards it is bitwise the same on every rank.
+
+    Args:
+        tensor: same shape and data type on every rank; input and output. Complex ones take SUM, AVG and
+            PREMUL_SUM.
+        op: the reduction.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "all_reduce")
+    if target is None:
+        return None
+    op = _reduction(target, "all_reduce", op)
+    if pending and keep_back(target, "all_reduce", op, tensor):
+        return KeptBackWork() if async_op else None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(ALL_REDUCE, tensor, None, op.code):
+        return _answer(work)
+    return _finish(target.allreduce(tensor, AllreduceOptions(None, async_op, op)), async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Copies one rank's tensor to all ranks, in place.
+
+    Args:
+        tensor: same number of elements and data type on every rank; input on the source, output elsewhere.
+        src: the source, a rank of the default group.
+        group: the group.
+        async_op: whether to return before the operation is done.
+        group_src: the source, counted within the group; instead of ``src``.
+    """
+    target = member_group(group, "broadcast")
+    if target is None:
+        return None
+    root = group_rank(target, "broadcast", src, group_src, "src")
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(BROADCAST, tensor, None, 0, root):
+        return _answer(work)
+    work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
+    return _finish(work, async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Reduces a tensor over all ranks to one rank, in place there; the other ranks' tensors are unchanged.
+
+    Args:
+        tensor: same shape and data type on every rank.
+        dst: rank of the default group that gets the result.
+        op: the reduction.
+        group: the group.
+        async_op: whether to return before the operation is done.
+        group_dst: the rank that gets the result, counted within the group; instead of ``dst``.
+    """
+    target = member_group(group, "reduce")
+    if target is None:
+        return None
+    root = group_rank(target, "reduce", dst, group_dst, "dst")
+    op = _reduction(target, "reduce", op)
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(REDUCE, tensor, None, op.code, root):
+        return _answer(work)
+    work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
+    return _finish(work, async_op)
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gathers every rank's tensor on all ranks; tensors of different ranks may differ in size.
+
+    Args:
+        tensor_list: one tensor for each rank, of the size of that rank's ``tensor``; output.
+        tensor: this rank's tensor.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "all_gather")
+    if target is None:
+        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(ALL_GATHER, tensor_list, tensor, 0, 0, True):
+        return _answer(work)
+    # Inside a list of one, so that a list for a group of size 1 is not taken for a tensor list "per device".
+    outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
+    work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
+    return _finish(work, async_op)
+
+
+def all_gather_single(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gathers every rank's tensor into one, in rank order; all of equal size.
+
+    Args:
+        output_tensor: ``world size`` times the elements of ``input_tensor``: a concatenation along dimension
+            0, or a stack. May contain ``input_tensor`` as its own part.
+        input_tensor: this rank's tensor.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "all_gather_single")
+    if target is None:
+        return None
+    if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
+        return KeptBackWork() if async_op else None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(ALL_GATHER, output_tensor, input_tensor):
+        return _answer(work)
+    work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
+    return _finish(work, async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gathers every rank's tensor on one rank; all of equal size.
+
+    Args:
+        tensor: this rank's tensor.
+        gather_list: on the destination, one tensor for each rank; output. ``None`` elsewhere.
+        dst: rank of the default group that gathers; without both, rank 0 of the default group.
+        group: the group.
+        async_op: whether to return before the operation is done.
+        group_dst: the rank that gathers, counted within the group; instead of ``dst``.
+    """
+    target = member_group(group, "gather")
+    if target is None:
+        return None
+    root = root_rank(target, "gather", dst, group_dst, "dst")
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(GATHER, gather_list, tensor, 0, root, True):
+        return _answer(work)
+    outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
+    work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
+    return _finish(work, async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Gives each rank one tensor of a list that one rank has; all of equal size.
+
+    Args:
+        tensor: this rank's tensor; output.
+        scatter_list: on the source, one tensor for each rank. ``None`` elsewhere.
+        src: rank of the default group that has the list; without both, rank 0 of the default group.
+        group: the group.
+        async_op: whether to return before the operation is done.
+        group_src: the rank that has the list, counted within the group; instead of ``src``.
+    """
+    target = member_group(group, "scatter")
+    if target is None:
+        return None
+    root = root_rank(target, "scatter", src, group_src, "src")
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(SCATTER, tensor, scatter_list, 0, root, True):
+        return _answer(work)
+    inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
+    work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
+    return _finish(work, async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces a list of tensors over all ranks; each rank gets the result of its own entry.
+
+    Args:
+        output: of the size of this rank's entry; output.
+        input_list: one tensor for each rank.
+        op: the reduction.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "reduce_scatter")
+    if target is None:
+        return None
+    op = _reduction(target, "reduce_scatter", op)
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(REDUCE_SCATTER, output, input_list, op.code, 0, True):
+        return _answer(work)
+    inputs = check_list(target, "reduce_scatter", input_list, "input_list")
+    work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
+    return _finish(work, async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces a tensor over all ranks; each rank gets one of its equal parts.
+
+    Args:
+        output: this rank's part; output, and may be that part of ``input``.
+        input: ``world size`` times the elements of ``output``: a concatenation along dimension 0, or a stack.
+        op: the reduction.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "reduce_scatter_single")
+    if target is None:
+        return None
+    op = _reduction(target, "reduce_scatter_single", op)
+    if pending and keep_back(target, "reduce_scatter_single", op, output, input):
+        return KeptBackWork() if async_op else None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(REDUCE_SCATTER, output, input, op.code):
+        return _answer(work)
+    work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
+    return _finish(work, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Splits a tensor along dimension 0, sends part r to rank r, and concatenates what the ranks send here.
+
+    Args:
+        output: the parts received, in rank order; output.
+        input: the parts sent, in rank order.
+        output_split_sizes: rows of each part received; ``None`` for equal parts.
+        input_split_sizes: rows of each part sent; ``None`` for equal parts.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "all_to_all_single")
+    if target is None:
+        return None
+    even = not (output_split_sizes or input_split_sizes)
+    attempt = target.plain_launch if async_op else target.plain
+    if even and (work := attempt(ALL_TO_ALL, output, input)):
+        return _answer(work)
+    options = AllToAllOptions(None, async_op)
+    work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
+    return _finish(work, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Sends one tensor to each rank and receives one from each.
+
+    Args:
+        output_tensor_list: one tensor for each rank, of the size of what that rank sends here; output.
+        input_tensor_list: one tensor for each rank; may differ in size.
+        group: the group.
+        async_op: whether to return before the operation is done.
+    """
+    target = member_group(group, "all_to_all")
+    if target is None:
+        return None
+    attempt = target.plain_launch if async_op else target.plain
+    if work := attempt(ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
+        return _answer(work)
+    work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
+    return _finish(work, async_op)
+
+
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Blocks until every rank of the group has called it; with ``async_op=True``, the Work does.
+
+    Args:
+        group: the group.
+        async_op: whether to return before the operation is done.
+        device_ids: number of the accelerator's device to use, as a list of one.
+        timeout: time limit; ``None`` takes the group's.
+    """
+    target = member_group(group, "barrier")
+    if target is None:
+        return None
+    usual = timeout is None and device_ids is None
+    attempt = target.plain_launch if async_op else target.plain
+    if usual and (work := attempt(BARRIER)):
+        return _answer(work)
+    _check_timeout(target, "barrier", timeout)
+    options = BarrierOptions(timeout, async_op)
+    if device_ids is not None:
+        if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
+            fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)
+        accelerator = torch.accelerator.current_accelerator()
+        options.device_ids = device_ids
+        options.device = torch.device(accelerator.type if accelerator else "cpu", device_ids[0])
+    return _finish(target.barrier(options), async_op)
+
+
+def monitored_barrier(
+    group: ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Barrier that names the ranks which did not come; blocks. For every backend.
+
+    Rank 0 of the group waits for all others and tells them the outcome, so that all fail when one is missing.
+
+    Args:
+        group: the group.
+        timeout: time limit; ``None`` takes the group's.
+        wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time.
+    """
+    target = member_group(group, "monitored_barrier")
+    if target is None:
+        return
+    if isinstance(timeout, (int, float)):
+        warnings.warn(f"timeout is {timeout!r}, taken as seconds; give a datetime.timedelta", stacklevel=2)
+        timeout = timedelta(seconds=timeout)
+    _check_timeout(target, "monitored_barrier", timeout)
+    target.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _check_timeout(group: ProcessGroup, operation: str, timeout: timedelta | None) -> None:
+    if timeout is not None:
+        try:
+            seconds(timeout)
+        except (TypeError, ValueError) as error:
+            fail(group, operation, str(error), type(error))
+
+
+def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
+    """Returns a reduction of ours for one of ours or of ``torch.distributed``."""
+    if op.__class__ is ReduceOp:
+        return op
+    try:
+        return ReduceOp.of(op)
+    except TypeError as error:
+        fail(group, operation, str(error), TypeError)
+
+
+def _answer(work: Work | Literal[True]) -> Work | None:
+    return None if work is True else work
+
+
+def _finish(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _list_at_root(
+    group: ProcessGroup, operation: str, root: int, tensors: Any, name: str
+) -> list[list[torch.Tensor]] | None:
+    """Returns a list that only the root gives, as a list of one list."""
+    # Not by the truth of what is given, which may be a tensor by mistake.
+    absent = tensors is None or (isinstance(tensors, (list, tuple)) and not tensors)
+    if group.rank() != root:
+        if not absent:
+            fail(
+                group, operation, f"{name} is for the root, rank {root} of the group; give None on this rank"
+            )
+        return None
+    if absent:
+        fail(
+            group,
+            operation,
+            f"this rank is the root and must give {name}, a tensor for each of {group.size()} ranks",
+        )
+    return [check_list(group, operation, tensors, name)]
+
+
+# ---- older names -------------------------------------------------------------------------------------------
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Other name of :func:`all_gather_single`."""
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Other name of :func:`reduce_scatter_single`."""
+    return reduce_scatter_single(output, input, op, group, async_op)

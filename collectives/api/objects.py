@@ -1,0 +1,339 @@
+"""Collectives on picklable objects.
+
+An object travels as bytes: first the sizes, then the bytes themselves, in tensors of int64 and uint8 on the
+group's device. All of them block. An object that cannot be pickled raises on its rank before anything is
+sent; the other ranks wait for that rank until their time limit.
+
+Objects are unpickled on receipt, which runs code that the sender chose: use them between trusted ranks only.
+The cost of pickling is the sender's, that of unpickling N objects the receiver's; ranks that wait meanwhile
+need a time limit that allows for it. Tensors inside objects are copied through pickle, and those of an
+accelerator come out on the device number they had: send tensors by the collectives on tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from collectives.api.p2p import P2POp, batch_isend_irecv, irecv, isend, not_self
+from collectives.api.world import group_rank, member_group, root_rank, world_rank
+from collectives.core.arguments.validation import fail
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+
+def _device(group: ProcessGroup, device: torch.device | str | None = None) -> torch.device:
+    """Returns where the bytes travel: the CPU where the group takes it, else the group's current device."""
+    if device is not None:
+        return torch.device(device)
+    kinds = group.capabilities.devices
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    kind = min(kinds)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == kind:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device(kind)
+
+
+def _pack(objects: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bytes of all objects one after another, and the size of each."""
+    parts = [pickle.dumps(obj) for obj in objects]
+    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    data = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if parts else _bytes(0, "cpu")
+    return data.to(device), sizes.to(device)
+
+
+def _unpack(data: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+    view = memoryview(data.cpu().numpy().data)
+    objects, begin = [], 0
+    for size in sizes:
+        objects.append(pickle.loads(view[begin : begin + size]))
+        begin += size
+    return objects
+
+
+def _bytes(count: int, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def _gather_sizes(group: ProcessGroup, size: torch.Tensor) -> list[int]:
+    """Returns the size of every rank's object."""
+    sizes = torch.empty(group.size(), dtype=torch.int64, device=size.device)
+    group.all_gather_single(sizes, size, AllgatherOptions(None, False)).wait()
+    return [int(n) for n in sizes.tolist()]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    """Gathers every rank's object on all ranks.
+
+    Args:
+        object_list: a list of one entry for each rank, filled in place; left alone on ranks that are not in
+            the group.
+        obj: this rank's object; unpickled on other ranks, so trust them.
+        group: the group.
+    """
+    target = member_group(group, "all_gather_object")
+    if target is None:
+        return
+    _check_length(target, "all_gather_object", object_list, "object_list")
+    data, size = _pack([obj], _device(target))
+    sizes = _gather_sizes(target, size)
+    whole, parts = _parts(target, sizes, data.device)
+    own = data if target.capabilities.uneven else _padded(data, max(sizes))
+    target.allgather([parts], own, AllgatherOptions(None, False)).wait()
+    object_list[:] = _unpack_parts(whole, parts, sizes)
+
+
+def _parts(
+    group: ProcessGroup, sizes: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns one buffer and a part of it for each rank; of one size where the group asks for that."""
+    counts = list(sizes) if group.capabilities.uneven else [max(sizes)] * len(sizes)
+    whole = _bytes(sum(counts), device)
+    return whole, list(torch.split(whole, counts))
+
+
+def _unpack_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Any]:
+    host = torch.split(whole.cpu(), [part.numel() for part in parts])
+    return [_unpack(part, [size])[0] for part, size in zip(host, sizes, strict=True)]
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
+    padded[: data.numel()] = data
+    return padded
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Gathers every rank's object on one rank.
+
+    Args:
+        obj: this rank's object; unpickled on the destination, which must trust it.
+        object_gather_list: on the destination, a list of one entry for each rank, filled in place; ``None``
+            elsewhere.
+        dst: rank of the default group that gathers; without both, rank 0 of the default group.
+        group: the group.
+        group_dst: the rank that gathers, counted within the group; instead of ``dst``.
+    """
+    target = member_group(group, "gather_object")
+    if target is None:
+        return
+    root = root_rank(target, "gather_object", dst, group_dst, "dst")
+    at_root = target.rank() == root
+    if at_root:
+        _check_length(target, "gather_object", object_gather_list, "object_gather_list")
+    elif object_gather_list:
+        fail(
+            target,
+            "gather_object",
+            f"object_gather_list is for the root, rank {root}; give None on this rank",
+        )
+    data, size = _pack([obj], _device(target))
+    sizes = _gather_sizes(target, size)
+    own = _padded(data, max(sizes))
+    whole = _bytes(own.numel() * target.size(), data.device) if at_root else None
+    parts = None if whole is None else list(whole.view(target.size(), -1).unbind(0))
+    target.gather(None if parts is None else [parts], own, GatherOptions(None, False, root)).wait()
+    if whole is not None and parts is not None and object_gather_list is not None:
+        object_gather_list[:] = _unpack_parts(whole, parts, sizes)
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Copies one rank's objects to all ranks.
+
+    Args:
+        object_list: objects on the source; a list of equal length elsewhere, filled in place. Trust the
+            source.
+        src: the source, a rank of the default group; without both, rank 0 of the default group.
+        group: the group.
+        device: where the bytes travel; ``None`` for the CPU where the group takes it.
+        group_src: the source, counted within the group; instead of ``src``.
+    """
+    target = member_group(group, "broadcast_object_list")
+    if target is None:
+        return
+    what = "broadcast_object_list"
+    root = root_rank(target, what, src, group_src, "src")
+    _check_list(target, what, object_list, "object_list")
+    place = _device(target, device)
+    if target.rank() == root:
+        data, sizes = _pack(object_list, place)
+        _broadcast(target, sizes, root)
+        _broadcast(target, data, root)
+        return
+    sizes = torch.empty(len(object_list), dtype=torch.int64, device=place)
+    _broadcast(target, sizes, root)
+    counts = sizes.tolist()
+    data = _bytes(sum(counts), place)
+    _broadcast(target, data, root)
+    object_list[:] = _unpack(data, counts)
+
+
+def _broadcast(group: ProcessGroup, tensor: torch.Tensor, root: int) -> None:
+    group.broadcast(tensor, BroadcastOptions(None, False, root)).wait()
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Gives each rank one object of a list that one rank has.
+
+    Args:
+        scatter_object_output_list: a list of at least one entry, of which the first gets this rank's object.
+        scatter_object_input_list: on the source, one object for each rank; not looked at elsewhere. Trust the
+            source.
+        src: the source, a rank of the default group; without both, rank 0 of the default group.
+        group: the group.
+        group_src: the source, counted within the group; instead of ``src``.
+    """
+    target = member_group(group, "scatter_object_list")
+    if target is None:
+        return
+    what = "scatter_object_list"
+    root = root_rank(target, what, src, group_src, "src")
+    _check_list(target, what, scatter_object_output_list, "scatter_object_output_list")
+    if not scatter_object_output_list:
+        fail(target, what, "scatter_object_output_list must have room for one object, but is empty")
+    place = _device(target)
+    at_root = target.rank() == root
+    rows: list[torch.Tensor] | None = None
+    sizes = torch.zeros(target.size(), dtype=torch.int64, device=place)
+    if at_root:
+        objects = _check_length(target, what, scatter_object_input_list, "scatter_object_input_list")
+        parts = [_pack([obj], place) for obj in objects]
+        sizes = torch.cat([size for _, size in parts])
+        rows = [_padded(data, int(sizes.max())) for data, _ in parts]
+    _broadcast(target, sizes, root)
+    counts = sizes.tolist()
+    own = _bytes(max(counts), place)
+    target.scatter(own, None if rows is None else [rows], ScatterOptions(None, False, root)).wait()
+    scatter_object_output_list[0] = _unpack(own, [counts[target.rank()]])[0]
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Sends objects to a rank, which calls :func:`recv_object_list` with a list of equal length.
+
+    Args:
+        object_list: the objects; unpickled by the receiver, which must trust this rank.
+        dst: the receiver, a rank of the default group; not this rank.
+        group: the group.
+        device: where the bytes travel; ``None`` for the CPU where the group takes it.
+        group_dst: the receiver, counted within the group; instead of ``dst``.
+        use_batch: send by ``batch_isend_irecv``, for backends whose plain sends make connections of their
+            own.
+    """
+    target = member_group(group, "send_object_list")
+    if target is None:
+        return
+    peer = group_rank(target, "send_object_list", dst, group_dst, "dst")
+    not_self(target, "send_object_list", peer, "destination", "a copy")
+    _check_list(target, "send_object_list", object_list, "object_list")
+    data, sizes = _pack(object_list, _device(target, device))
+    for tensor in (sizes, data):
+        _message(isend, target, tensor, peer, use_batch)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receives the objects of one :func:`send_object_list`.
+
+    Args:
+        object_list: a list of the sender's length, filled in place. Trust the sender.
+        src: the sender, a rank of the default group; not this rank. Without both, any rank.
+        group: the group.
+        device: where the bytes travel; ``None`` for the CPU where the group takes it.
+        group_src: the sender, counted within the group; instead of ``src``.
+        use_batch: as the sender has it.
+
+    Returns:
+        The sender as a rank of the default group, or of ``group`` where ``init_process_group`` and
+        ``new_group`` did not make that; -1 on a rank that is not in the group.
+    """
+    target = member_group(group, "recv_object_list")
+    if target is None:
+        return -1
+    what = "recv_object_list"
+    _check_list(target, what, object_list, "object_list")
+    place = _device(target, device)
+    sizes = torch.empty(len(object_list), dtype=torch.int64, device=place)
+    if src is None and group_src is None:
+        work = target.recv_anysource(sizes)
+        work.wait()
+        peer = work.source_rank()
+    else:
+        peer = group_rank(target, what, src, group_src, "src")
+        not_self(target, what, peer, "source", "a copy")
+        _message(irecv, target, sizes, peer, use_batch)
+    counts = sizes.tolist()
+    data = _bytes(sum(counts), place)
+    _message(irecv, target, data, peer, use_batch)
+    object_list[:] = _unpack(data, counts)
+    return world_rank(target, peer)
+
+
+def _message(op: Any, group: ProcessGroup, tensor: torch.Tensor, peer: int, use_batch: bool) -> None:
+    """Sends or receives one tensor and waits."""
+    if use_batch:
+        for work in batch_isend_irecv([P2POp(op, tensor, group=group, group_peer=peer)]):
+            work.wait()
+    else:
+        (group.send if op is isend else group.recv)(tensor, peer).wait()
+
+
+def _check_list(group: ProcessGroup, operation: str, objects: Any, name: str) -> list[Any]:
+    if not isinstance(objects, list):
+        fail(group, operation, f"{name} must be a list, but is of type {type(objects).__name__}", TypeError)
+    return objects
+
+
+def _check_length(group: ProcessGroup, operation: str, objects: Any, name: str) -> list[Any]:
+    checked = _check_list(group, operation, objects, name)
+    if len(checked) != group.size():
+        fail(
+            group,
+            operation,
+            f"{name} must have one entry for each of {group.size()} ranks, but has {len(checked)}",
+        )
+    return checked

@@ -1,0 +1,401 @@
+"""The world: the default group, all groups made in it, and which rank is which in each of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from collectives.core.process_group import ProcessGroup
+from collectives.errors import GroupAbortedError
+from collectives.forks import left_to_parent
+
+if TYPE_CHECKING:
+    import torch
+
+    from collectives.registry.names import BackendConfig
+
+__all__ = [
+    "GroupMember",
+    "Record",
+    "World",
+    "get_backend",
+    "get_backend_config",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "is_available",
+    "is_initialized",
+    "is_torchelastic_launched",
+]
+
+NON_GROUP_MEMBER: Any = -100
+"""What makers of groups return to ranks that are not in the group; ``GroupMember.NON_GROUP_MEMBER``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the world knows of a group that this process is a member of.
+
+    Attributes:
+        name: name, equal on all members and unique in the world.
+        config: backend for each device type.
+        ranks: ranks of the members in the default group, by group rank.
+        index: group rank of each member, by rank in the default group.
+    """
+
+    name: str
+    config: BackendConfig
+    ranks: tuple[int, ...]
+    index: dict[int, int]
+
+
+class World:
+    """The state of one process; there is one instance, :data:`world`.
+
+    Attributes:
+        default: the default group, ``None`` before ``init_process_group`` and after
+            ``destroy_process_group``.
+        records: all groups of this process, in order of creation.
+        types: their classes.
+        base: the store that all ranks reach.
+        store: the world's own part of it.
+        created: number of groups made with all ranks, the default group included, whether this process is a
+            member or not.
+        local_turns: number of groups made with members only, under a key that the members share.
+        device: device that this process is bound to.
+        owns_store: whether the store was made here, for an address, and not given by the user.
+        pid: process that made the world; a forked child must not end the groups of its parent.
+        lock: held while groups are made or ended.
+    """
+
+    __slots__ = (
+        "base",
+        "created",
+        "default",
+        "device",
+        "local_turns",
+        "lock",
+        "owns_store",
+        "pid",
+        "records",
+        "store",
+        "types",
+    )
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; ends no group."""
+        self.default: ProcessGroup | None = None
+        self.records: dict[ProcessGroup, Record] = {}
+        self.types: set[type] = set()
+        self.base: Any = None
+        self.store: Any = None
+        self.created = 0
+        self.local_turns: dict[str, int] = {}
+        self.device: torch.device | None = None
+        self.owns_store = False
+        self.pid = os.getpid()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a child that was forked after the world was made, which has no part in it."""
+        return self.pid != os.getpid()
+
+    def refuse_in_child(self, function: str) -> None:
+        """Raises :class:`~collectives.errors.GroupAbortedError` in such a child."""
+        if self.default is not None and self.inherited:
+            raise GroupAbortedError(
+                f"[rank {self.default.rank()}] {function}: {left_to_parent('the default group')}, after "
+                "destroy_process_group(), which ends nothing of the parent's"
+            )
+
+
+world = World()
+"""The state of this process."""
+
+
+class _WorldMeta(type):
+    """Gives ``GroupMember.WORLD`` the value that it has now."""
+
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group; ``None`` where there is none."""
+        return world.default
+
+
+class GroupMember(metaclass=_WorldMeta):
+    """Special groups: ``WORLD``, the default group, and ``NON_GROUP_MEMBER``, for ranks outside a group.
+
+    Collectives on ``NON_GROUP_MEMBER`` warn and do nothing.
+    """
+
+    NON_GROUP_MEMBER: ClassVar[Any] = NON_GROUP_MEMBER
+
+
+class group(metaclass=_WorldMeta):  # noqa: N801 - the name of torch.distributed
+    """Older name of :class:`GroupMember`; holds ``WORLD`` only."""
+
+
+def default_group() -> ProcessGroup:
+    """Returns the default group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    default = world.default
+    if default is None:
+        raise ValueError("there is no default process group; call init_process_group first")
+    return default
+
+
+def is_member(group: Any) -> bool:
+    """Returns whether ``group`` is a group of this process, or ``None``; ``False`` for ``NON_GROUP_MEMBER``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if group is None or type(group) in world.types:  # isinstance of an abstract class takes 0.1 us and more
+        return True
+    if isinstance(group, ProcessGroup):
+        return True
+    if isinstance(group, int) and group == NON_GROUP_MEMBER:
+        return False
+    raise TypeError(
+        f"[rank {_own_rank()}] group must be a collectives.ProcessGroup, but is {group!r} of type "
+        f"{type(group).__module__}.{type(group).__qualname__}"
+    )
+
+
+def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:
+    """Returns the group to use, the default one for ``None``; ``None``, after a warning, on a non-member.
+
+    For functions that the user calls directly: the warning points at their caller.
+    """
+    if group is None:
+        return world.default or default_group()
+    if is_member(group):
+        return group
+    warnings.warn(
+        f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given group",
+        stacklevel=3,
+    )
+    return None
+
+
+def _own_rank() -> int:
+    return -1 if world.default is None else world.default.rank()
+
+
+def record_of(group: ProcessGroup) -> Record:
+    """Returns the record of a group.
+
+    Raises:
+        ValueError: it was not made by this world.
+    """
+    record = world.records.get(group)
+    if record is None:
+        raise ValueError(
+            f"[rank {_own_rank()}] {group!r} is not registered here: it was destroyed, or made without "
+            "init_process_group "
+            "and new_group; name its ranks by group_src and group_dst"
+        )
+    return record
+
+
+def group_rank(
+    group: ProcessGroup, operation: str, global_rank: int | None, own_rank: int | None, name: str
+) -> int:
+    """Returns the group rank that a user gave as a global rank or as a group rank.
+
+    Args:
+        group: the group.
+        operation: name of the user function, for messages.
+        global_rank: the rank in the default group.
+        own_rank: the rank within the group.
+        name: name of the first argument, ``"src"`` or ``"dst"``; the second has ``group_`` before it.
+
+    Raises:
+        ValueError: both or none are given, or the global rank is not in the group.
+    """
+    if own_rank is None and global_rank is not None and group is world.default:
+        return global_rank
+    if own_rank is not None:
+        if global_rank is not None:
+            raise ValueError(
+                f"[rank {group.rank()}] {operation}: give {name} or group_{name}, not both "
+                f"({name}={global_rank}, group_{name}={own_rank})"
+            )
+        return own_rank
+    if global_rank is None:
+        raise ValueError(f"[rank {group.rank()}] {operation}: give {name} or group_{name}")
+    record = record_of(group)
+    found = record.index.get(global_rank)
+    if found is None:
+        raise ValueError(
+            f"[rank {group.rank()}] {operation} on {group.describe()}: {name} is global rank {global_rank}, "
+            "but the "
+            f"group has the global ranks {list(record.ranks)}; group_{name} names a rank within the group"
+        )
+    return found
+
+
+def root_rank(
+    group: ProcessGroup, operation: str, global_rank: int | None, own_rank: int | None, name: str
+) -> int:
+    """Returns the group rank of a root as :func:`group_rank`; without both, of global rank 0."""
+    unnamed = global_rank is None and own_rank is None
+    return group_rank(group, operation, 0 if unnamed else global_rank, own_rank, name)
+
+
+def world_rank(group: ProcessGroup, rank: int) -> int:
+    """Returns a group's rank as one of the default group; as it is where no world made the group."""
+    return get_global_rank(group, rank) if group in world.records else rank
+
+
+# ---- what users ask ----------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Returns ``True``: the package works wherever it can be imported."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Returns whether there is a default group."""
+    return world.default is not None
+
+
+def is_torchelastic_launched() -> bool:
+    """Returns whether an elastic launcher such as ``torchrun`` started this process.
+
+    Such a launcher sets ``TORCHELASTIC_RUN_ID``.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Returns this process's rank in a group, from 0; -1 where it is not in it.
+
+    Raises:
+        ValueError: ``group`` is ``None`` and there is no default group.
+    """
+    if not is_member(group):
+        return -1
+    return (default_group() if group is None else group).rank()
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Returns the number of ranks of a group; -1 where this process is not in it.
+
+    Raises:
+        ValueError: ``group`` is ``None`` and there is no default group.
+    """
+    if not is_member(group):
+        return -1
+    return (default_group() if group is None else group).size()
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """Returns the rank within ``group`` of a rank of the default group.
+
+    Raises:
+        ValueError: the rank is not in the group, or the group was not made by :func:`new_group`.
+    """
+    if group is world.default:
+        return global_rank
+    _check_member(group, "get_group_rank")
+    return group_rank(group, "get_group_rank", global_rank, None, "global_rank")
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """Returns the rank in the default group of a rank of ``group``.
+
+    Raises:
+        ValueError: the group has no such rank, or it was not made by :func:`new_group`.
+    """
+    if group is world.default:
+        return group_rank
+    _check_member(group, "get_global_rank")
+    ranks = record_of(group).ranks
+    if not 0 <= group_rank < len(ranks):
+        raise ValueError(
+            f"[rank {group.rank()}] get_global_rank on {group.describe()}: group_rank is {group_rank}, but "
+            "the ranks of "
+            f"this group are 0 to {len(ranks) - 1}"
+        )
+    return ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Returns the global ranks of the members of ``group`` (``None``: the default group), by group rank."""
+    _check_member(group, "get_process_group_ranks")
+    return list(record_of(default_group() if group is None else group).ranks)
+
+
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """Returns the backend of a group; ``"cpu:host,cuda:nccl"`` where device types have different ones.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    _check_member(group, "get_backend")
+    return record_of(default_group() if group is None else group).config.name()
+
+
+def get_backend_config(group: ProcessGroup | None = None) -> str:
+    """Returns the backend of a group for each device type, such as ``"cpu:host"``.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    _check_member(group, "get_backend_config")
+    return str(record_of(default_group() if group is None else group).config)
+
+
+def get_pg_count() -> int:
+    """Returns the number of groups that all ranks made in this world so far, with the default group."""
+    return world.created
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Returns this process's rank on its machine, from ``LOCAL_RANK``, which launchers set.
+
+    Args:
+        fallback_rank: returned where ``LOCAL_RANK`` is not set.
+
+    Raises:
+        RuntimeError: ``LOCAL_RANK`` is not set and there is no fallback.
+    """
+    text = os.environ.get("LOCAL_RANK")
+    if text is not None:
+        return int(text)
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise RuntimeError(
+        "LOCAL_RANK is not in the environment; start the process by a launcher such as torchrun, or pass "
+        "fallback_rank"
+    )
+
+
+def _check_member(group: ProcessGroup | None, operation: str) -> None:
+    if not is_member(group):
+        raise ValueError(f"[rank {_own_rank()}] {operation}: this rank is not in the given group")
+
+
+def register(group: ProcessGroup, name: str, config: BackendConfig, ranks: Sequence[int]) -> None:
+    """Adds a group to the world."""
+    ranks = tuple(ranks)
+    world.types.add(type(group))
+    world.records[group] = Record(name, config, ranks, {g: i for i, g in enumerate(ranks)})

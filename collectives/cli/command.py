@@ -1,0 +1,128 @@
+"""The command ``collectives``: demo, bench, backends, doctor, tune.
+
+Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
+and only the one that is asked for is loaded, so that nothing here depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from collectives.cli import mpi_job
+
+__all__ = ["CommandError", "main"]
+
+PROGRAMS = {
+    "backends": (
+        "collectives.cli.backends",
+        "list the backends, why some cannot be used here, and what they can do",
+    ),
+    "demo": (
+        "collectives.bench.demo",
+        "train on real data over round-robin groups, then compare the backends",
+    ),
+    "doctor": (
+        "collectives.bench.doctor",
+        "test what this machine offers and that two ranks can communicate",
+    ),
+    "tune": (
+        "collectives.bench.tune",
+        "measure which thresholds of the host backend are best on this machine, and keep them",
+    ),
+}
+
+
+class CommandError(Exception):
+    """Ends the command with status 1 and this message, without a traceback of the command's own process."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status: 0, 1 for a failure, 2 for wrong arguments.
+
+    Args:
+        argv: arguments after the command's name; ``None`` for those of the process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(words).parse_args(words)
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        status: int = arguments.run(arguments) if _leads() else 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("collectives: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except CommandError as error:
+        print(f"collectives: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of a pipe has left; nothing more can be printed, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return status
+
+
+def _leads() -> bool:
+    """Returns whether this process carries the command out: of those that ``mpirun`` started, one does."""
+    job = mpi_job.current()
+    if job is None:
+        return True
+    if job.rank:
+        return False
+    if job.local_size < job.size:
+        raise CommandError(
+            f"mpirun started {job.size} processes, but only {job.local_size} of them on this machine, on "
+            "which this command starts all of its ranks; leave mpirun out, or start all on one machine"
+        )
+    mpi_job.leave()
+    return True
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    """Unwinds on SIGTERM, so that ranks and files are cleared away."""
+    raise SystemExit(128 + number)
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser; only the sub-command that ``words`` begins with has its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="collectives",
+        description="Collective communication for PyTorch tensors: demo, measurements, checks.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"collectives {importlib.metadata.version('collectives')}"
+    )
+    children = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, summary) in PROGRAMS.items():
+        _add_program(children, name, module, summary, wanted=words[:1] == [name])
+    bench = children.add_parser(
+        "bench",
+        help="measure one thing across backends",
+        description="Measurements, one program per question.",
+    )
+    if words[:1] == ["bench"]:
+        questions = bench.add_subparsers(required=True, metavar="PROGRAM")
+        for name, module in importlib.import_module("collectives.bench").PROGRAMS.items():
+            summary = (importlib.import_module(module).__doc__ or "").partition("\n")[0]
+            _add_program(questions, name, module, summary, wanted=True)
+    return parser
+
+
+def _add_program(children: Any, name: str, module: str, summary: str, *, wanted: bool) -> None:
+    if not wanted:
+        children.add_parser(name, help=summary)
+        return
+    program = importlib.import_module(module)
+    parser = children.add_parser(
+        name, help=summary, description=program.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_arguments(parser)
+    parser.set_defaults(run=program.run)

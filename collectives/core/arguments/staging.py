@@ -1,0 +1,72 @@
+"""Dense stand-ins for tensors whose memory is not one plain run of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from collectives.core.work import FinishingWork, Work
+
+__all__ = ["dense", "dense_outputs", "is_dense", "repeats_elements"]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether memory holds the values in row-major order, without gaps or lazy conjugation."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor`` itself where it is dense, else a dense copy; detached from autograd."""
+    if is_dense(tensor):
+        return tensor.detach()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Returns whether several elements of a strided tensor share their memory, as after ``expand``.
+
+    Those of windows that overlap (``unfold``) are not found, as torch does not find them either.
+    """
+    return tensor.numel() > 0 and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+class dense_outputs:  # noqa: N801 - used like a function
+    """Dense stand-ins for the outputs of one operation, and the way back.
+
+    ``stand_ins`` holds for each output the tensor to give to the operation: the output itself where it is
+    dense, else a dense copy of it. :meth:`finish` wraps the operation's Work so that the copies are written
+    back once, when it is done.
+
+    Args:
+        outputs: tensors that the operation writes (and may read).
+    """
+
+    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+        self.outputs = list(outputs)
+        self.stand_ins = [dense(tensor) for tensor in self.outputs]
+        self._strided = [
+            (tensor, stand_in)
+            for tensor, stand_in in zip(self.outputs, self.stand_ins, strict=True)
+            if not is_dense(tensor)
+        ]
+
+    def finish(self, work: Work, result: Sequence[torch.Tensor] | None = None) -> Work:
+        """Returns ``work``, or a Work around it that also writes the copies back."""
+        if not self._strided:
+            return work
+        return FinishingWork(work, self.write_back, self.outputs if result is None else result)
+
+    @property
+    def last_step(self) -> Callable[[], None] | None:
+        """:meth:`write_back` where there is something to write back, for backends that run it themselves."""
+        return self.write_back if self._strided else None
+
+    def write_back(self) -> None:
+        """Copies the stand-ins of strided outputs back; called once, when the operation is done."""
+        for tensor, stand_in in self._strided:
+            # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+                tensor.copy_(stand_in)

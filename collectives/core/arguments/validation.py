@@ -1,0 +1,382 @@
+"""Checks of arguments, made before anything is sent; each failure names both values and the rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from collectives.core.arguments.overloads import inner_list
+from collectives.core.arguments.staging import repeats_elements
+from collectives.core.dtypes import elements_per_byte
+from collectives.core.types import ReduceOp
+from collectives.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from collectives.core.membership import Membership
+
+__all__ = [
+    "check_even",
+    "check_lengths",
+    "check_limit",
+    "check_list",
+    "check_numel",
+    "check_offered",
+    "check_outputs",
+    "check_pair",
+    "check_rank",
+    "check_root_tensor",
+    "check_rooted_list",
+    "check_same_dtype",
+    "check_splits",
+    "check_tag",
+    "check_tensor",
+    "check_whole_bytes",
+    "fail",
+    "only_tensor",
+    "seconds",
+]
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that have memory of their own."""
+
+
+def fail(group: Membership, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
+    raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
+
+
+def check_tensor(group: Membership, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
+    """Returns ``value`` where it is a tensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, torch.Tensor):
+        fail(group, operation, f"{what} must be a tensor, but is of type {type(value).__name__}", TypeError)
+    if value.__class__ not in _PLAIN:
+        _check_memory(group, operation, value, what)
+    return value
+
+
+def _check_memory(group: Membership, operation: str, tensor: torch.Tensor, what: str) -> None:
+    """Refuses what stands for a tensor without memory of its own: fake tensors, and those made of others."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            missing = tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:
+        missing = True
+    if missing:
+        fail(
+            group,
+            operation,
+            f"{what} is a {type(tensor).__name__} without memory of its own; give the tensors inside it",
+            TypeError,
+        )
+
+
+def only_tensor(group: Membership, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
+    """Returns the tensor in a list of one, or a tensor given as it is."""
+    if tensors.__class__ is torch.Tensor:
+        return tensors
+    if isinstance(tensors, torch.Tensor):
+        return check_tensor(group, operation, tensors, what)
+    if not isinstance(tensors, (list, tuple)):
+        fail(
+            group,
+            operation,
+            f"{what} must be a tensor or a list of one, but is {type(tensors).__name__}",
+            TypeError,
+        )
+    if len(tensors) != 1:
+        fail(
+            group,
+            operation,
+            f"{what} must hold one tensor, because a process drives one device, but holds {len(tensors)}",
+        )
+    return check_tensor(group, operation, tensors[0], what)
+
+
+def check_list(group: Membership, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
+    """Returns a list of tensors with one entry for each rank.
+
+    Raises:
+        TypeError: it is no list of tensors.
+        ValueError: its length is not the size of the group.
+    """
+    if not isinstance(tensors, (list, tuple)):
+        fail(
+            group,
+            operation,
+            f"{what} must be a list of tensors, but is of type {type(tensors).__name__}",
+            TypeError,
+        )
+    if len(tensors) != group.size():
+        fail(
+            group,
+            operation,
+            f"{what} must hold one tensor for each of {group.size()} ranks, but holds {len(tensors)}",
+        )
+    return [check_tensor(group, operation, tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+
+
+def check_outputs(
+    group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
+) -> None:
+    """Checks that each element of strided tensors has memory of its own, so that it can be written.
+
+    Args:
+        group: whose operation it is.
+        operation: its name.
+        tensors: what it writes.
+        what: how they are called, in the singular.
+
+    Raises:
+        ValueError: elements share their memory, as after ``expand``.
+    """
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_contiguous() and repeats_elements(tensor):
+            number = f" {i}" if len(tensors) > 1 else ""
+            fail(
+                group,
+                operation,
+                f"{what}{number} has the shape {list(tensor.shape)} and the strides {list(tensor.stride())}: "
+                "its elements share their memory, so that no result can be written there; give its clone()",
+            )
+
+
+def check_same_dtype(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Checks that all tensors have the data type and the device of the first."""
+    if not tensors:
+        return
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype is not first.dtype:
+            fail(
+                group,
+                operation,
+                f"{what} must have one data type, but entry 0 is {first.dtype} and entry {i} {tensor.dtype}",
+            )
+        if tensor.device != first.device:
+            fail(
+                group,
+                operation,
+                f"{what} must be on one device, but 0 is on {first.device} and {i} on {tensor.device}",
+            )
+
+
+def check_numel(
+    group: Membership, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
+) -> None:
+    """Checks the number of elements of a tensor."""
+    if tensor.numel() != numel:
+        fail(
+            group,
+            operation,
+            f"{what} has {tensor.numel()} elements (shape {list(tensor.shape)}), not {numel}: {because}",
+        )
+
+
+def check_rank(group: Membership, operation: str, rank: object, what: str) -> int:
+    """Returns ``rank`` where it is a rank of the group."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        fail(
+            group,
+            operation,
+            f"{what} must be an int, but is {rank!r} of type {type(rank).__name__}",
+            TypeError,
+        )
+    if not 0 <= rank < group.size():
+        fail(group, operation, f"{what} is {rank}, but the ranks of this group are 0 to {group.size() - 1}")
+    return rank
+
+
+def check_root_tensor(group: Membership, operation: str, index: int) -> None:
+    """Checks which of the root's tensors a record names; one process drives one device, so there is one."""
+    if index:
+        fail(group, operation, f"rootTensor is {index}, but there is only tensor 0")
+
+
+def check_tag(group: Membership, operation: str, tag: object) -> int:
+    """Returns ``tag`` where it is a non-negative 32-bit int, and 0 where the group has no tags."""
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        fail(group, operation, f"tag must be an int, but is {tag!r} of type {type(tag).__name__}", TypeError)
+    if not 0 <= tag < 2**31:
+        fail(group, operation, f"tag is {tag}, but must be in 0 to {2**31 - 1}")
+    if tag and not group.capabilities.tags:
+        fail(group, operation, f"tags are not offered, but tag is {tag}", UnsupportedOperationError)
+    return tag
+
+
+def check_limit(group: Membership, operation: str, timeout: object) -> None:
+    """Checks the time limit of one operation; ``None`` is the group's.
+
+    Raises:
+        TypeError: it is no timedelta.
+        ValueError: it is not positive.
+    """
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        fail(
+            group,
+            operation,
+            f"timeout must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}",
+            TypeError,
+        )
+    if timeout <= timedelta(0):
+        fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
+
+
+def check_offered(group: Membership, operation: str, tensor: torch.Tensor, op: ReduceOp | None) -> None:
+    """Checks that the group's capabilities have an operation, with its reduction, for such a tensor.
+
+    Raises:
+        UnsupportedOperationError: they have not; says what they have.
+    """
+    if tensor.layout is not torch.strided:
+        reason: str | None = f"tensors of layout {tensor.layout} are not taken; densify it first"
+    elif tensor.is_quantized and op is not None:
+        reason = f"{tensor.dtype} cannot be reduced"
+    else:
+        reason = group.capabilities.why_not(operation, device=tensor.device.type, dtype=tensor.dtype, op=op)
+    if reason is not None:
+        fail(group, operation, reason, UnsupportedOperationError)
+
+
+def check_pair(group: Membership, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Checks that input and output are tensors of one data type on one device."""
+    check_tensor(group, operation, output, "output")
+    check_tensor(group, operation, input, "input")
+    if output.dtype is not input.dtype:
+        fail(group, operation, f"output is {output.dtype}, but input is {input.dtype}")
+    if output.device != input.device:
+        fail(group, operation, f"output is on {output.device}, but input on {input.device}")
+
+
+def check_even(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Checks that tensors are equal in size where the group takes no others."""
+    if not group.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
+        sizes = [tensor.numel() for tensor in tensors]
+        fail(
+            group,
+            operation,
+            f"{what} of different sizes are not taken: {sizes}",
+            UnsupportedOperationError,
+        )
+
+
+def check_lengths(group: Membership, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Checks that a list has an output for each input."""
+    if len(outputs) != len(inputs):
+        fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+
+
+def check_rooted_list(
+    group: Membership, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
+) -> list[torch.Tensor] | None:
+    """Checks the list that only the root gives; every entry has the size and data type of ``own``.
+
+    Returns:
+        The entries on the root, ``None`` on the other ranks.
+    """
+    tensors = inner_list(tensors) if tensors else None
+    if group.rank() != root:
+        if tensors:
+            fail(group, operation, f"only the root, rank {root}, gives the {what}; give None here")
+        return None
+    if tensors is None:
+        fail(group, operation, f"the root must give the {what}, one tensor for each of {group.size()} ranks")
+    entries = check_list(group, operation, tensors, what)
+    check_same_dtype(group, operation, [own, *entries], f"the {what} and the single tensor")
+    for i, entry in enumerate(entries):
+        check_numel(
+            group,
+            operation,
+            entry,
+            f"entry {i} of the {what}",
+            own.numel(),
+            "all ranks' tensors are equal in size",
+        )
+    return entries
+
+
+def check_whole_bytes(
+    group: Membership, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
+) -> None:
+    """Checks that parts of a tensor begin and end at bytes.
+
+    Raises:
+        ValueError: elements of ``dtype`` share bytes, and one of the ``counts`` of elements ends within one.
+    """
+    shared = elements_per_byte(dtype)
+    if shared > 1 and any(count % shared for count in counts):
+        fail(
+            group,
+            operation,
+            f"{what} of {dtype} must have a multiple of {shared} elements, which share a byte, but have "
+            f"{list(counts)}",
+        )
+
+
+def check_splits(
+    group: Membership, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
+) -> list[int]:
+    """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
+
+    Raises:
+        ValueError: the splits do not add up, are negative or not one per rank; or, without splits, dimension
+            0 does not divide.
+    """
+    size = group.size()
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            fail(
+                group,
+                operation,
+                f"dimension 0 of {what} is {rows} (shape {list(tensor.shape)}), not a multiple of {size}; "
+                "give split sizes",
+            )
+        return [tensor.numel() // size] * size
+    if len(splits) != size:
+        fail(
+            group,
+            operation,
+            f"split sizes of {what} must be one for each of {size} ranks, but are {len(splits)}",
+        )
+    if any(split < 0 for split in splits):
+        fail(group, operation, f"split sizes of {what} must not be negative, but are {list(splits)}")
+    if sum(splits) != rows:
+        fail(
+            group,
+            operation,
+            f"split sizes of {what} add up to {sum(splits)} ({list(splits)}), but its dimension 0 is {rows}",
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [split * row for split in splits]
+
+
+def seconds(timeout: timedelta | float, what: str = "timeout") -> float:
+    """Returns a time limit in seconds.
+
+    Raises:
+        TypeError: it is neither a timedelta nor a number.
+        ValueError: it is not positive.
+    """
+    if isinstance(timeout, timedelta):
+        value = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        value = float(timeout)
+    else:
+        raise TypeError(
+            f"{what} must be a datetime.timedelta, but is {timeout!r} of type {type(timeout).__name__}"
+        )
+    if value <= 0:
+        raise ValueError(f"{what} must be positive, but is {value} s")
+    return value

@@ -1,0 +1,313 @@
+"""A group around a group that compares every collective over all ranks before it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from collectives.core.capabilities import Capabilities
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.core.work import Work
+from collectives.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DistBackendError,
+    DistStoreError,
+)
+from collectives.store.world_rendezvous import wait_for_keys
+
+__all__ = ["CheckedGroup"]
+
+logger = logging.getLogger("collectives")
+
+_LIBRARIES = frozenset({"collectives", "torch"})
+
+
+class CheckedGroup(ProcessGroup):
+    """Runs the operations of another group, and raises where ranks call different collectives.
+
+    Before each collective, every rank leaves a fingerprint of it (function, shapes, data type, reduction,
+    root, sequence number) in the group's store and compares those of all ranks; one round trip to the store
+    for each rank, so for debugging. Sends and receives run unchecked.
+
+    Args:
+        inner: the group; must have a store.
+
+    Raises:
+        DistBackendError: the group has no store.
+    """
+
+    def __init__(self, inner: ProcessGroup) -> None:
+        store = inner.get_group_store()
+        if store is None:
+            raise DistBackendError(
+                f"{inner.describe()} cannot be checked, because it was made without a store"
+            )
+        super().__init__(
+            inner.rank(),
+            inner.size(),
+            timeout=inner.timeout,
+            store=store,
+            group_name=inner.group_name,
+            group_desc=inner.group_desc,
+        )
+        self.inner = inner
+        vars(self)["backend_type"] = inner.backend_type
+        self._turns = itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        """Gives what only the backend's own class has."""
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner group can do."""
+        return self.inner.capabilities
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """``True``."""
+        return True
+
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks that the inner group knows to have died."""
+        return self.inner.lost_ranks()
+
+    def name(self) -> str:
+        """Returns the inner group's backend."""
+        return self.inner.name()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        self.inner.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Breaks the inner group."""
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        """Ends the inner group."""
+        self.inner.shutdown()
+
+    # ---- the comparison ------------------------------------------------------------------------------------
+
+    def _compare(self, operation: str, timeout: timedelta | None, **about: Any) -> list[dict[str, Any]]:
+        """Waits for all ranks at this place of the order; returns what each of them calls, by rank."""
+        turn = next(self._turns)
+        keys = [f"check/{turn}/{r}" for r in range(self._size)]
+        mine = {"function": operation, **about}
+        self._store.set(keys[self._rank], json.dumps([mine, _call_site()]))
+        limit = self._timeout if timeout is None else timeout
+        if not wait_for_keys(self._store, keys, limit):
+            self._report_missing(turn, keys, mine, limit)
+        table = [json.loads(self._store.get(key)) for key in keys]
+        if turn:
+            # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
+            with contextlib.suppress(DistStoreError, RuntimeError):
+                self._store.delete_key(f"check/{turn - 1}/{self._rank}")
+        different = _aspects([entry[0] for entry in table])
+        if different:
+            self._report(turn, table, f"the ranks differ in {', '.join(different)}")
+        return [entry[0] for entry in table]
+
+    def _report(self, turn: int, table: list[Any], reason: str) -> None:
+        if os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1":
+            logger.error(
+                "[rank %d] collective #%d was called from:\n%s",
+                self._rank,
+                turn,
+                "".join(traceback.format_stack()),
+            )
+        lines = [f"  rank {r}: {_in_words(entry[0])}, called at {entry[1]}" for r, entry in enumerate(table)]
+        raise CollectiveMismatchError(
+            f"[rank {self._rank}] collective #{turn} on {self.describe()}: {reason}; nothing was sent\n"
+            + "\n".join(lines)
+        )
+
+    def _report_missing(self, turn: int, keys: list[str], mine: dict[str, Any], limit: timedelta) -> None:
+        missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+        lines = []
+        for r in missing:
+            before = f"check/{turn - 1}/{r}"
+            last = json.loads(self._store.get(before)) if turn and self._store.check([before]) else None
+            lines.append(
+                f"  rank {r}: "
+                + (f"last called {_in_words(last[0])} at {last[1]}" if last else "called nothing yet")
+            )
+        raise CollectiveTimeoutError(
+            f"[rank {self._rank}] collective #{turn} on {self.describe()}: this rank calls "
+            f"{_in_words(mine)}, but "
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} called nothing "
+            "within "
+            f"{limit.total_seconds():g} s\n" + "\n".join(lines)
+        )
+
+    def _compare_exchange(
+        self,
+        operation: str,
+        timeout: timedelta | None,
+        dtype: torch.dtype,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> None:
+        """Compares an all-to-all: rank i sends j what j expects from i; counts in elements."""
+        turn_table = self._compare(
+            operation, timeout, dtype=str(dtype), sent=_any(sent), received=_any(received)
+        )
+        for i, sender in enumerate(turn_table):
+            for j, receiver in enumerate(turn_table):
+                out, expected = sender["sent"]["any"][j], receiver["received"]["any"][i]
+                if out != expected:
+                    raise CollectiveMismatchError(
+                        f"[rank {self._rank}] {operation} on {self.describe()}: rank {i} sends {out} "
+                        f"elements to rank {j}, which "
+                        f"expects {expected}; nothing was sent"
+                    )
+
+    # ---- the operations ------------------------------------------------------------------------------------
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        self._compare("all_reduce", opts.timeout, op=repr(opts.reduceOp), **_tensor(tensor))
+        return self.inner._allreduce(tensor, opts)
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        self._compare("broadcast", opts.timeout, root=opts.rootRank, **_elements(tensor))
+        return self.inner._broadcast(tensor, opts)
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        self._compare("reduce", opts.timeout, op=repr(opts.reduceOp), root=opts.rootRank, **_tensor(tensor))
+        return self.inner._reduce(tensor, opts)
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        counts = [output.numel() for output in outputs]
+        self._compare("all_gather", opts.timeout, dtype=str(tensor.dtype), elements=counts)
+        return self.inner._allgather(outputs, tensor, opts)
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        self._compare("all_gather_single", opts.timeout, **_elements(tensor))
+        return self.inner._allgather_single(output, tensor, opts)
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        self._compare("gather", opts.timeout, root=opts.rootRank, **_elements(tensor))
+        return self.inner._gather(outputs, tensor, opts)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        self._compare("scatter", opts.timeout, root=opts.rootRank, **_elements(output))
+        return self.inner._scatter(output, inputs, opts)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        counts = [tensor.numel() for tensor in inputs]
+        self._compare(
+            "reduce_scatter", opts.timeout, op=repr(opts.reduceOp), dtype=str(output.dtype), elements=counts
+        )
+        return self.inner._reduce_scatter(output, inputs, opts)
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        self._compare("reduce_scatter_single", opts.timeout, op=repr(opts.reduceOp), **_elements(output))
+        return self.inner._reduce_scatter_single(output, tensor, opts)
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        sent, received = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
+        self._compare_exchange("all_to_all", opts.timeout, inputs[0].dtype, sent, received)
+        return self.inner._alltoall(outputs, inputs, opts)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        self._compare_exchange("all_to_all_single", opts.timeout, tensor.dtype, input_splits, output_splits)
+        return self.inner._alltoall_single(output, tensor, output_splits, input_splits, opts)
+
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        self._compare("barrier", opts.timeout)
+        return self.inner._barrier(opts)
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        return self.inner._together()
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self.inner._send(tensor, dst, tag)
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        return self.inner._recv(tensor, src, tag)
+
+
+def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
+
+
+def _elements(tensor: torch.Tensor) -> dict[str, Any]:
+    """For operations whose tensors may differ in shape, but not in size."""
+    return {"elements": tensor.numel(), "dtype": str(tensor.dtype), "device": tensor.device.type}
+
+
+def _any(counts: Sequence[int]) -> dict[str, list[int]]:
+    """Marks values that are compared by the caller, not for equality."""
+    return {"any": list(counts)}
+
+
+def _aspects(calls: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of the entries in which the calls differ."""
+    first = calls[0]
+    if any(call["function"] != first["function"] for call in calls):
+        return ["function"]
+    return [
+        key
+        for key, value in first.items()
+        if not (isinstance(value, dict) and "any" in value) and any(call.get(key) != value for call in calls)
+    ]
+
+
+def _in_words(call: dict[str, Any]) -> str:
+    details = ", ".join(
+        f"{key} {value['any'] if isinstance(value, dict) else value}"
+        for key, value in call.items()
+        if key != "function"
+    )
+    return f"{call['function']}({details})"
+
+
+def _call_site() -> str:
+    """Returns the place in the source that called into this package, or into torch, which called it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES

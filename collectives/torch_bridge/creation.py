@@ -1,0 +1,104 @@
+"""Makes the groups that torch asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from collectives.api.debug import checked
+from collectives.core.process_group import ProcessGroup
+from collectives.registry.backends import GroupOptions, create_group, why_unavailable
+from collectives.store import PrefixStore
+from collectives.torch_bridge import backend as torch_backend
+from collectives.torch_bridge import operators as kernels
+from collectives.torch_bridge.group import TorchGroup
+from collectives.torch_bridge.nan_check import NanCheckedGroup
+from collectives.torch_bridge.nan_check import wanted as nan_check_wanted
+
+__all__ = ["create"]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def create(
+    name: str, backend: str, options: Any, pg_options: Any, fixed: Mapping[str, Any] = _NOTHING
+) -> TorchGroup:
+    """Returns a group for torch; called by all its members.
+
+    A ``ProcessGroup`` of Python serves Python callers without a way through C++. What C++ looks up beside it
+    is a ``Backend`` of Python where torch lets us make one, and our kernels where not.
+
+    Args:
+        name: name of the backend in torch.
+        backend: its name in the registry.
+        options: torch's record of store, rank, size, time limit and names.
+        pg_options: options of the backend itself; a dict by backend where CUDA tensors have another.
+        fixed: fields of those options that the name stands for.
+
+    Raises:
+        ValueError: ``pg_options`` say something else than the name.
+    """
+    size = options.group_size
+    inner = _make(
+        backend,
+        GroupOptions(
+            store=options.store,
+            rank=options.group_rank,
+            size=size,
+            timeout=options.timeout,
+            group_name=options.group_id,
+            global_ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+            pg_options=_with_fixed(pg_options, fixed, f"[rank {options.group_rank}] backend {name!r}"),
+        ),
+    )
+    # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
+    inner = checked(inner, detail=c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+    kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
+    if torch_backend.can_be_made():
+        group = kind(inner, name, options.group_id)
+        torch_backend.attach(group)
+        replaced = getattr(options, "process_group", None)  # torch's own, which this one stands for
+        if replaced is not None:
+            group.bound_device_id = replaced.bound_device_id
+        return group
+    kernels.acquire()
+    return kind(inner, name, options.group_id, ended=kernels.release)
+
+
+def _make(backend: str, options: GroupOptions) -> ProcessGroup:
+    """Makes a group of a backend; of ``host`` with a part for CUDA tensors, where this machine can have one.
+
+    That part is NCCL's, and makes its connections when first used: who stays on the CPU pays for the import
+    of NCCL's provider only.
+    """
+    if backend != "host" or not torch.cuda.is_available() or why_unavailable("nccl") is not None:
+        return create_group(backend, options)
+    chosen = options.pg_options if isinstance(options.pg_options, Mapping) else {"host": options.pg_options}
+    parts = {
+        device: create_group(
+            name,
+            dataclasses.replace(options, store=PrefixStore(name, options.store), pg_options=chosen.get(name)),
+        )
+        for device, name in (("cpu", "host"), ("cuda", "nccl"))
+    }
+    module = importlib.import_module("collectives.backends.by_device")
+    group: ProcessGroup = module.ProcessGroupByDevice(parts, options.store)
+    return group
+
+
+def _with_fixed(given: Any, fixed: Mapping[str, Any], who: str) -> Any:
+    """Returns the options of a backend whose name stands for some of their fields."""
+    if not fixed:
+        return given
+    fields = {} if given is None else given
+    for field, value in fixed.items():
+        said = fields.get(field, value) if isinstance(fields, Mapping) else getattr(fields, field, value)
+        if said != value:
+            raise ValueError(f"{who}: its name says {field}={value}, but pg_options say {field}={said!r}")
+    return {**fields, **fixed} if isinstance(fields, Mapping) else given

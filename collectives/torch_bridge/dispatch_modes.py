@@ -1,0 +1,190 @@
+"""Shows operations of our groups to the dispatch modes of torch, as those of its own backends are.
+
+torch's C++ groups issue each operation by an operator (``c10d::allreduce_``), which ``TorchDispatchMode``
+objects see: ``CommDebugMode``, for one, counts them. A group in Python is called directly, past them. While
+such a mode is active, the methods of our groups therefore call those of the C++ class that they override,
+which call the operators; their kernels come back to the group, with the modes set aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as c10d
+from torch.utils import _python_dispatch as dispatch
+
+import collectives._native as _native
+from collectives.torch_bridge.option_records import plain_code
+from collectives.torch_bridge.work import TorchWork
+
+__all__ = ["note", "possible", "show", "show_plain"]
+
+_LOCAL = threading.local()
+_depth = torch._C._len_torch_dispatch_stack
+_ALWAYS = not hasattr(dispatch, "_is_in_torch_dispatch_mode")
+
+
+def possible() -> bool:
+    """Returns whether some thread may have a mode active; costs next to nothing."""
+    return _ALWAYS or dispatch._is_in_torch_dispatch_mode
+
+
+def _base(*names: str) -> Callable[..., Any]:
+    """Returns a caller of the first of these methods that torch's class has.
+
+    A call of a C++ method comes back to the Python method that overrides it, unless it stands in a function
+    of the same name on the same object: pybind11 takes that for the override's call of its base.
+    """
+    name = next(name for name in names if hasattr(c10d.ProcessGroup, name))
+    method = getattr(c10d.ProcessGroup, name)
+
+    def call(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
+def _milliseconds(options: Any) -> int:
+    milliseconds: int = round(options.timeout.total_seconds() * 1000)
+    return milliseconds
+
+
+def _all_to_all(group: Any, *args: Any) -> Any:
+    *given, options = args if len(args) == 5 else (*args, c10d.AllToAllOptions())
+    output, given_input, *splits = given
+    return _work(
+        torch.ops.c10d.alltoall_base_(
+            output, given_input, group.boxed(), *splits, options.asyncOp, _milliseconds(options)
+        )
+    )
+
+
+def _gather_coalesced(group: Any, outputs: Any, inputs: Any, options: Any = None) -> Any:
+    asynchronous = options is not None and options.asyncOp
+    operator = torch.ops.c10d.allgather_into_tensor_coalesced_
+    return _work(operator(outputs, inputs, group.boxed(), asynchronous))
+
+
+def _scatter_coalesced(group: Any, outputs: Any, inputs: Any, options: Any = None) -> Any:
+    """Shows sums only: Python cannot make the operator's argument for another reduction."""
+    options = c10d.ReduceScatterOptions() if options is None else options
+    if options.reduceOp.op != c10d.ReduceOp.SUM:
+        return None
+    operator = torch.ops.c10d.reduce_scatter_tensor_coalesced_
+    total = torch.classes.c10d.ReduceOp()
+    return _work(operator(outputs, inputs, group.boxed(), total, options.asyncOp, _milliseconds(options)))
+
+
+def _work(result: Any) -> Any:
+    return torch_dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    names[0]: _base(*names)
+    for names in (
+        ("allreduce",), ("allreduce_coalesced",), ("broadcast",), ("reduce",), ("allgather",),
+        ("all_gather_single", "_allgather_base"), ("allgather_coalesced",), ("gather",), ("scatter",),
+        ("reduce_scatter",), ("reduce_scatter_single", "_reduce_scatter_base"), ("alltoall",), ("barrier",),
+        ("send",), ("recv",), ("recv_anysource",),
+    )
+} | {
+    # not by the base, whose C++ code looks for an override under a second name, too, and finds it
+    "all_to_all_single": _all_to_all,
+    "all_gather_single_coalesced": _gather_coalesced,
+    "reduce_scatter_single_coalesced": _scatter_coalesced,
+}  # fmt: skip
+"""What issues each method's operation by its operator."""
+
+
+def show(group: Any, name: str, *args: Any) -> TorchWork | None:
+    """Issues an operation by its operator, if a mode of this thread is to see it.
+
+    Reductions that have a factor are not shown: the operators do not carry it.
+
+    Args:
+        group: the group.
+        name: name of its method.
+        *args: the method's arguments in torch's form; last an option record, ``None`` for it, or a tag.
+
+    Returns:
+        The Work; ``None`` with nothing done where no mode is active, or this is the operator's own call.
+    """
+    if not _depth() or getattr(_LOCAL, "inside", False):
+        return None
+    options = args[-1]
+    if options is None:
+        args = args[:-1]
+    elif type(options) is not int and not _plain(options):
+        return None
+    _LOCAL.inside, _LOCAL.work = True, None
+    try:
+        returned: TorchWork | None = _METHODS[name](group, *args)
+        noted: TorchWork | None = _LOCAL.work
+        return noted or returned
+    finally:
+        _LOCAL.inside, _LOCAL.work = False, None
+
+
+def note(work: Any) -> Any:
+    """Keeps the Work that a kernel made for :func:`show`, and returns it.
+
+    What comes back through C++ is a holder, which lacks ``_source_rank()``.
+    """
+    if getattr(_LOCAL, "inside", False):
+        _LOCAL.work = work
+    return work
+
+
+def _plain(options: Any) -> bool:
+    """Returns whether an option record is one of torch's, and its reduction one that an operator takes."""
+    op = getattr(options, "reduceOp", None)
+    return type(options).__module__.startswith("torch.") and (op is None or plain_code(op) is not None)
+
+
+def show_plain(
+    group: Any, options: Any, kind: int, output: Any, input: Any, listed: bool
+) -> TorchWork | None:
+    """Does the same for a collective as ``TorchGroup`` normalises it.
+
+    Args:
+        group: the group.
+        options: torch's option record.
+        kind: number of the collective, of :mod:`collectives.core.opcodes`.
+        output: what is written, or read and written.
+        input: what is only read.
+        listed: whether the larger operand is a list of a tensor for each rank.
+
+    Returns:
+        As :func:`show`.
+    """
+    name, arguments = _FORMS[kind, listed]
+    return show(group, name, *arguments(output, input), options)
+
+
+def _list(entry: Any) -> list[Any]:
+    """Returns torch's list of one entry; an empty one for none."""
+    return [] if entry is None else [entry]
+
+
+_FORMS: dict[tuple[int, bool], tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
+    (_native.COLLECTIVES[kind], listed): (name, arguments)
+    for kind, listed, name, arguments in (
+        ("all_reduce", False, "allreduce", lambda out, _: (_list(out),)),
+        ("broadcast", False, "broadcast", lambda out, _: (_list(out),)),
+        ("reduce", False, "reduce", lambda out, _: (_list(out),)),
+        ("all_gather", True, "allgather", lambda out, given: (_list(out), _list(given))),
+        ("all_gather", False, "all_gather_single", lambda out, given: (out, given)),
+        ("gather", True, "gather", lambda out, given: (_list(out), _list(given))),
+        ("scatter", True, "scatter", lambda out, given: (_list(out), _list(given))),
+        ("reduce_scatter", True, "reduce_scatter", lambda out, given: (_list(out), _list(given))),
+        ("reduce_scatter", False, "reduce_scatter_single", lambda out, given: (out, given)),
+        ("all_to_all", True, "alltoall", lambda out, given: (out, given)),
+        ("all_to_all", False, "all_to_all_single", lambda out, given: (out, given, [], [])),
+        ("barrier", False, "barrier", lambda *_: ()),
+    )
+}

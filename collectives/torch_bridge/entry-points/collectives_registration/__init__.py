@@ -1,0 +1,132 @@
+"""Makes our backends known to ``torch.distributed``, without an import of :mod:`collectives`.
+
+torch finds this package by its entry points: that of group ``torch.backends`` while torch itself is imported,
+that of group ``torch.distributed.backends`` (torch 2.14 and newer) when a program asks for a backend that
+torch does not know. Every program that imports torch pays for the first. So this package stands beside
+``collectives``, imports nothing, and makes a few entries in torch's tables; the backends are imported when a
+group is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["autoload", "register", "register_backend"]
+
+LANES = range(1, 9)
+"""Numbers of lanes that have a name in torch, such as ``collectives_round_robin:3``."""
+
+
+def autoload() -> None:
+    """Registers the backends while torch is being imported; never raises, for nobody could import torch then.
+
+    A name that another package has taken stays that package's; ``import collectives`` says so.
+    """
+    # Without this module torch has no process groups, or asks the other entry point later.
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        for name, backend, devices, fixed in _known():
+            if not _taken(name):
+                register_backend(name, backend, devices, fixed)
+        _register_meeting()
+
+
+def register() -> None:
+    """Registers the backends that come with this package.
+
+    Raises:
+        ValueError: torch knows another backend of one of the names.
+    """
+    for name, backend, devices, fixed in _known():
+        register_backend(name, backend, devices, fixed)
+    _register_meeting()
+
+
+def register_backend(
+    name: str,
+    backend: str,
+    devices: str | Sequence[str] | None = ("cpu",),
+    fixed: Mapping[str, Any] | None = None,
+) -> None:
+    """Makes a backend of ours known to ``torch.distributed.init_process_group`` and ``new_group``.
+
+    Args:
+        name: name in torch, lower-case.
+        backend: name in :mod:`collectives.registry.backends`.
+        devices: device type or types that it serves; ``None`` for CPU and CUDA.
+        fixed: fields of the backend's options that the name stands for.
+
+    Raises:
+        ValueError: torch knows another backend of this name.
+    """
+    import torch.distributed as torch_dist
+
+    if _taken(name):
+        owner = getattr(torch_dist.Backend._plugins[name.upper()].creator_fn, "__module__", "unknown")
+        raise ValueError(
+            f"torch.distributed already has a backend {name!r}, registered by another package (module "
+            f"{owner}); uninstall one of the two, or register yours under another name"
+        )
+    creator = _Creator(name, backend, fixed or {})
+    served = devices if devices is None or isinstance(devices, str) else list(devices)
+    torch_dist.Backend.register_backend(name, creator, extended_api=True, devices=served)
+
+
+def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
+    """Returns the backends of this package, as the arguments of :func:`register_backend`."""
+    import torch
+
+    # where torch is built without CUDA, nothing could ever be served there
+    devices = ("cpu", "cuda") if torch.version.cuda is not None else ("cpu",)
+    return [
+        ("collectives", "host", devices, None),
+        ("collectives_mpi", "mpi", ("cpu",), None),
+        ("collectives_round_robin", "round_robin", ("cpu",), None),
+        *((f"collectives_round_robin:{n}", "round_robin", ("cpu",), {"lanes": n}) for n in LANES),
+    ]
+
+
+def _register_meeting() -> None:
+    """Makes ``mpi://`` known to torch's rendezvous; what carries it out is imported when it is used."""
+    import importlib
+
+    def meet(url: str, **options: Any) -> Any:
+        return importlib.import_module("collectives.backends.mpi.rendezvous").meet(url, **options)
+
+    handlers: Any = importlib.import_module("torch.distributed.rendezvous")
+    handlers._rendezvous_handlers.setdefault("mpi", meet)
+
+
+def _taken(name: str) -> bool:
+    """Returns whether torch knows a backend of this name that is not ours."""
+    import torch.distributed as torch_dist
+
+    plugin = torch_dist.Backend._plugins.get(name.upper())
+    return plugin is not None and not isinstance(plugin.creator_fn, _Creator)
+
+
+class _Creator:
+    """Makes groups of one backend for torch.
+
+    Args:
+        name: name in torch.
+        backend: name in the registry.
+        fixed: fields of the backend's options that the name stands for.
+    """
+
+    def __init__(self, name: str, backend: str, fixed: Mapping[str, Any]) -> None:
+        self.name = name
+        self.backend = backend
+        self.fixed = fixed
+
+    def __call__(self, options: Any, pg_options: Any = None) -> Any:
+        """Returns the group; called by torch on every member, blocks until they are connected.
+
+        Args:
+            options: torch's record of store, rank, size, time limit and names.
+            pg_options: options of the backend itself, as the user gave them.
+        """
+        from collectives.torch_bridge import creation
+
+        return creation.create(self.name, self.backend, options, pg_options, self.fixed)

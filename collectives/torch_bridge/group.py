@@ -1,0 +1,384 @@
+"""A ``torch.distributed.ProcessGroup`` that is carried out by one of ours.
+
+torch reaches a group on four ways, and all of them end here:
+
+- Python functions (``torch.distributed.all_reduce``) call the methods of this class.
+- C++ code (the gradient reducer, functional collectives) calls virtual methods, which torch forwards to those
+  Python methods that it knows of. Which ones differs between torch versions, as do the names: both name
+  families are here.
+- What C++ does not forward goes through the ``c10d::`` operators, as do direct calls of them. Their kernels
+  are ours (:mod:`collectives.torch_bridge.operators`), or torch's, which call a ``Backend`` that hands on to
+  the group (:mod:`collectives.torch_bridge.backend`).
+- ``group._get_backend(device)`` gives the object that serves a device: this group itself.
+
+No backend of torch's own is registered in the group, so that whatever should fall through all of these
+raises, instead of answering without having communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from collectives.core.arguments.staging import dense_outputs
+from collectives.core.dynamo import leave_uncompiled
+from collectives.core.opcodes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
+from collectives.core.types import AllreduceOptions, GatherOptions, ReduceOp
+from collectives.core.work import Work
+from collectives.torch_bridge import dispatch_modes as onlookers
+from collectives.torch_bridge import sparse
+from collectives.torch_bridge.callers import SETS_LIMIT
+from collectives.torch_bridge.issuing import NO_LIMIT, UNREAD, Issuing, calling_frame
+from collectives.torch_bridge.operands import list_or_none, only
+from collectives.torch_bridge.option_records import PLAIN_CODES, plain_code, record, reduction
+from collectives.torch_bridge.work import DoneWork, TorchWork
+
+__all__ = ["TorchGroup"]
+
+_AllreduceOptions: Any = c10d.AllreduceOptions
+_NO_INDICES = not hasattr(_AllreduceOptions, "sparseIndices")  # as before torch 2.15
+_profiler: Any = torch.autograd.profiler
+
+
+@leave_uncompiled
+class TorchGroup(Issuing):
+    """One of our groups in the form of torch's.
+
+    Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
+    are described in :class:`collectives.ProcessGroup`. Option records and reductions may be torch's or ours.
+    Arguments are those of :class:`~collectives.torch_bridge.group_base.Standing`.
+    """
+
+    # ---- collectives ---------------------------------------------------------------------------------------
+
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> TorchWork:
+        """Reduces a tensor over all ranks, in place; a sparse one too."""
+        if (
+            type(opts) is _AllreduceOptions
+            and type(tensors) is list
+            and len(tensors) == 1
+            and (_NO_INDICES or opts.sparseIndices is None)
+        ):
+            tensor = tensors[0]
+            code = PLAIN_CODES.get(hash(opts.reduceOp))
+            sets_limit = SETS_LIMIT.get(id(calling_frame(1).f_code))
+            if opts.asyncOp or code is None or onlookers.possible():
+                work = self._at_once(opts, ALL_REDUCE, tensor, None, code)
+                if work is not None:
+                    return work
+            # what `_at_once` does for a synchronous operation, for the call that programs wait for most
+            elif (
+                (sets_limit is False or opts.timeout <= NO_LIMIT)
+                and not (self._batches or _profiler._is_profiler_enabled)
+                and self._plain(ALL_REDUCE, tensor, None, code)
+            ):
+                self._sequence = next(self._issued)
+                if sets_limit is not None:
+                    return UNREAD
+                done: DoneWork = DoneWork()
+                done.outputs = tensor
+                return done
+        tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+        if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+            options = record(opts)
+            if not isinstance(options, AllreduceOptions):
+                options = AllreduceOptions(timeout, True, reduction(op or options or ReduceOp.SUM))
+            return self._issue("all_reduce", tensors, sparse.allreduce, self.inner, tensor, options)
+        call = self.inner.allreduce
+        return self._issue("all_reduce", tensors, call, tensors, record(opts), timeout, op=op)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
+        """Reduces several tensors over all ranks, in place."""
+        seen = "allreduce_coalesced", tensors, opts
+        call = self.inner.allreduce_coalesced
+        return self._issue("all_reduce", tensors, call, tensors, record(opts), seen=seen)
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> TorchWork:
+        """Copies the root's tensor to all ranks, in place."""
+        if type(opts) is c10d.BroadcastOptions and (
+            work := self._at_once(opts, BROADCAST, only(tensors), root=opts.rootRank)
+        ):
+            return work
+        call = self.inner.broadcast
+        return self._issue("broadcast", tensors, call, tensors, record(opts), timeout, root=root)
+
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> TorchWork:
+        """Reduces a tensor over all ranks to the root, in place there."""
+        if type(opts) is c10d.ReduceOptions and (
+            work := self._at_once(opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank)
+        ):
+            return work
+        call = self.inner.reduce
+        return self._issue("reduce", tensors, call, tensors, record(opts), op, timeout, root=root)
+
+    def allgather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        input_tensor: torch.Tensor | None = None,
+    ) -> TorchWork:
+        """Gathers every rank's tensor on all ranks."""
+        source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.AllgatherOptions and (
+            work := self._at_once(opts, ALL_GATHER, only(output_tensors), only(source), listed=True)
+        ):
+            return work
+        call = self.inner.allgather
+        return self._issue("all_gather", source, call, output_tensors, source, record(opts), timeout)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Gathers every rank's tensor into one, in rank order."""
+        if type(opts) is c10d.AllgatherOptions and (work := self._at_once(opts, ALL_GATHER, output, input)):
+            return work
+        call = self.inner.all_gather_single
+        return self._issue("all_gather", input, call, output, input, record(opts), timeout)
+
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[torch.Tensor]],
+        input_list: Sequence[torch.Tensor],
+        opts: Any = None,
+    ) -> TorchWork:
+        """Gathers several tensors: ``output_lists[r][i]`` is what rank r gave as ``input_list[i]``."""
+        for r, outputs in enumerate(output_lists):
+            if len(outputs) != len(input_list):
+                raise ValueError(
+                    f"[rank {self.rank()}] all_gather_coalesced on {self!r}: output list {r} holds "
+                    f"{len(outputs)} tensors, but {len(input_list)} inputs were given"
+                )
+        by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        call, seen = self.inner.allgather_coalesced, ("allgather_coalesced", output_lists, input_list, opts)
+        return self._issue("all_gather", input_list, call, by_input, input_list, record(opts), seen=seen)
+
+    def all_gather_single_coalesced(
+        self, output_lists: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Gathers several tensors, each into one."""
+        call = self.inner.all_gather_single_coalesced
+        seen = "all_gather_single_coalesced", output_lists, input_list, opts
+        return self._issue("all_gather", input_list, call, output_lists, input_list, record(opts), seen=seen)
+
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+        input_tensor: torch.Tensor | None = None,
+    ) -> TorchWork:
+        """Gathers every rank's tensor on the root."""
+        source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.GatherOptions and (
+            work := self._at_once(
+                opts, GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, listed=True
+            )
+        ):
+            return work
+        call = self.inner.gather
+        return self._issue("gather", source, call, output_tensors, source, record(opts), timeout, root=root)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
+        options = record(opts) or GatherOptions()
+        if self.rank() != options.rootRank:
+            return self._issue("gather", input, self.inner.gather, None, input, options)
+        if output.numel() != input.numel() * self.size():
+            raise ValueError(
+                f"[rank {self.rank()}] gather_single on {self!r}: output has {output.numel()} elements, but "
+                f"must have {input.numel()} for each of {self.size()} ranks"
+            )
+        outputs = dense_outputs([output])
+        parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
+
+        def gather(input: torch.Tensor, options: GatherOptions) -> Work:
+            inner = self.inner.gather(parts, input, options)
+            work = outputs.finish(inner)
+            if work is not inner and options.asyncOp:
+                work.get_future()  # the output is written even if nobody waits
+            return work
+
+        return self._issue("gather", input, gather, input, options)
+
+    def scatter(
+        self,
+        output_tensors: Any = None,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+        output_tensor: torch.Tensor | None = None,
+    ) -> TorchWork:
+        """Gives each rank one tensor of the root's list."""
+        target = output_tensor if output_tensors is None else output_tensors
+        if type(opts) is c10d.ScatterOptions and (
+            work := self._at_once(
+                opts, SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, listed=True
+            )
+        ):
+            return work
+        call = self.inner.scatter
+        return self._issue("scatter", target, call, target, input_tensors, record(opts), timeout, root=root)
+
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+        input_tensor: Sequence[torch.Tensor] | None = None,
+    ) -> TorchWork:
+        """Reduces a list of tensors over all ranks; rank r keeps entry r."""
+        source = input_tensor if input_tensors is None else input_tensors
+        if type(opts) is c10d.ReduceScatterOptions and (
+            work := self._at_once(
+                opts,
+                REDUCE_SCATTER,
+                only(output_tensors),
+                only(source),
+                plain_code(opts.reduceOp),
+                listed=True,
+            )
+        ):
+            return work
+        call = self.inner.reduce_scatter
+        return self._issue(
+            "reduce_scatter", source, call, output_tensors, source, record(opts), timeout, op=op
+        )
+
+    def reduce_scatter_single(
+        self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
+    ) -> TorchWork:
+        """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
+        if type(opts) is c10d.ReduceScatterOptions and (
+            work := self._at_once(opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp))
+        ):
+            return work
+        call = self.inner.reduce_scatter_single
+        return self._issue("reduce_scatter", inputTensor, call, outputTensor, inputTensor, record(opts))
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputTensors: Sequence[torch.Tensor],
+        inputTensors: Sequence[torch.Tensor],
+        opts: Any = None,
+    ) -> TorchWork:
+        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
+        call = self.inner.reduce_scatter_single_coalesced
+        given = outputTensors, inputTensors
+        seen = "reduce_scatter_single_coalesced", *given, opts
+        return self._issue("reduce_scatter", inputTensors, call, *given, record(opts), seen=seen)
+
+    def alltoall(
+        self, output_tensor: Any, input_tensor: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Sends entry r of the inputs to rank r and receives entry r of the outputs from it."""
+        if type(opts) is c10d.AllToAllOptions and (
+            work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor, listed=True)
+        ):
+            return work
+        call = self.inner.alltoall
+        return self._issue(
+            "all_to_all", input_tensor, call, output_tensor, input_tensor, record(opts), timeout
+        )
+
+    def all_to_all_single(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Sends part r of a tensor to rank r and concatenates what the ranks send here."""
+        if (
+            type(opts) is c10d.AllToAllOptions
+            and not (output_split_sizes or input_split_sizes)
+            and (work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor))
+        ):
+            return work
+        given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
+        call = self.inner.alltoall_base
+        seen = "all_to_all_single", *given, opts
+        return self._issue("all_to_all", input_tensor, call, *given, record(opts), timeout, seen=seen)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        """Completes when every rank has called it."""
+        if (
+            type(opts) is c10d.BarrierOptions
+            and (opts.device is None or opts.device.type == "cpu")
+            and (work := self._at_once(opts, BARRIER))
+        ):
+            return work
+        return self._issue("barrier", (), self.inner.barrier, record(opts), timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Barrier on the host that names the ranks which did not come; blocks."""
+        self.inner.monitored_barrier(timeout, wait_all_ranks)
+
+    def monitoredBarrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
+        """Same as :meth:`monitored_barrier`, with the time limit in a record."""
+        self.inner.monitored_barrier(None if opts is None else record(opts).timeout, wait_all_ranks)
+
+    # ---- point-to-point ------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
+        """Sends a tensor to a rank."""
+        seen = "send", tensors, dstRank, tag
+        return self._issue("send", tensors, self.inner.send, only(tensors), dstRank, tag, seen=seen)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
+        """Receives a tensor from a rank."""
+        seen = "recv", tensors, srcRank, tag
+        return self._issue("recv", tensors, self.inner.recv, only(tensors), srcRank, tag, seen=seen)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
+        """Receives a tensor from whichever rank sends one with this tag."""
+        seen = "recv_anysource", tensors, tag
+        return self._issue("recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, seen=seen)
+
+    # ---- second names --------------------------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    gather_into_tensor = gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    recvAnysource = recv_anysource

@@ -1,0 +1,222 @@
+"""Kernels of the ``c10d::`` operators, so that operators called on our groups reach them.
+
+torch's own kernels look up the C++ backend of a group, which ours have not. An operator has kernels by the
+kind of its tensors, the same for all groups of a process. Ours stand before those, at the dispatch key
+``BackendSelect``, and hand the groups of other backends on. They are there while a group of ours is: the way
+through Python costs the other groups some microseconds for every operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import library as operators
+from torch._C import _distributed_c10d as c10d
+
+from collectives.core import types as ours
+from collectives.core.work import CoalescedWork
+from collectives.errors import UnsupportedOperationError
+from collectives.torch_bridge import dispatch_modes as onlookers
+from collectives.torch_bridge.group import TorchGroup
+from collectives.torch_bridge.option_records import reduction
+from collectives.torch_bridge.work import TorchWork, held
+
+__all__ = ["acquire", "release"]
+
+_BEFORE = torch._C.DispatchKey.BackendSelect
+_META = torch._C.DispatchKey.Meta
+_libraries: list[operators.Library] = []
+_users = 0
+_lock = threading.RLock()  # a group may be collected, and so released, while another is made
+
+
+def _limit(milliseconds: int) -> timedelta | None:
+    return timedelta(milliseconds=milliseconds) if milliseconds > 0 else None
+
+
+def _op(script: Any) -> ours.ReduceOp:
+    """Returns the reduction of a kernel's argument; it tells its kind only."""
+    kind = c10d.ReduceOp.RedOpType(script.op())
+    if kind == c10d.ReduceOp.PREMUL_SUM:
+        raise UnsupportedOperationError(
+            "PREMUL_SUM cannot be called through the torch.ops.c10d operators, which hide its factor; "
+            "use the functions of torch.distributed"
+        )
+    return reduction(kind)
+
+
+def _allreduce(
+    group: TorchGroup, tensors: Any, op: Any, sparse_indices: Any, async_op: bool, timeout: int
+) -> TorchWork:
+    if sparse_indices is not None:
+        raise UnsupportedOperationError(
+            f"[rank {group.rank()}] all_reduce on {group!r}: sparse_indices are not taken; give the sparse "
+            "tensor itself"
+        )
+    return group.allreduce(tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op)))
+
+
+def _barrier(group: TorchGroup, _: Any, devices: Any, async_op: bool, timeout: int) -> TorchWork:
+    return group.barrier(ours.BarrierOptions(_limit(timeout), async_op, list(devices)))
+
+
+_KERNELS: dict[str, Callable[..., TorchWork | None]] = {
+    # each gets the group and the operator's other arguments; the outputs that some operators return are their
+    # first argument
+    "allreduce_": _allreduce,
+    "allreduce_coalesced_": lambda g, tensors, op, async_op, timeout: g.allreduce_coalesced(
+        tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "broadcast_": lambda g, tensors, root, root_tensor, async_op, timeout: g.broadcast(
+        tensors, ours.BroadcastOptions(_limit(timeout), async_op, root, root_tensor)
+    ),
+    "reduce_": lambda g, tensors, op, root, root_tensor, async_op, timeout: g.reduce(
+        tensors, ours.ReduceOptions(_limit(timeout), async_op, _op(op), root, root_tensor)
+    ),
+    "allgather_": lambda g, outputs, inputs, async_op, timeout: g.allgather(
+        outputs, inputs, ours.AllgatherOptions(_limit(timeout), async_op)
+    ),
+    "_allgather_base_": lambda g, output, given, async_op, timeout: g.all_gather_single(
+        output, given, ours.AllgatherOptions(_limit(timeout), async_op)
+    ),
+    "allgather_coalesced_": lambda g, outputs, inputs, async_op: g.allgather_coalesced(
+        outputs, inputs, ours.AllgatherOptions(None, async_op)
+    ),
+    "allgather_into_tensor_coalesced_": lambda g, outputs, inputs, async_op: g.all_gather_single_coalesced(
+        outputs, inputs, ours.AllgatherOptions(None, async_op)
+    ),
+    "gather_": lambda g, outputs, inputs, root, async_op, timeout: g.gather(
+        outputs, inputs, ours.GatherOptions(_limit(timeout), async_op, root)
+    ),
+    "scatter_": lambda g, outputs, inputs, root, async_op, timeout: g.scatter(
+        outputs, inputs, ours.ScatterOptions(_limit(timeout), async_op, root)
+    ),
+    "reduce_scatter_": lambda g, outputs, inputs, op, async_op, timeout: g.reduce_scatter(
+        outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "_reduce_scatter_base_": lambda g, output, given, op, async_op, timeout: g.reduce_scatter_single(
+        output, given, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+    ),
+    "reduce_scatter_tensor_coalesced_": lambda g, outputs, inputs, op, async_op, timeout: (
+        g.reduce_scatter_single_coalesced(
+            outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
+        )
+    ),
+    "alltoall_": lambda g, outputs, inputs, async_op, timeout: g.alltoall(
+        outputs, inputs, ours.AllToAllOptions(_limit(timeout), async_op)
+    ),
+    "alltoall_base_": lambda g, output, given, out_splits, in_splits, async_op, timeout: g.all_to_all_single(
+        output, given, out_splits, in_splits, ours.AllToAllOptions(_limit(timeout), async_op)
+    ),
+    "barrier": _barrier,
+    "monitored_barrier_": lambda g, _, _devices, timeout, wait_all: g.monitored_barrier(
+        _limit(timeout), wait_all
+    ),
+    "send": lambda g, tensors, dst, tag: g.send(tensors, dst, tag),
+    "recv_": lambda g, tensors, src, tag: g.recv(tensors, src, tag),
+    "recv_any_source_": lambda g, tensors, tag: g.recv_anysource(tensors, tag),
+}
+
+
+def _group(where: Any) -> Any:
+    """Returns the group of an operator's argument: the object, or its name."""
+    if isinstance(where, str):
+        return c10d._resolve_process_group(where)  # type: ignore[arg-type]
+    return torch_dist.ProcessGroup.unbox(where)
+
+
+def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> Callable[..., Any]:
+    """Returns the kernel of an operator for all groups.
+
+    Args:
+        operator: the operator.
+        place: where among its arguments the group is.
+        run: carries it out for one of our groups, given that and the other arguments.
+    """
+    # the dispatcher leaves out trailing arguments that have their default values
+    arguments_of = operator._schema.arguments
+    defaults = [argument.default_value for argument in arguments_of]
+
+    def kernel(keys: Any, *given: Any) -> Any:
+        key = keys.remove(_BEFORE).highestPriorityTypeId()
+        if key != _META:
+            arguments = [*given, *defaults[len(given) :]]
+            group = _group(arguments.pop(place))
+            if isinstance(group, TorchGroup):
+                return run(group, arguments)
+        # with the GIL released, unlike a call of the kernel that get_kernel() of torch returns: threads of
+        # other backends take the GIL to let go of tensors, while they hold locks that the kernel wants
+        return operator._op_dk(key, *given)
+
+    return kernel
+
+
+def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[Any, list[Any]], Any]:
+    """Returns ``run`` with the result in the operator's form."""
+    returns = len(operator._schema.returns)
+
+    def runner(group: TorchGroup, arguments: list[Any]) -> Any:
+        work = onlookers.note(run(group, *arguments))
+        if work is None:
+            return None
+        boxed = held(work).boxed()
+        return boxed if returns == 1 else (arguments[0], boxed)
+
+    return runner
+
+
+def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
+    """A batch of sends and receives, for which torch's kernel would need a C++ backend."""
+    works, outputs = [], []
+    for operation, peer, tag, tensor in zip(*arguments, strict=True):
+        if operation == "isend":
+            works.append(group.send([tensor], peer, tag).inner)
+            outputs.append(torch.empty(0, dtype=tensor.dtype))
+        elif operation == "irecv":
+            works.append(group.recv([tensor], peer, tag).inner)
+            outputs.append(tensor)
+        else:
+            raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
+    work = held(TorchWork(CoalescedWork(works)))
+    for output in outputs:
+        c10d._register_work(output, work)
+    return outputs
+
+
+def acquire() -> None:
+    """Puts the kernels in place for one more group."""
+    global _users
+    with _lock:
+        if not _libraries:
+            _install()
+        _users += 1
+
+
+def release() -> None:
+    """Puts torch's own kernels back in place with the last group."""
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            for library in _libraries:
+                library._destroy()  # type: ignore[no-untyped-call]
+            _libraries.clear()
+
+
+def _install() -> None:
+    library: Any = operators.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, run in _KERNELS.items():
+        operator = getattr(torch.ops.c10d, name).default
+        place = [argument.name for argument in operator._schema.arguments].index("process_group")
+        kernel = _kernel(operator, place, _runner(operator, run))
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    functional: Any = operators.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):
+        kernel = _kernel(torch.ops._c10d_functional.batch_p2p_ops.default, 4, _batch_p2p)
+        functional.impl("batch_p2p_ops", kernel, "BackendSelect", with_keyset=True)
+    _libraries.extend((library, functional))

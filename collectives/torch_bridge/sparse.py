@@ -1,0 +1,98 @@
+"""All-reduce of sparse tensors, which torch's Gloo backend offers and our groups do not.
+
+Each rank tells how many rows it has; then all gather everybody's indices and values, and each adds up what
+has the same index, in rank order, so that every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import AllgatherOptions, AllreduceOptions, ReduceOp
+from collectives.core.work import CoalescedWork, FinishingWork, Work
+from collectives.errors import CollectiveMismatchError, UnsupportedOperationError
+
+__all__ = ["allreduce"]
+
+_MOST_DIMENSIONS = 12
+"""What the ranks compare has the same length for tensors of any shape."""
+
+
+def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptions) -> Work:
+    """Adds up a sparse tensor over all ranks, in place; afterwards it is coalesced.
+
+    Blocks until all ranks have told how much they have; what follows is asynchronous where the options say
+    so.
+
+    Args:
+        group: the group; it gathers.
+        tensor: tensor of layout ``torch.sparse_coo`` of the same shape, sparse dimensions and data type on
+            every rank.
+        options: the record of the all-reduce.
+
+    Raises:
+        UnsupportedOperationError: another reduction than SUM, or a tensor of too many dimensions.
+        CollectiveMismatchError: the ranks' tensors differ; nothing was changed.
+    """
+    who = f"[rank {group.rank()}] all_reduce on {group.describe()}"
+    if options.reduceOp.code != ReduceOp.SUM.code:
+        raise UnsupportedOperationError(
+            f"{who}: sparse tensors can only be added up, but the reduction is {options.reduceOp.name}; "
+            "densify it first"
+        )
+    if tensor.dim() > _MOST_DIMENSIONS:
+        raise UnsupportedOperationError(
+            f"{who}: sparse tensors have {_MOST_DIMENSIONS} dimensions at most, but this one has "
+            f"{tensor.dim()}; densify it first"
+        )
+    mine = tensor.detach().coalesce()
+    counts = _agree(group, mine, options, who)
+    rows, width, dense = mine.indices().t().contiguous(), mine.sparse_dim(), mine.values().shape[1:]
+    indices = [torch.empty((count, width), dtype=rows.dtype, device=tensor.device) for count in counts]
+    values = [torch.empty((count, *dense), dtype=mine.dtype, device=tensor.device) for count in counts]
+    gather = AllgatherOptions(options.timeout)
+    works = [
+        group.allgather([indices], [rows], gather),
+        group.allgather([values], [mine.values().contiguous()], gather),
+    ]
+
+    def add_up() -> None:
+        addends = torch.cat(values)
+        if addends.dtype.itemsize < 4 and addends.is_floating_point():  # one rounding, at the end
+            addends = addends.float()
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices).t(), addends, tensor.shape, check_invariants=False
+        ).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total.to(tensor.dtype))
+
+    work = FinishingWork(CoalescedWork(works), add_up, [tensor])
+    if options.asyncOp:
+        work.get_future()  # it adds up even if nobody waits
+    else:
+        work.wait()
+    return work
+
+
+def _agree(group: ProcessGroup, mine: torch.Tensor, options: AllreduceOptions, who: str) -> list[int]:
+    """Compares the ranks' tensors; returns the number of rows of each."""
+    shape = list(mine.shape) + [-1] * (_MOST_DIMENSIONS - mine.dim())
+    kind = [mine.sparse_dim(), zlib.crc32(str(mine.dtype).encode()), *shape]
+    told = torch.tensor([mine._nnz(), *kind], dtype=torch.int64, device=mine.device)
+    table = torch.empty((group.size(), len(told)), dtype=torch.int64, device=mine.device)
+    group.all_gather_single(table, told, AllgatherOptions(options.timeout, asyncOp=False)).wait()
+    ranks = table.tolist()
+    different = [rank for rank, row in enumerate(ranks) if row[1:] != kind]
+    if different:
+        lines = [
+            f"  rank {rank}: shape {[n for n in row[3:] if n >= 0]}, {row[1]} sparse dimensions"
+            for rank, row in enumerate(ranks)
+        ]
+        raise CollectiveMismatchError(
+            f"{who}: the ranks' sparse tensors differ in shape, sparse dimensions or data type (here "
+            f"{mine.dtype}) from those of ranks {different}; nothing was changed\n" + "\n".join(lines)
+        )
+    return [row[0] for row in ranks]

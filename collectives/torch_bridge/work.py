@@ -1,0 +1,202 @@
+"""Our Work in the form that torch's Python and C++ callers expect.
+
+Words: a *holder* is the C++ object that torch makes around a Work which a Python method returned; it keeps
+the Python object alive and forwards ``wait`` and ``get_future`` to it, nothing else. Python callers of a
+group get the Work itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.futures import Future
+
+from collectives.core.work import CompletedWork, Work
+from collectives.torch_bridge.option_records import limit
+
+if TYPE_CHECKING:
+
+    class _Work:
+        """``torch.distributed.Work`` without the signatures that its stub gets wrong."""
+
+    class _Group:
+        """``torch.distributed.ProcessGroup`` with the constructor that subclasses can call."""
+
+        bound_device_id: torch.device | None
+
+        def __init__(self, rank: int, size: int) -> None: ...
+else:
+    _Work = torch_dist.Work
+    _Group = torch_dist.ProcessGroup
+
+__all__ = ["BatchedWork", "DoneWork", "TorchWork", "held"]
+
+
+class TorchWork(_Work):
+    """A ``torch.distributed.Work`` around one of ours.
+
+    Errors are raised by :meth:`wait` with their own classes. The future carries them as a C++ error, which
+    torch's gradient reducer needs: ``Future.set_exception`` would leave it with the exception as a value.
+
+    Args:
+        inner: the operation.
+    """
+
+    __slots__ = ("_future", "inner")
+
+    def __init__(self, inner: Work) -> None:
+        super().__init__()
+        self.inner = inner
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the operation is done; see :meth:`collectives.Work.wait`."""
+        return self.inner.wait(limit(timeout))
+
+    def synchronize(self) -> None:
+        """Same as :meth:`wait` without a limit."""
+        self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Makes the current CUDA stream wait; for CPU tensors the same as :meth:`wait`."""
+        self.inner.block_current_stream()
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is done or failed; never blocks."""
+        return self.inner.is_completed()
+
+    def is_success(self) -> bool:
+        """Returns whether the operation is done without an error; never blocks."""
+        return self.inner.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a failed operation, else ``None``; never blocks."""
+        return self.inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the output tensors of a finished operation."""
+        return self.inner.result()
+
+    def source_rank(self) -> int:
+        """Returns the sender of a finished receive, counted within the group."""
+        return self.inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self.inner.source_rank()
+
+    def get_future(self) -> Future[Any]:
+        """Returns a future of the list of output tensors; always the same one."""
+        if self._future is None:
+            self._future = self.inner.get_future().then(_value)
+        return self._future
+
+    def get_future_result(self) -> Future[int]:
+        """Returns a future of a ``WorkResult`` number that never carries an error."""
+        return self.inner.get_future_result()
+
+
+class DoneWork(TorchWork):
+    """An operation that was done when its call returned; quicker to make than a Work around one of ours.
+
+    Synchronous calls return one, as torch's C++ code does not survive ``None``. Few callers ask for more than
+    :meth:`wait`.
+    """
+
+    __slots__ = ("_inner", "outputs")
+
+    __init__ = _Work.__init__
+
+    outputs: torch.Tensor | Sequence[torch.Tensor]
+    """The output tensors; to be set by who makes one."""
+    _inner: TorchWork
+
+    def _as_usual(self) -> TorchWork:
+        """Returns the Work for all that is asked seldom."""
+        try:
+            return self._inner
+        except AttributeError:
+            outputs = self.outputs
+            self._inner = TorchWork(
+                CompletedWork((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
+            )
+            return self._inner
+
+    @property
+    def inner(self) -> Work:  # type: ignore[override]
+        """The operation as a Work of ours."""
+        return self._as_usual().inner
+
+    def get_future(self) -> Future[Any]:
+        """Returns a completed future of the list of output tensors; always the same one."""
+        return self._as_usual().get_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Returns ``True`` at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns ``True``."""
+        return True
+
+
+class BatchedWork(TorchWork):
+    """An operation issued inside a coalescing block: its ``wait`` is the block's.
+
+    Callers inside the block wait for an operation before they issue the next, and peers may issue them in
+    another order, so that waiting there would block for ever. The Work that ends the block waits for all of
+    them.
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Returns at once; wait for the Work of the block instead."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+def _value(done: Future[Any]) -> Any:
+    """Returns the value, or raises: what a callback raises becomes a C++ error of the next future."""
+    return done.value()
+
+
+class _Carrier(_Group):
+    """Hands a Work from Python to C++ in a holder.
+
+    A Work's ``boxed()`` alone does not keep its Python half alive: C++ callers would wait for ever once that
+    is collected. What a group's method returns to C++ is put into a holder, so this group's ``barrier``
+    returns the Work.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._local = threading.local()
+
+    def barrier(self, _opts: Any = None) -> TorchWork:
+        """Returns the Work that :meth:`hold` was given on this thread."""
+        work: TorchWork = self._local.work
+        return work
+
+    def hold(self, work: TorchWork) -> Any:
+        """Returns the holder of ``work``, a ``torch.distributed.Work`` of C++."""
+        self._local.work = work
+        try:
+            return torch_dist.ProcessGroup.barrier(self)  # type: ignore[call-overload]
+        finally:
+            del self._local.work
+
+
+_carrier: _Carrier | None = None
+
+
+def held(work: TorchWork) -> Any:
+    """Returns a C++ Work that keeps ``work`` alive and forwards to it."""
+    global _carrier
+    if _carrier is None:
+        _carrier = _Carrier()
+    return _carrier.hold(work)

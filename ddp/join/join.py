@@ -1,0 +1,401 @@
+"""Join: training on uneven inputs, where ranks without further inputs go along with those that have some.
+
+Words used here. A *joinable* is an object that communicates in every iteration, such as a model or an
+optimizer. A rank has *joined* when it has left the training loop; before that it is *active*. A joined rank
+*shadows* the active ones: it runs hooks that communicate what they do.
+
+Before a joinable communicates, the active ranks *call*, and the joined ones answer, by an all-reduce. There
+are two kinds of call. Where all joinables are of this package, it is a *roll call* with a place for each rank
+(:mod:`collectives.ddp.join.protocol`). Else it is that of ``torch.distributed.algorithms.join``, a sum of
+ones, so that joinables of torch take part in a :class:`Join` of ours, and ours in one of torch.
+
+By the contract of torch, the first joinable calls once in each iteration, and joined ranks then run the main
+hooks of all joinables in order. Joinables that *call themselves*, as those of this package do, call before
+all that they communicate, and joined ranks run the hook of the caller alone: so they may communicate in any
+order and as often as they like. That is done where all joinables do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from collectives.core.work import CompletedWork
+from collectives.ddp.default_group import resolve_group
+from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
+from collectives.ddp.join.protocol import Phase, RollCall
+from collectives.errors import DistBackendError, UnsupportedOperationError
+
+__all__ = ["Join", "JoinConfig", "JoinHook", "Joinable"]
+
+_SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
+
+_SKEW = 1000
+"""A rank that has shadowed so many iterations warns."""
+
+_KNOWN_TO_ALL = (GradientSyncError, JoinError, ModelMismatchError, DistBackendError)
+"""Errors that are raised on all ranks, or leave a group behind that carries nothing any more."""
+
+_open: set[ProcessGroup] = set()
+"""Groups over which a context is open in this process."""
+
+
+class JoinHook:
+    """What a joined rank does in place of a joinable; derive from it and override what there is to do."""
+
+    def main_hook(self) -> None:
+        """Communicates what the joinable communicates on active ranks in one iteration.
+
+        Called again and again, while a rank is active.
+        """
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once on every rank when all have joined.
+
+        Args:
+            is_last_joiner: whether this rank is one of those that joined last.
+        """
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """What a joinable knows of the context that it takes part in; the first three fields are those of torch.
+
+    Attributes:
+        enable: whether there is a context.
+        throw_on_early_termination: whether all ranks raise when one of them joins.
+        is_first_joinable: whether the joinable calls.
+        place: its place among the joinables.
+        roll: carries the calls; ``None`` where they are those of torch.
+        each_calls: whether all joinables call themselves.
+    """
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+    place: int = 0
+    roll: RollCall | None = None
+    each_calls: bool = False
+
+
+class Joinable(ABC):
+    """What can take part in a :class:`Join`; its constructor must be called by those of derived classes.
+
+    A joinable calls :meth:`Join.notify_join_context` before it communicates in an iteration.
+    """
+
+    _calls_itself: ClassVar[bool] = False
+    """Whether it calls before all that it communicates, which is more than the contract asks for."""
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config: Any = JoinConfig()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns what a joined rank does in place of this object.
+
+        Args:
+            kwargs: keyword arguments of the :class:`Join`, the same for all joinables.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Device of the tensors that calls are made with."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The ranks."""
+
+
+class Join:
+    """Context for training loops that are longer on some ranks than on others; all ranks enter it.
+
+    A rank that leaves the loop stays in the context until all ranks have left theirs, and meanwhile
+    communicates in place of each joinable, by its hook. Leaving the context blocks for so long.
+
+    Example::
+
+        model = DistributedDataParallel(module)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with Join([model, optimizer]):
+            for inputs in batches:  # any number on each rank
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+
+    Where all joinables are a :class:`~collectives.ddp.DistributedDataParallel` or a
+    :class:`~collectives.ddp.optim.ZeroRedundancyOptimizer`, an exception of a rank's own code inside the
+    context is told to the others, which raise :class:`~collectives.ddp.JoinError` instead of waiting for that
+    rank; and errors name ranks. Joinables of ``torch.distributed.algorithms.join`` may take part, over
+    torch's group of a backend of this package.
+
+    A context may be entered again after it was left. Contexts over one group are not nested: give all
+    joinables to one. What is not given, such as an optimizer of torch's or the layers of
+    :class:`~collectives.ddp.SyncBatchNorm`, is not shadowed.
+
+    Args:
+        joinables: objects over one group, the same on all ranks. Their hooks run in this order.
+        enable: whether the context does anything; ``False`` where inputs are known to be even.
+        throw_on_early_termination: whether all ranks raise when one of them has left the loop.
+        **kwargs: arguments of the joinables' ``join_hook``.
+
+    Raises:
+        ValueError: there is no joinable, one is given twice, or they have different groups.
+        TypeError: an object is no joinable.
+        RuntimeError: entered within another context over this group.
+        UnevenInputsError: ``throw_on_early_termination`` is set and a rank has left the loop; raised on all.
+        JoinError: the ranks cannot go on together.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._joinables = list(joinables)
+        if not self._joinables:
+            raise ValueError("joinables is empty; Join needs at least one, such as the model")
+        if len({id(joinable) for joinable in self._joinables}) < len(self._joinables):
+            raise ValueError(f"a joinable is given twice: {', '.join(map(_kind, self._joinables))}")
+        self._group = _group_of(self._joinables)
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._kwargs = kwargs
+        self._hooks: list[Any] = []
+        self._roll: RollCall | None = None
+        self._each_calls = False
+        self._before: list[Any] = []
+
+    # ---- the context -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        if not self._enable:
+            return
+        if self._group in _open:
+            raise RuntimeError(
+                f"[rank {self._group.rank()}] a Join over {self._group.describe()} is open already; give all "
+                "joinables to one Join"
+            )
+        _open.add(self._group)
+        self._before = [joinable._join_config for joinable in self._joinables]
+        try:
+            self._configure()
+            self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+        except BaseException as error:
+            self._tell(error)
+            self._leave()
+            raise
+
+    def _configure(self) -> None:
+        """Tells the joinables of the context."""
+        ours = all(isinstance(joinable, Joinable) for joinable in self._joinables)
+        self._each_calls = ours and all(joinable._calls_itself for joinable in self._joinables)
+        self._roll = None
+        if ours:
+            device = self._joinables[0].join_device
+            self._roll = RollCall(
+                self._group, device, [_kind(j) for j in self._joinables], throws=self._throw
+            )
+        for place, joinable in enumerate(self._joinables):
+            joinable._join_config = JoinConfig(
+                enable=True,
+                throw_on_early_termination=self._throw,
+                is_first_joinable=place == 0,
+                place=place,
+                roll=self._roll,
+                each_calls=self._each_calls,
+            )
+
+    def _leave(self) -> None:
+        """Takes the joinables out of the context."""
+        if self._roll is not None:
+            self._roll.close()
+        for joinable, config in zip(self._joinables, self._before, strict=True):
+            joinable._join_config = config
+        self._hooks = []
+        _open.discard(self._group)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shadows the ranks that are active, until none is; does nothing where an exception is raised.
+
+        Raises:
+            UnevenInputsError: see the class.
+            JoinError: another rank failed, or active ranks communicate different things.
+        """
+        if not self._enable:
+            return
+        try:
+            if error is None:
+                self._shadow()
+            else:
+                self._tell(error)
+        finally:
+            self._leave()
+
+    def _shadow(self) -> None:
+        try:
+            last = self._follow_rolls(self._roll) if self._roll is not None else self._follow_counts()
+            for hook in self._hooks:
+                hook.post_hook(last)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Tells the other ranks of an error that only this one may know of; does not block."""
+        known = isinstance(error, _KNOWN_TO_ALL) and not isinstance(error, UnsupportedOperationError)
+        if self._roll is not None and not known:
+            with contextlib.suppress(Exception):
+                self._roll.fail()
+
+    def _follow_rolls(self, roll: RollCall) -> bool:
+        """Shadows what the active ranks call out; returns whether this rank is one of the last."""
+        last, iterations = True, 0
+        while (called := roll.answer()) is not None:
+            last = False
+            if called.phase is Phase.MAIN and called.place == 0:
+                iterations += 1
+                self._warn_of_skew(iterations)
+            if not self._each_calls:
+                self._run_main_hooks()
+            elif called.phase is Phase.MAIN:
+                self._hooks[called.place].main_hook()
+            else:
+                self._hooks[called.place].backward_hook()
+        return last
+
+    def _follow_counts(self) -> bool:
+        """Shadows whole iterations, by the calls of torch; returns whether this rank is one of the last."""
+        device = self._joinables[0].join_device
+        last, iterations = True, 0
+        while True:
+            active = torch.zeros(1, device=device)
+            self._group.allreduce([active], _SUM).wait()
+            if not active.item():
+                return last
+            if self._throw:
+                self._group.allreduce([torch.ones(1, device=device)], _SUM).wait()
+                raise UnevenInputsError(
+                    f"[rank {self._group.rank()}] this rank ran out of inputs, while {int(active.item())} of "
+                    f"{self._group.size()} ranks have some, and throw_on_early_termination is set",
+                    [self._group.rank()],
+                )
+            last = False
+            iterations += 1
+            self._warn_of_skew(iterations)
+            self._run_main_hooks()
+
+    def _run_main_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.main_hook()
+
+    def _warn_of_skew(self, iterations: int) -> None:
+        if iterations == _SKEW:
+            warnings.warn(
+                f"[rank {self._group.rank()}] this rank ran out of inputs {_SKEW} iterations ago and does "
+                "nothing but follow the others; give it more inputs",
+                stacklevel=5,
+            )
+
+    # ---- what joinables call -----------------------------------------------------------------------------
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Work | None:
+        """Tells the joined ranks that this one is active; called by a joinable before it communicates.
+
+        Blocks until all ranks have told where the call is a roll call or where
+        ``throw_on_early_termination`` is set. Does nothing outside of a context.
+
+        Args:
+            joinable: the caller.
+
+        Returns:
+            The Work of the call where ``joinable`` is the first one of the :class:`Join`, else ``None``.
+
+        Raises:
+            TypeError: ``joinable`` was made without the constructor of :class:`Joinable`.
+            UnevenInputsError: a rank has joined, and ``throw_on_early_termination`` is set.
+            JoinError: a rank failed, or active ranks communicate different things.
+        """
+        config = getattr(joinable, "_join_config", None)
+        if config is None:
+            raise TypeError(
+                f"{_kind(joinable)} is no joinable; derive it from Joinable, and call that one's constructor"
+            )
+        if not config.enable:
+            return None
+        roll = getattr(config, "roll", None)  # torch's record has none
+        if roll is not None:
+            if config.is_first_joinable or config.each_calls:
+                roll.call(config.place, Phase.MAIN)
+            return CompletedWork() if config.is_first_joinable else None
+        if not config.is_first_joinable:
+            return None
+        return _count(joinable, throws=config.throw_on_early_termination)
+
+
+def _count(joinable: Any, *, throws: bool) -> Work:
+    """Calls as joinables of torch do."""
+    group, device = resolve_group(joinable.join_process_group), joinable.join_device
+    work = group.allreduce([torch.ones(1, device=device)], _SUM)
+    if throws:
+        stop = torch.zeros(1, device=device)
+        group.allreduce([stop], _SUM).wait()
+        if stop.item():
+            raise UnevenInputsError(
+                f"[rank {group.rank()}] {int(stop.item())} of {group.size()} ranks ran out of inputs, "
+                "and throw_on_early_termination is set"
+            )
+    return work
+
+
+def _kind(joinable: object) -> str:
+    return type(joinable).__name__
+
+
+def _group_of(joinables: Sequence[Any]) -> ProcessGroup:
+    """Returns the ranks that joinables have in common.
+
+    Raises:
+        TypeError: an object is no joinable, or has a group of another package.
+        ValueError: the groups differ.
+    """
+    groups = []
+    for joinable in joinables:
+        missing = [
+            name
+            for name in ("join_hook", "join_device", "join_process_group", "_join_config")
+            if not hasattr(joinable, name)
+        ]
+        if missing:
+            raise TypeError(
+                f"{_kind(joinable)} is no joinable: it has no {', '.join(missing)}; derive it from Joinable, "
+                "and call that one's constructor"
+            )
+        groups.append(resolve_group(joinable.join_process_group))
+    for joinable, group in zip(joinables, groups, strict=True):
+        if group is not groups[0]:
+            raise ValueError(
+                f"joinables must have one group, but {_kind(joinables[0])} has {groups[0].describe()} and "
+                f"{_kind(joinable)} has {group.describe()}"
+            )
+    return groups[0]

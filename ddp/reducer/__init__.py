@@ -1,0 +1,9 @@
+"""The reducer: averages gradients over all ranks while the backward pass computes them.
+
+Inside: buckets, their layout and order, the gradients in them, and their reduction. Not here: what ranks tell
+each other at the end of a pass (:mod:`collectives.ddp.sync`).
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

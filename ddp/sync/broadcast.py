@@ -1,0 +1,138 @@
+"""Broadcast of many tensors at once: small ones travel packed in one message, large ones as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives import BroadcastOptions, ProcessGroup, Work
+from collectives.ddp.reducer.buckets import MIB
+
+__all__ = ["CoalescedBroadcast", "PackedBroadcast", "broadcast_coalesced"]
+
+_PACKED_BYTES = MIB
+"""Tensors of fewer bytes than this are packed."""
+
+_MESSAGE_BYTES = 16 * MIB
+"""A packed message is closed when it holds this many bytes."""
+
+_ALIGNMENT = 16
+"""Tensors begin at multiples of so many bytes within a message; no data type has wider elements."""
+
+
+class PackedBroadcast:
+    """One message, used again and again, that carries tensors of one device from one rank to all.
+
+    Args:
+        group: the ranks.
+        tensors: tensors of the shapes, data types and device of those to be sent; data types may differ.
+    """
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+        self._group = group
+        offsets = []
+        end = 0
+        for tensor in tensors:
+            offsets.append(end)
+            size = tensor.numel() * tensor.element_size()
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._message = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
+        self._places = [
+            self._message[offset : offset + tensor.numel() * tensor.element_size()]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        ]
+
+    def start(self, tensors: Sequence[torch.Tensor], root: int, *, blocking: bool = False) -> Work:
+        """Sends the root's tensors; called by all ranks. :meth:`finish` must follow.
+
+        Args:
+            tensors: on the root, the tensors to send; not looked at elsewhere.
+            root: rank that sends.
+            blocking: whether the caller waits at once, which lets the group run the broadcast on the caller's
+                thread.
+        """
+        if self._group.rank() == root:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, list(tensors))
+        return self._group.broadcast([self._message], BroadcastOptions(asyncOp=not blocking, rootRank=root))
+
+    def finish(self, work: Work, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Blocks until the message is here and writes it to ``tensors``; the root's stay as they are."""
+        work.wait()
+        if self._group.rank() != root:
+            with torch.no_grad():
+                torch._foreach_copy_(list(tensors), self._places)
+
+
+class CoalescedBroadcast:
+    """A broadcast of many tensors from one rank, again and again: small ones packed, large ones as they are.
+
+    Called by all ranks: first :meth:`start`, then :meth:`finish`.
+
+    Args:
+        group: the ranks.
+        tensors: tensors of any data types on any devices of the group; shapes and data types as on the root.
+            They are read and written in place each time.
+        root: rank whose values all ranks get.
+    """
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -> None:
+        self._group = group
+        self._root = root
+        self._large: list[torch.Tensor] = []
+        self._small: list[list[torch.Tensor]] = []
+        filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if size >= _PACKED_BYTES and tensor.is_contiguous():
+                self._large.append(tensor)
+            elif size:
+                held, count = filling.pop(tensor.device, ([], 0))
+                held.append(tensor)
+                if count + size >= _MESSAGE_BYTES:
+                    self._small.append(held)
+                else:
+                    filling[tensor.device] = (held, count + size)
+        self._small += [held for held, _ in filling.values()]
+        self._packed: list[PackedBroadcast] = []
+        self._works: list[Work] = []
+        self._packed_works: list[Work] = []
+
+    def start(self) -> None:
+        """Sends the root's tensors without waiting."""
+        if not self._packed:
+            self._packed = [PackedBroadcast(self._group, tensors) for tensors in self._small]
+        self._works = [
+            self._group.broadcast([tensor.detach()], BroadcastOptions(rootRank=self._root))
+            for tensor in self._large
+        ]
+        self._packed_works = [
+            packed.start(tensors, self._root)
+            for packed, tensors in zip(self._packed, self._small, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Blocks until the tensors hold the root's values."""
+        for packed, work, tensors in zip(self._packed, self._packed_works, self._small, strict=True):
+            packed.finish(work, tensors, self._root)
+        for work in self._works:
+            work.wait()
+        self._works, self._packed_works = [], []
+        if self._large:
+            torch.autograd.graph.increment_version(self._large)
+
+
+def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Copies the root's tensors to all ranks, in place, once; called by all of them, blocks.
+
+    Args:
+        group: the ranks.
+        tensors: as for :class:`CoalescedBroadcast`.
+        root: rank whose values all ranks get.
+    """
+    message = CoalescedBroadcast(group, [tensor.detach() for tensor in tensors], root)
+    message.start()
+    message.finish()

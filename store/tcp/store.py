@@ -1,0 +1,434 @@
+"""A store served over TCP, compatible with torch's in both roles."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import collectives._native as _native
+from collectives.errors import DistNetworkError, DistStoreError
+from collectives.store.base import DEFAULT_TIMEOUT, Store
+from collectives.store.tcp.client import Client, Connection
+from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
+from collectives.store.tcp.wire import (
+    INIT_KEY,
+    KEY_PREFIX,
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_REQUEST_BYTES,
+    MAX_VALUE_BYTES,
+    READY,
+    SERVER_KEY,
+    STOP_WAITING,
+    WAIT_CANCELED,
+    Command,
+    i64,
+    key_list,
+    pair_list,
+    text,
+    u32,
+)
+
+__all__ = ["TCPStore"]
+
+_GRACE_S = 10.0
+"""Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
+_KEYS_PROBED = 64
+_DECIMAL = re.compile(rb"-?[0-9]{1,19}")
+
+
+class _RefusedError(Exception):
+    """The server hung up on a request, as it must on one that it cannot carry out."""
+
+
+class _Server:
+    """A native server in this process, with the port that it listens on."""
+
+    def __init__(self, host: str, port: int, listen_fd: int | None) -> None:
+        sockets = open_listeners(host, port) if listen_fd is None else [adopt_listener(listen_fd, port)]
+        self.address, self.port = sockets[0].getsockname()[:2]
+        self.loopback_only = is_loopback(self.address)
+        self.native = _native.StoreServer([sock.detach() for sock in sockets])
+
+
+_shared_lock = threading.Lock()
+_shared_servers: weakref.WeakValueDictionary[int, _Server] = weakref.WeakValueDictionary()
+
+
+class TCPStore(Store):
+    """A store whose data one process serves over TCP; all others connect to it.
+
+    The server runs in a native thread without the GIL: a process that is busy in Python delays no other.
+    Server and client speak the protocol of :class:`torch.distributed.TCPStore`, so that either may be
+    torch's.
+
+    The server ends with the last store object of its process that uses it (the one made with
+    ``is_master=True``, its clones, and those that share it by ``multi_tenant``); clients then get
+    :class:`~collectives.DistNetworkError`.
+
+    Args:
+        host_name: name or address of the machine that runs the server, as clients connect to it. The server
+            listens on loopback only for ``localhost`` and loopback addresses, on exactly the address if it is
+            one of this machine, and on all interfaces for any other name or address, as torch does.
+        port: port of the server; 0 lets the server choose (see :attr:`port`).
+        world_size: number of users of the store, this one and the server's included; ``None`` (or a negative
+            number) if it is not fixed.
+        is_master: run the server in this process.
+        timeout: limit for connecting, for ``wait_for_workers``, and default of waiting calls.
+        wait_for_workers: with a fixed ``world_size``, let the master wait here until all users have
+            connected.
+        multi_tenant: share the server that this process already runs on the same port, if there is one.
+        master_listen_fd: descriptor of a socket bound to ``port`` (any if ``port`` is 0) that the server
+            takes over.
+        use_libuv: accepted for torch's sake; our server is always event-driven (:attr:`libuvBackend`).
+
+    Raises:
+        DistNetworkError: the port is in use, or no server answers.
+        DistStoreError: not all workers came in time.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,  # noqa: ARG002
+    ) -> None:
+        super().__init__(timeout)
+        if not isinstance(host_name, str):
+            raise TypeError(f"host_name must be a str, not {type(host_name).__name__}: {host_name!r}")
+        port = operator.index(port)
+        if not 0 <= port < 2**16:
+            raise ValueError(f"port must be from 0 to 65535, is {port}")
+        if world_size == 0:
+            raise ValueError("world_size of a TCPStore cannot be 0; None means that it is not fixed")
+        self._host = host_name
+        self._server = _start_server(host_name, port, multi_tenant, master_listen_fd) if is_master else None
+        self._port = port if self._server is None else self._server.port
+        self._client = self._make_client()
+        if wait_for_workers and world_size is not None and world_size > 0:
+            self._wait_for_workers(world_size)
+
+    @property
+    def host(self) -> str:
+        """Name of the server's machine, as given."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """Port of the server; the real one where 0 was asked for."""
+        return self._port
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Whether an event loop drives the server: always true (epoll, without the library libuv)."""
+        return True
+
+    def close(self) -> None:
+        """Closes the connections, and the server if no other store of this process uses it; idempotent."""
+        self._client.close()
+        self._server = None
+
+    def _release(self) -> None:
+        if hasattr(self, "_client"):  # unless the constructor failed
+            self.close()
+
+    def __repr__(self) -> str:
+        role = "client" if self._server is None else "server"
+        return f"TCPStore({self._address()}, {role})"
+
+    def _clone(self) -> TCPStore:
+        copy = TCPStore.__new__(TCPStore)
+        Store.__init__(copy, self.timeout)
+        copy._host, copy._port, copy._server = self._host, self._port, self._server
+        copy._client = copy._make_client()
+        return copy
+
+    def _address(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port}"
+
+    def _make_client(self) -> Client:
+        # The server's own process need not resolve the name, which may lead through a router and back.
+        host = self._host if self._server is None else self._server.address
+        return Client(host, self._port, self._address(), self._seconds(None))
+
+    def _wait_for_workers(self, world_size: int) -> None:
+        limit = self._seconds(None)
+        deadline = time.monotonic() + limit
+        count = self._count(INIT_KEY, 1)
+        # There is no wait for a counter in the protocol, and torch's clients count themselves in likewise.
+        pause = 0.001
+        while self._server is not None and count < world_size:
+            if time.monotonic() > deadline:
+                raise DistStoreError(
+                    f"only {count} of {world_size} workers have connected to {self!r} within {limit:g} s. Do "
+                    "all ranks run, with the same MASTER_ADDR and MASTER_PORT, and can they reach this "
+                    "machine?"
+                )
+            time.sleep(pause)
+            pause = min(0.02, 1.5 * pause)
+            count = self._count(INIT_KEY, 0)
+
+    # Requests. Those without a reply of their own are followed by a ping, so that they are carried out, and
+    # seen by everybody, when the call returns.
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._acknowledged("set", _request(Command.SET, _key(key), _value(key, value)))
+
+    def _append(self, key: str, value: bytes) -> None:
+        self._acknowledged("append", _request(Command.APPEND, _key(key), _value(key, value)))
+
+    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
+        for key, value in pairs:
+            _value(key, value)
+        _check_count(len(pairs))
+        request = _request(Command.MULTI_SET, pair_list((_stored(key), value) for key, value in pairs))
+        if len(request) > MAX_REQUEST_BYTES:
+            raise ValueError(
+                f"multi_set of {len(request)} bytes is more than a server takes: {MAX_REQUEST_BYTES}"
+            )
+        self._acknowledged("multi_set", request)
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        self._acknowledged("queue_push", _request(Command.QUEUE_PUSH, _key(key), _value(key, value)))
+
+    def _add(self, key: str, amount: int) -> int:
+        return self._count(_stored(key), amount)
+
+    def _count(self, stored_key: bytes, amount: int) -> int:
+        # All that a server can do about a sum that is none is to hang up. The value read just before tells
+        # why.
+        get_and_add = _request(Command.GET, text(stored_key)) + _request(
+            Command.ADD, text(stored_key), i64(amount)
+        )
+        deadline = self._answer_by()
+        try:
+            with self._client.connection("add", self._seconds(None)) as connection:
+                connection.send(get_and_add, deadline)
+                value = connection.receive_text(deadline)
+                try:
+                    return connection.receive_i64(deadline)
+                except ConnectionResetError:
+                    if _is_counter(value, amount):
+                        raise
+                    raise _RefusedError from None
+        except _RefusedError:
+            self._num_keys()  # raises if the server is gone after all
+            key = stored_key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
+            self._raise_not_a_counter(key, amount, value)
+
+    def _check(self, keys: list[str]) -> bool:
+        deadline = self._answer_by()
+        with self._client.connection("check", self._seconds(None)) as connection:
+            connection.send(_request(Command.CHECK, _key_list(keys)), deadline)
+            return connection.receive_byte(deadline) == READY
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        request = _request(Command.COMPARE_SET, _key(key), _value(key, expected), _value(key, desired))
+        deadline = self._answer_by()
+        with self._client.connection("compare_set", self._seconds(None)) as connection:
+            connection.send(request, deadline)
+            return connection.receive_text(deadline)
+
+    def _delete_key(self, key: str) -> bool:
+        return self._number("delete_key", _request(Command.DELETE_KEY, _key(key))) > 0
+
+    def _num_keys(self) -> int:
+        return self._number("num_keys", _request(Command.GETNUMKEYS))
+
+    def _queue_len(self, key: str) -> int:
+        return self._number("queue_len", _request(Command.QUEUE_LEN, _key(key)))
+
+    def _list_keys(self) -> list[str]:
+        deadline = self._answer_by()
+        with self._client.connection("list_keys", self._seconds(None)) as connection:
+            connection.send(_request(Command.LIST_KEYS), deadline)
+            count = connection.receive_i64(deadline)
+            stored = [connection.receive_text(deadline) for _ in range(count)]
+        return [
+            key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
+            for key in stored
+            if key.startswith(KEY_PREFIX)
+        ]
+
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+        request = _request(Command.MULTI_GET, _key_list(keys))
+        with self._client.connection("get", limit) as connection:
+            self._await_keys(connection, "get", keys, limit)
+            deadline = self._answer_by()
+            connection.send(request, deadline)
+            return [connection.receive_text(deadline) for _ in keys]
+
+    def _wait(self, keys: list[str], limit: float) -> None:
+        with self._client.connection("wait", limit) as connection:
+            self._await_keys(connection, "wait", keys, limit)
+
+    def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        end = time.monotonic() + (limit or 0.0)
+        with self._client.connection("queue_pop", limit or 0.0) as connection:
+            while True:
+                deadline = self._answer_by()
+                connection.send(_request(Command.QUEUE_POP, _key(key)), deadline)
+                if connection.receive_i64(deadline) > 0:
+                    return connection.receive_text(deadline)
+                if limit is None:
+                    break
+                # Another client may be quicker after the wait, in which case it is waited again.
+                self._await_keys(connection, "queue_pop", [key], limit, end)
+        return self._raise_queue_empty(key)
+
+    def _barrier(self, key: str, world_size: int, limit: float) -> None:
+        request = _request(Command.BARRIER, _key(key), i64(world_size))
+        with self._client.connection("barrier", limit) as connection:
+            connection.send(request, time.monotonic() + limit + _GRACE_S)
+            if self._answered(connection, limit):
+                return
+        self._raise_barrier_timeout(key, self._withdraw(key) + 1, world_size, limit)
+
+    # Exchanges.
+
+    def _answer_by(self) -> float:
+        """Returns when a request that the server answers at once must have been answered."""
+        return time.monotonic() + self._seconds(None) + _GRACE_S
+
+    def _acknowledged(self, operation: str, request: bytes) -> None:
+        deadline = self._answer_by()
+        with self._client.connection(operation, self._seconds(None)) as connection:
+            connection.send(request + _request(Command.PING, u32(0)), deadline)
+            connection.receive(4, deadline)
+
+    def _number(self, operation: str, request: bytes) -> int:
+        deadline = self._answer_by()
+        with self._client.connection(operation, self._seconds(None)) as connection:
+            connection.send(request, deadline)
+            return connection.receive_i64(deadline)
+
+    def _await_keys(
+        self, connection: Connection, operation: str, keys: list[str], limit: float, end: float | None = None
+    ) -> None:
+        """Returns when all keys are there; raises the error of ``operation`` if they are not by ``end``."""
+        end = time.monotonic() + limit if end is None else end
+        request = _request(Command.WAIT, _key_list(keys))
+        while True:
+            connection.send(request, end + _GRACE_S)
+            if not self._answered(connection, end - time.monotonic()):
+                break
+            # torch's server keeps a client that it woke for a queue on its list, and wakes it early later on.
+            # Cancelling takes it off; the check costs no more than that.
+            deadline = self._answer_by()
+            connection.send(
+                _request(Command.CANCEL_WAIT) + _request(Command.CHECK, _key_list(keys)), deadline
+            )
+            connection.receive_byte(deadline)
+            if connection.receive_byte(deadline) == READY:
+                return
+            if time.monotonic() > end:
+                break
+        deadline = self._answer_by()
+        probed = keys[:_KEYS_PROBED]
+        connection.send(b"".join(_request(Command.CHECK, _key_list([key])) for key in probed), deadline)
+        missing = [key for key in probed if connection.receive_byte(deadline) != READY]
+        self._raise_timeout(operation, missing or probed, limit)
+
+    def _answered(self, connection: Connection, limit: float) -> bool:
+        """Waits for the answer to a WAIT or BARRIER; cancels it when the time is up."""
+        answer: int | None = None
+        try:
+            answer = connection.receive_byte(time.monotonic() + max(limit, 0.001))
+        except TimeoutError:
+            deadline = time.monotonic() + _GRACE_S
+            connection.send(_request(Command.CANCEL_WAIT), deadline)
+            answer = connection.receive_byte(deadline)
+            if answer == STOP_WAITING:  # it was under way already
+                if connection.receive_byte(deadline) == WAIT_CANCELED:
+                    return True
+                answer = None
+            elif answer == WAIT_CANCELED:
+                return False
+        if answer != STOP_WAITING:
+            raise ConnectionResetError(f"the server broke the protocol: it answered a wait with {answer}")
+        return True
+
+    def _withdraw(self, key: str) -> int:
+        """Takes this caller out of a barrier that it has cancelled; returns how many are left in it."""
+        requests = _request(Command.GET, text(SERVER_KEY)) + _request(Command.GET, _key(key))
+        deadline = self._answer_by()
+        with self._client.connection("barrier", self._seconds(None)) as connection:
+            connection.send(requests, deadline)
+            server = connection.receive_text(deadline)
+            count = connection.receive_text(deadline)
+        if server:  # ours did it already
+            return int(count or b"0")
+        return self._count(_stored(key), -1)
+
+
+def _start_server(host: str, port: int, multi_tenant: bool, listen_fd: int | None) -> _Server | None:
+    try:
+        if not multi_tenant:
+            return _Server(host, port, listen_fd)
+        with _shared_lock:
+            server = _shared_servers.get(port) if listen_fd is None else None
+            if server is None or (server.loopback_only and not is_loopback(host)):
+                server = _Server(host, port, listen_fd)
+                _shared_servers[server.port] = server
+            return server
+    except DistNetworkError:
+        # Under torchrun the agent has the port, and serves the store for all ranks.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(
+            port
+        ):
+            return None
+        raise
+
+
+def _request(command: Command, *fields: bytes) -> bytes:
+    return bytes([command]) + b"".join(fields)
+
+
+def _stored(key: str) -> bytes:
+    stored = KEY_PREFIX + key.encode(errors="surrogateescape")
+    if len(stored) > MAX_KEY_BYTES:
+        raise ValueError(
+            f"a key of a TCPStore may have {MAX_KEY_BYTES - 1} bytes, this one has {len(stored) - 1}: "
+            f"{key[:32]!r}..."
+        )
+    return stored
+
+
+def _key(key: str) -> bytes:
+    return text(_stored(key))
+
+
+def _key_list(keys: list[str]) -> bytes:
+    _check_count(len(keys))
+    return key_list([_stored(key) for key in keys])
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_KEYS:
+        raise ValueError(f"a TCPStore takes at most {MAX_KEYS} keys in one call, not {count}")
+
+
+def _value(key: str, value: bytes) -> bytes:
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(
+            f"a value of a TCPStore may have {MAX_VALUE_BYTES} bytes, that for key {key!r} has {len(value)}; "
+            "append() it in parts, or send it with a collective"
+        )
+    return text(value)
+
+
+def _is_counter(value: bytes, amount: int) -> bool:
+    """Tells whether a server can add to the value of a key that is there."""
+    return _DECIMAL.fullmatch(value) is not None and -(2**63) <= int(value) + amount < 2**63
