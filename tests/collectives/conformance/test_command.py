@@ -55,7 +55,7 @@ def test_gloo_lacks_some(tmp_path, capsys):
     assert "# gloo: all_reduce int16 SUM: " in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_faults_are_found(tmp_path):
     names = ("float32", "float64", "int32", "int64", "int8", "int16")

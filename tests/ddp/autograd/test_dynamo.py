@@ -115,7 +115,7 @@ def train_compiled(group, how):
     return *states, early[0], counters["inductor"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler; set CXX"
