@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import mpi_rank
+import pytest
 from harness import RankProcess, run_on
 from sources import PYTHONPATH
 
-__all__ = ["VARIABLE", "Installation", "Team", "Teams", "find_installations"]
+__all__ = ["VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
 
 VARIABLE = "COLLECTIVES_TEST_MPI"
 
@@ -78,6 +79,13 @@ class Installation:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_btl_sm_backing_directory": folder,
         }
+
+
+def need_launcher_of(installation: Installation, path: str) -> None:
+    """Skips a test of the bench where the ``mpirun`` beside the interpreter, which it prefers, is another."""
+    found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{path}")
+    if found != str(installation.prefix / "bin" / "mpirun"):
+        pytest.skip(f"the bench starts ranks by {found}, not by the one of {installation.name}")
 
 
 @functools.cache

