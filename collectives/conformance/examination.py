@@ -1,7 +1,7 @@
 """Ranks as processes that examine one function and data type after the other, and what became of each.
 
-Words. A *question* is a function and a data type; its *verdict* is one of :class:`Verdict`. Ranks that hang
-or die, or that no longer agree, are replaced by new ones before the next question.
+A question is a function and a data type. Ranks that hang or die, or that no longer agree, are replaced by new
+ones before the next question.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
 from collectives.core.types import ReduceOp
 from collectives.registry.backends import capabilities_of
 
-__all__ = ["Answer", "Question", "Verdict", "examine", "questions"]
+__all__ = ["Answer", "Question", "Status", "examine", "questions"]
 
 
-class Verdict(str, enum.Enum):
+class Status(str, enum.Enum):
     """What became of a question."""
 
     OK = "ok"
@@ -75,14 +75,14 @@ class Answer:
     """What became of a question.
 
     Attributes:
-        verdict: the verdict; ``OK`` where at least one reduction is offered, and all that are give the right
+        status: the status; ``OK`` where at least one reduction is offered, and all that are give the right
             values.
         details: for each reduction that is not ``OK``, or for the function, why.
         offered: number of reductions that are offered; 1 for a function that does not reduce.
         asked: number of reductions that were tried.
     """
 
-    verdict: Verdict
+    status: Status
     details: dict[str, str]
     offered: int
     asked: int
@@ -192,22 +192,22 @@ class _Team:
     def ask(self, question: Question) -> tuple[Answer, bool]:
         """Returns the answer, and whether the ranks can answer more."""
         details: dict[str, str] = {}
-        verdicts = []
+        statuses = []
         usable = True
         ops = question.ops
         for op in ops:
             name = op.name if question.function in REDUCING else question.function
             for connection in self._connections:
                 connection.send((question, ops.index(op)))
-            verdict, text, usable = _judge(self._gather(self._timeout_s + _GRACE_S))
-            verdicts.append(verdict)
+            status, text, usable = _judge(self._gather(self._timeout_s + _GRACE_S))
+            statuses.append(status)
             if text:
                 details[name] = text
             if not usable:
                 break
-        offered = verdicts.count(Verdict.OK)
-        bad = next((v for v in (Verdict.HANG, Verdict.WRONG) if v in verdicts), None)
-        whole = bad or (Verdict.OK if offered else Verdict.UNSUPPORTED)
+        offered = statuses.count(Status.OK)
+        bad = next((v for v in (Status.HANG, Status.WRONG) if v in statuses), None)
+        whole = bad or (Status.OK if offered else Status.UNSUPPORTED)
         return Answer(whole, details, offered, len(ops)), usable
 
     def _gather(self, timeout_s: float) -> list[Any]:
@@ -250,20 +250,20 @@ def _failures(replies: Sequence[Any]) -> Iterator[str]:
             yield f"rank {rank}: {reply[1]}"
 
 
-def _judge(replies: Sequence[Any]) -> tuple[Verdict, str, bool]:
-    """Returns the verdict on what all ranks replied, why, and whether the group can be used further."""
+def _judge(replies: Sequence[Any]) -> tuple[Status, str, bool]:
+    """Returns the status on what all ranks replied, why, and whether the group can be used further."""
     if None in replies:
-        return Verdict.HANG, next(_failures(replies)), False
+        return Status.HANG, next(_failures(replies)), False
     if any(isinstance(reply, EOFError) for reply in replies):
-        return Verdict.WRONG, next(_failures([r if isinstance(r, EOFError) else "" for r in replies])), False
+        return Status.WRONG, next(_failures([r if isinstance(r, EOFError) else "" for r in replies])), False
     kinds = {kind for kind, _, _ in replies}
-    text = next((text for kind, text, _ in replies if kind is not Verdict.OK), "")
+    text = next((text for kind, text, _ in replies if kind is not Status.OK), "")
     usable = all(usable for _, _, usable in replies)
     if len(kinds) == 1:
         return kinds.pop(), text, usable
-    if Verdict.UNSUPPORTED in kinds:  # the others may have communicated
-        return Verdict.WRONG, f"not all ranks raised: {text}", False
-    return Verdict.WRONG, text, usable
+    if Status.UNSUPPORTED in kinds:  # the others may have communicated
+        return Status.WRONG, f"not all ranks raised: {text}", False
+    return Status.WRONG, text, usable
 
 
 def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple[str, ...]]) -> None:
@@ -282,7 +282,7 @@ def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         torch_dist.barrier()
     except Exception as error:  # noqa: BLE001 - reported
-        connection.send((Verdict.WRONG, _in_words(error), False))
+        connection.send((Status.WRONG, _in_words(error), False))
         return
     connection.send(_READY)
     while True:
@@ -293,8 +293,8 @@ def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple
         connection.send(_reply(question, which, rank, ranks))
 
 
-def _reply(question: Question, which: int, rank: int, ranks: int) -> tuple[Verdict, str, bool]:
-    """Returns the verdict of this rank, why, and whether the group can be used further."""
+def _reply(question: Question, which: int, rank: int, ranks: int) -> tuple[Status, str, bool]:
+    """Returns the status of this rank, why, and whether the group can be used further."""
     functions = {**PLAIN, **REDUCING, **MOVING}
     call = Call(rank, ranks, question.dtype or torch.float32, question.ops[which], question.strided)
     cases = functions[question.function](call)
@@ -306,14 +306,14 @@ def _reply(question: Question, which: int, rank: int, ranks: int) -> tuple[Verdi
                 case = call.case
                 for _ in cases:  # the other ranks go on
                     pass
-                return Verdict.WRONG, f"rank {rank}, {case}: {difference}", True
+                return Status.WRONG, f"rank {rank}, {case}: {difference}", True
     except Exception as error:  # noqa: BLE001 - judged
         late = time.monotonic() - started > _AT_ONCE_S
         failed = isinstance(error, torch_dist.DistError) and not isinstance(error, NotImplementedError)
         if begun or late or failed:
-            return Verdict.WRONG, f"rank {rank}, {call.case}: {_in_words(error)}", False
-        return Verdict.UNSUPPORTED, _in_words(error), True
-    return Verdict.OK, "", True
+            return Status.WRONG, f"rank {rank}, {call.case}: {_in_words(error)}", False
+        return Status.UNSUPPORTED, _in_words(error), True
+    return Status.OK, "", True
 
 
 def _in_words(error: BaseException) -> str:

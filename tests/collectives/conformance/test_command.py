@@ -9,7 +9,7 @@ import pytest
 from sources import PYTHONPATH
 
 from collectives.conformance.__main__ import main, short_table
-from collectives.conformance.examination import Answer, Verdict, questions
+from collectives.conformance.examination import Answer, Status, questions
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_short_table(capsys):
 
 def test_readme_has_the_table_of_a_backend_that_does_all():
     """What ours does, the other tests find out; here that README tells it of all questions there are."""
-    right = {question: Answer(Verdict.OK, {}, 1, 1) for question in questions()}
+    right = {question: Answer(Status.OK, {}, 1, 1) for question in questions()}
     readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8").splitlines()
     begin = next(i for i, line in enumerate(readme) if line.startswith("| function | collectives |"))
     expected = short_table({"collectives": right})
