@@ -34,7 +34,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.comparison.program import Options, measure
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import KINDS, Record, Report, read_report
 from collectives.bench.core.arguments import (
     at_least,
     check_plot,
@@ -45,10 +47,9 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.machine import usable_cores
 from collectives.bench.core.namespaces import burst_bytes, bytes_a_second
-from collectives.bench.core.ranks import RankFailedError
-from collectives.bench.core.records import KINDS, Record, Report, read_report, write_json
+from collectives.bench.core.records import write_json
 from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.table import header_lines
+from collectives.bench.core.text import header_lines
 from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
@@ -62,8 +63,9 @@ from collectives.bench.cost_model.calibration import (
     split,
 )
 from collectives.bench.cost_model.scaling import ends, ours, predictions, scales_up_to
-from collectives.bench.cost_model.table import check_lines, parameter_lines, prediction_lines
 from collectives.bench.cost_model.terms import Parameters, Scale
+from collectives.bench.cost_model.text import check_lines, parameter_lines, prediction_lines
+from collectives.ranks.processes import RankFailedError
 
 __all__ = ["add_arguments", "run"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives.bench.core.records import Record, Timing
+from collectives.bench.comparison.records import Record
+from collectives.bench.core.records import Timing
 from collectives.bench.cost_model.host import our_algorithm
 from collectives.bench.cost_model.model import ALGORITHMS, time_us
 from collectives.bench.cost_model.terms import Parameters, Scale

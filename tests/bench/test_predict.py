@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import Record, Report, Timing, write_json
+from collectives.bench.core.records import Timing, write_json
 from collectives.bench.cost_model.calibration import Point, points_of_records, predicted_us
 from collectives.bench.cost_model.terms import Parameters, Scale
 from collectives.cli import main
