@@ -62,9 +62,9 @@ from collectives.bench.cost_model.calibration import (
     points_of_records,
     split,
 )
-from collectives.bench.cost_model.scaling import ends, ours, predictions, scales_up_to
-from collectives.bench.cost_model.terms import Parameters, Scale
-from collectives.bench.cost_model.text import check_lines, parameter_lines, prediction_lines
+from collectives.bench.cost_model.parameters import Parameters, Scale
+from collectives.bench.cost_model.predictions import predict_host, predictions, scales_up_to, scaling_ends
+from collectives.bench.cost_model.report import check_lines, parameter_lines, prediction_lines
 from collectives.ranks.processes import RankFailedError
 
 __all__ = ["add_arguments", "run"]
@@ -295,10 +295,10 @@ def _as_json(
         "check": [as_json(point, parameters) for point in kept],
         "check_errors": None if checked is None else asdict(checked),
         "predictions": [
-            {**asdict(each), "is_ours": each.algorithm == ours(size, scale, target).algorithm}
+            {**asdict(each), "is_ours": each.algorithm == predict_host(size, scale, target).algorithm}
             for size in sizes
             for scale in scales
             for each in predictions(size, scale, target)
         ],
-        "ends": [asdict(each) for each in ends(sizes, scales, target)],
+        "ends": [asdict(each) for each in scaling_ends(sizes, scales, target)],
     }
