@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import Record, Report, Timing, write_json
+from collectives.bench.core.records import Timing, write_json
 from collectives.bench.cost_model.calibration import Point, points_of_records, predicted_us
-from collectives.bench.cost_model.terms import Parameters, Scale
+from collectives.bench.cost_model.parameters import Parameters, Scale
 from collectives.cli import main
 
-TRUE = replace(Parameters(cores=2), meeting_us=3.0, copy_us_per_byte=3e-4, latency_us=80.0)
+TRUE = replace(Parameters(cores=2), arrival_us=3.0, copy_us_per_byte=3e-4, latency_us=80.0)
 SIZES = [8, 4096, 65536, 1 << 20, 16 << 20]
 
 
@@ -47,7 +48,7 @@ def test_record_to_prediction(tmp_path, capsys):
     assert main(["bench", "model", *words]) == 0
     out = capsys.readouterr().out
     for part in ("# parameters, calibrated on", "pred/meas", "# error, check, all-reduce", "time doubles",
-                 "# all_reduce of 1 MiB, 4 ranks on the 4 cores", "connections a leader"):  # fmt: skip
+                 "# all_reduce of 1 MiB, 4 ranks on the 4 cores", "our other operations"):  # fmt: skip
         assert part in out
     plain = json.loads(left[0].read_text())
     used = {(entry["operation"], entry["size_bytes"], str(entry["scale"])) for entry in plain["calibration"]}

@@ -14,11 +14,11 @@ import torch
 
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
-from collectives.bench.core.lockstep import Lockstep
-from collectives.bench.core.ranks import commands
+from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.doctor import _reduce as reduce_smoke
 from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions
 from collectives.core.work import CompletedWork, Work
+from collectives.ranks.processes import commands
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
 
 
@@ -51,7 +51,7 @@ def fail(rank: int, connection: Connection, failing: int, how: str) -> None:
 
 def cross(rank: int, connection: Connection, size: int, path: str, times: int) -> None:
     """Passes the barrier many times and sends, for each, when this rank arrived and when it went on."""
-    barrier = Lockstep(path, rank, size)
+    barrier = SpinBarrier(path, rank, size)
     arrived, left = [], []
     for i in range(times):
         if i % size == rank:

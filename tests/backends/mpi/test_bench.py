@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpi_team import Teams, need_launcher_of
 
-from collectives.bench.core.records import Record, read_report
+from collectives.bench.comparison.records import Record, read_report
 
 
 def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from machines import make_machines  # noqa: F401 - a fixture
 
+from collectives.bench.comparison.measurement import measure
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
-from collectives.bench.comparison.program import Options, measure
+from collectives.bench.comparison.options import Options
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

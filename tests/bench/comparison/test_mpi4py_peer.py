@@ -10,7 +10,7 @@ import pytest
 from mpi_team import VARIABLE, find_installations, need_launcher_of
 
 from collectives.bench.comparison import mpi4py_peer
-from collectives.bench.core.records import read_report
+from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
 

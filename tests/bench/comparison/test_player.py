@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from collectives.bench.comparison import patterns
-from collectives.bench.comparison import player as player_module
+from collectives.bench.comparison import verification
+from collectives.bench.comparison import worker as worker_module
 from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
 from collectives.bench.comparison.peers import add_zero
-from collectives.bench.comparison.player import LIMIT, Introduction, Player, Turn, Workload, serve
-from collectives.bench.core.lockstep import create_board
+from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, Workload, serve
+from collectives.bench.core.barrier import create_barrier_memory
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -43,17 +43,17 @@ def player(
     peer, *, in_place=True, max_bytes=4 * COUNT, name="peer", barrier=lambda: None, operation="all_reduce"
 ):
     workload = Workload("float32", "sum", in_place, max_bytes, (name,), (operation,))
-    return Player(0, 1, workload, barrier, {name: peer})
+    return Worker(0, 1, workload, barrier, {name: peer})
 
 
 def turn(cold, hot, loop=0, *, count=COUNT, name="peer", operation="all_reduce"):
-    return Turn(name, operation, count, cold, hot, loop)
+    return Batch(name, operation, count, cold, hot, loop)
 
 
 def test_cold_calls_get_fresh_input_in_other_memory():
     peer = Recorder()
-    result = player(peer).play(turn(7, 0))
-    wanted = patterns.source("sum", torch.float32, COUNT, 0, 1)
+    result = player(peer).run(turn(7, 0))
+    wanted = verification.source("sum", torch.float32, COUNT, 0, 1)
     assert len(set(peer.places)) == 7
     assert all(torch.equal(given, wanted) for given in peer.inputs)
     assert len(result.cold_ns) == 7
@@ -72,14 +72,14 @@ def test_a_rank_introduces_itself_when_its_tensors_are_there(monkeypatch):
             raise EOFError
 
     def make(*arguments):
-        made = Player(*arguments)
+        made = Worker(*arguments)
         events.append("tensors")
         return made
 
-    monkeypatch.setattr(player_module, "Player", make)
-    descriptor, board = create_board(1)
+    monkeypatch.setattr(worker_module, "Worker", make)
+    descriptor, board = create_barrier_memory(1)
     workload = Workload("float32", "sum", True, 4 * COUNT, ("peer",), ("all_reduce",))
-    introduction = Introduction({}, {})
+    introduction = Ready({}, {})
     serve(Line(), 0, 1, workload, board, {"peer": Recorder()}, introduction)
     os.close(descriptor)
     assert events == ["tensors", introduction]
@@ -89,14 +89,14 @@ def test_rotation_goes_on_from_turn_to_turn():
     peer = Recorder()
     one = player(peer)
     for _ in range(4):
-        one.play(turn(3, 0))
+        one.run(turn(3, 0))
     assert len(set(peer.places)) == 12
 
 
 def test_input_is_fresh_after_the_rotation_has_come_round():
     peer = Recorder(spoil=range(100))
     big = 20 << 20  # three fit into the memory that buffers rotate through
-    result = player(peer, max_bytes=big).play(turn(10, 0, count=big // 4))
+    result = player(peer, max_bytes=big).run(turn(10, 0, count=big // 4))
     assert len(set(peer.places)) < 10
     assert all(float(given[0]) == float(peer.inputs[0][0]) for given in peer.inputs)
     assert result.cold_wrong == 10
@@ -104,7 +104,7 @@ def test_input_is_fresh_after_the_rotation_has_come_round():
 
 def test_hot_calls_and_the_loop_reuse_one_buffer():
     peer = Recorder()
-    result = player(peer).play(turn(0, 5, 11))
+    result = player(peer).run(turn(0, 5, 11))
     assert len(set(peer.places)) == 1
     assert len(peer.places) == 16
     assert (len(result.hot_ns), len(result.loop_ns)) == (5, 1)
@@ -112,40 +112,40 @@ def test_hot_calls_and_the_loop_reuse_one_buffer():
 
 @pytest.mark.parametrize("spoil", [(), (0,), (1, 3)])
 def test_wrong_elements_of_cold_calls_are_counted(spoil):
-    assert player(Recorder(spoil)).play(turn(5, 0)).cold_wrong == len(spoil)
+    assert player(Recorder(spoil)).run(turn(5, 0)).cold_wrong == len(spoil)
 
 
 def test_wrong_elements_of_hot_calls_are_counted():
-    result = player(Recorder([2])).play(turn(0, 5))
+    result = player(Recorder([2])).run(turn(0, 5))
     assert (result.cold_wrong, result.hot_wrong) == (0, 1)
 
 
 def test_out_of_place_keeps_the_input_and_reduces_a_copy():
     peer = Recorder()
-    result = player(peer, in_place=False).play(turn(4, 2))
+    result = player(peer, in_place=False).run(turn(4, 2))
     assert len(peer.places) == 6
     assert result.cold_wrong == 0
     assert len(set(peer.places[:4])) == 4
 
     spoiling = Recorder([1])
-    assert player(spoiling, in_place=False).play(turn(4, 0)).cold_wrong == 1
+    assert player(spoiling, in_place=False).run(turn(4, 0)).cold_wrong == 1
 
 
 def test_out_of_place_largest_size_fits():
     big = (64 << 20) + 4
-    result = player(Recorder(), in_place=False, max_bytes=big).play(turn(2, 1, count=big // 4))
+    result = player(Recorder(), in_place=False, max_bytes=big).run(turn(2, 1, count=big // 4))
     assert (len(result.cold_ns), result.cold_wrong) == (2, 0)
 
 
 def test_the_limit_must_leave_the_input_as_it_is():
-    assert player(add_zero, name=LIMIT).play(turn(3, 3, name=LIMIT)).cold_wrong == 0
-    result = player(lambda _, given, result: lambda: result.add_(1), name=LIMIT).play(turn(3, 3, name=LIMIT))
+    assert player(add_zero, name=LIMIT).run(turn(3, 3, name=LIMIT)).cold_wrong == 0
+    result = player(lambda _, given, result: lambda: result.add_(1), name=LIMIT).run(turn(3, 3, name=LIMIT))
     assert (result.cold_wrong, result.hot_wrong) == (3 * COUNT, COUNT)
 
 
 def test_ranks_meet_before_every_timed_call():
     met = []
-    player(Recorder(), barrier=lambda: met.append(None)).play(turn(3, 2, 10))
+    player(Recorder(), barrier=lambda: met.append(None)).run(turn(3, 2, 10))
     assert len(met) == 3 + 2 + 1
 
 
@@ -156,37 +156,37 @@ MOVING = [name for name, operation in OPERATIONS.items() if not operation.in_pla
 def test_operations_with_an_input_and_an_output(operation):
     peer = Recorder()
     if operation == "sendrecv":  # a single rank has no partner
-        assert player(peer, operation=operation).play(turn(2, 2, operation=operation)).cold_wrong == 0
+        assert player(peer, operation=operation).run(turn(2, 2, operation=operation)).cold_wrong == 0
         return
-    result = player(peer, operation=operation).play(turn(3, 2, 5, operation=operation))
+    result = player(peer, operation=operation).run(turn(3, 2, 5, operation=operation))
     assert (len(result.cold_ns), len(result.hot_ns), len(result.loop_ns)) == (3, 2, 1)
     assert (result.cold_wrong, result.hot_wrong) == (0, 0)
     assert len(set(peer.places)) == 4
     for spoils_input in (False, True):
         spoiling = Recorder([1], spoils_input)
-        assert player(spoiling, operation=operation).play(turn(3, 0, operation=operation)).cold_wrong == 1
+        assert player(spoiling, operation=operation).run(turn(3, 0, operation=operation)).cold_wrong == 1
 
 
 def test_output_is_wiped_before_every_cold_call():
-    result = player(lambda *_: lambda: None, operation="all_gather").play(turn(3, 0, operation="all_gather"))
-    zeros = int((patterns.source("max", torch.float32, COUNT, 0, 1) == 0).sum())
+    result = player(lambda *_: lambda: None, operation="all_gather").run(turn(3, 0, operation="all_gather"))
+    zeros = int((verification.source("max", torch.float32, COUNT, 0, 1) == 0).sum())
     assert result.cold_wrong == 3 * (COUNT - zeros)
 
 
 def test_half_of_a_ping_pong_counts(monkeypatch):
     ticks = iter(range(0, 10**6, 500))
-    monkeypatch.setattr("collectives.bench.comparison.player.time.perf_counter_ns", lambda: next(ticks))
-    result = player(Recorder(), operation="sendrecv").play(turn(1, 1, 2, operation="sendrecv"))
+    monkeypatch.setattr("collectives.bench.comparison.worker.time.perf_counter_ns", lambda: next(ticks))
+    result = player(Recorder(), operation="sendrecv").run(turn(1, 1, 2, operation="sendrecv"))
     assert (result.cold_ns, result.hot_ns, result.loop_ns) == ([250], [250], [125])
 
 
 def test_one_rank_is_late_to_one_more_barrier():
-    result = player(lambda *_: lambda: None, operation="barrier").play(
+    result = player(lambda *_: lambda: None, operation="barrier").run(
         turn(2, 2, count=0, operation="barrier")
     )
     ((came, left),) = result.crossings_ns
     assert came <= left
-    assert player(Recorder()).play(turn(1, 0)).crossings_ns == []
+    assert player(Recorder()).run(turn(1, 0)).crossings_ns == []
 
 
 def run_by_formula(operation, inputs, ranks):

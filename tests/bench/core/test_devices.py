@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 
-from collectives.bench.comparison.program import Options, available_backends
-from collectives.bench.core import table
+from collectives.bench.comparison.goals import parse_goal
+from collectives.bench.comparison.measurement import available_backends
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import Report
+from collectives.bench.core import text
 from collectives.bench.core.devices import DEVICES, ON_ONE_GPU, CudaDevice, shared_gpu_environment
-from collectives.bench.core.goals import parse_goal
 from collectives.bench.core.machine import describe_machine, memory_available_bytes
-from collectives.bench.core.records import Report
 from collectives.cli import main
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -80,16 +81,16 @@ def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
     assert "gpus_shared_by_ranks" not in CudaDevice().describe((1,))
     versions = {"nccl": "NCCL 2.28.9 by way of cupy 14.2.0"}
     environment = {**describe_machine(), **described, "peers": versions}
-    text = "\n".join(table.header_lines(Report("allreduce", environment, {})))
-    assert "# gpus: 1 x GPU 0, driver " in text
-    assert "# ranks share gpus in runs of 2,4 ranks, with NCCL_SOCKET_IFNAME=lo" in text
-    assert "# peers: nccl is NCCL 2.28.9 by way of cupy 14.2.0" in text
+    said = "\n".join(text.header_lines(Report("allreduce", environment, {})))
+    assert "# gpus: 1 x GPU 0, driver " in said
+    assert "# ranks share gpus in runs of 2,4 ranks, with NCCL_SOCKET_IFNAME=lo" in said
+    assert "# peers: nccl is NCCL 2.28.9 by way of cupy 14.2.0" in said
 
 
 @without_cuda
 @pytest.mark.parametrize("program", ["allreduce", "collectives"])
 def test_without_a_gpu_the_reason_is_told_before_ranks_start(program, capsys, monkeypatch):
-    monkeypatch.setitem(vars(sys.modules["collectives.bench.core.ranks"]), "start_processes", None)
+    monkeypatch.setitem(vars(sys.modules["collectives.ranks.processes"]), "start_processes", None)
     assert main(["bench", program, "--device", "cuda"]) == 1
     said = capsys.readouterr().err
     assert "tensors on cuda cannot be measured here: torch" in said

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.bench.core.goals import check, goal_lines, parse_goal
-from collectives.bench.core.records import Record, Timing
+from collectives.bench.comparison.goals import check, goal_lines, parse_goal
+from collectives.bench.comparison.records import Record
+from collectives.bench.core.records import Timing
 
 
 def record(peer, size, cold, hot=None, *, loop=None, ranks=2, operation="all_reduce", compared_as=""):

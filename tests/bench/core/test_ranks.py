@@ -13,8 +13,8 @@ import bench_bodies
 import pytest
 from sources import PYTHONPATH
 
-from collectives.bench.core.lockstep import create_board
-from collectives.bench.core.ranks import CommandTeam, RankFailedError, SpawnedTeam
+from collectives.bench.core.barrier import create_barrier_memory
+from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
 
 
 def gone(pid: int) -> bool:
@@ -27,7 +27,7 @@ def gone(pid: int) -> bool:
 
 
 def test_answers_come_in_rank_order():
-    with SpawnedTeam(2, bench_bodies.multiply, (10,)) as team:
+    with SpawnedRanks(2, bench_bodies.multiply, (10,)) as team:
         assert team.ask(1) == [10, 11]
         assert team.ask(2) == [20, 21]
         pids = [process.pid for process in team._context.processes]
@@ -47,7 +47,7 @@ def test_answers_come_in_rank_order():
     ],
 )
 def test_a_failing_rank_ends_all(how, message):
-    with SpawnedTeam(2, bench_bodies.fail, (1, how)) as team:
+    with SpawnedRanks(2, bench_bodies.fail, (1, how)) as team:
         pids = team.gather()
         begin = time.monotonic()
         with pytest.raises(RankFailedError, match=message) as caught:
@@ -64,7 +64,7 @@ def test_a_rank_that_cannot_begin_is_named():
     with (
         # Around the start, too: a rank may have failed before the other has come.
         pytest.raises(RankFailedError, match=r"(?s)rank \d failed.*TypeError"),
-        SpawnedTeam(2, bench_bodies.multiply) as team,
+        SpawnedRanks(2, bench_bodies.multiply) as team,
     ):
         team.ask(1)  # the body lacks an argument
 
@@ -73,9 +73,9 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
     script = (
         "import time\n"
         "import bench_bodies\n"
-        "from collectives.bench.core.ranks import SpawnedTeam\n"
+        "from collectives.ranks.processes import SpawnedRanks\n"
         "if __name__ == '__main__':\n"
-        f"    with SpawnedTeam(2, bench_bodies.send_pid, ({str(tmp_path / 'pid')!r},)) as team:\n"
+        f"    with SpawnedRanks(2, bench_bodies.send_pid, ({str(tmp_path / 'pid')!r},)) as team:\n"
         "        team.gather()\n"
         "        print('ready', flush=True)\n"
         "        time.sleep(600)\n"
@@ -104,9 +104,9 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
-    descriptor, path = create_board(3)
+    descriptor, path = create_barrier_memory(3)
     try:
-        with SpawnedTeam(3, bench_bodies.cross, (3, path, 60)) as team:
+        with SpawnedRanks(3, bench_bodies.cross, (3, path, 60)) as team:
             pids = [process.pid for process in team._context.processes]
             crossings = team.gather()
             with pytest.raises(
@@ -125,7 +125,7 @@ def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_t
 
 def command_that_starts(ranks, code):
     """Returns a command that starts Python processes, which know their rank and the parent's address."""
-    imports = "from collectives.bench.core.ranks import connect, commands; import sys"
+    imports = "from collectives.ranks.processes import connect, commands; import sys"
     script = f"{imports}; rank = int(sys.argv[1])\n{code}"
     starts = " ".join(f'"{sys.executable}" -c "$0" {rank} "$1" &' for rank in range(ranks))
     return ["bash", "-c", f"{starts} wait", script]
@@ -138,7 +138,7 @@ def test_ranks_of_a_command():
         "    for command in commands(connection):\n"
         "        connection.send(start + command + rank)\n"
     )
-    with CommandTeam(2, command_that_starts(2, code), os.environ, (100,)) as team:
+    with CommandRanks(2, command_that_starts(2, code), os.environ, (100,)) as team:
         assert team.ask(10) == [110, 111]
         assert team.ask(20) == [120, 121]
     team.close()  # a second time
@@ -146,7 +146,7 @@ def test_ranks_of_a_command():
 
 def test_a_command_that_ends_too_early_is_an_error_with_its_output():
     with pytest.raises(RankFailedError, match=r"(?s)bash ended with status 7 before its.*some words"):
-        CommandTeam(2, ["bash", "-c", "echo some words; exit 7"], os.environ, ())
+        CommandRanks(2, ["bash", "-c", "echo some words; exit 7"], os.environ, ())
 
 
 def test_a_command_that_does_not_listen_is_ended():
@@ -154,9 +154,9 @@ def test_a_command_that_does_not_listen_is_ended():
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "connection = connect(sys.argv[2], rank); connection.recv(); time.sleep(600)\n"
     )
-    script = f"from collectives.bench.core.ranks import connect; import sys; rank = 0\n{code}"
+    script = f"from collectives.ranks.processes import connect; import sys; rank = 0\n{code}"
     begin = time.monotonic()
-    with CommandTeam(1, [sys.executable, "-c", script, "0"], os.environ, ()) as team:
+    with CommandRanks(1, [sys.executable, "-c", script, "0"], os.environ, ()) as team:
         pid = team._process.pid
     assert gone(pid)
     assert time.monotonic() - begin < 30

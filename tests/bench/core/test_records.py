@@ -9,15 +9,8 @@ from dataclasses import replace
 import pytest
 
 from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.core.records import (
-    SCHEMA,
-    Record,
-    Report,
-    Skipped,
-    Timing,
-    read_report,
-    write_json,
-)
+from collectives.bench.comparison.records import Record, Report, read_report
+from collectives.bench.core.records import SCHEMA, Skipped, Timing, write_json
 
 TIMING = Timing(calls=5, median_us=2.0, p10_us=1.0, p90_us=4.0, min_us=0.5)
 RECORD = Record("all_reduce", "host", 4, 8000, 2000, "float32", "sum", True, TIMING, 0, TIMING, 0)

@@ -7,11 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from harness import run_ranks
+from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives import _native
-from collectives.bench.cost_model import host as model_ours
-from collectives.bench.cost_model import scaling
-from collectives.bench.cost_model import terms as model_terms
+from collectives.bench.cost_model import predictions
+from collectives.bench.cost_model.algorithms import ALGORITHMS, ALL_REDUCES, host_algorithm, is_possible
 from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
@@ -22,12 +24,15 @@ from collectives.bench.cost_model.calibration import (
     predicted_us,
     split,
 )
-from collectives.bench.cost_model.model import ALGORITHMS, is_possible, lower_bound_us, terms, time_us
-from collectives.bench.cost_model.terms import Parameters, Scale
+from collectives.bench.cost_model.parameters import Parameters, Scale
+from collectives.bench.cost_model.predictions import PRICES, lower_bound_us, terms, time_us
 
+ARRIVAL, LINES, COPIES, LATENCY, MESSAGES, LINK, SOCKETS = (
+    PRICES[name][0] for name in ("arrivals", "lines", "copies", "latencies", "messages", "link", "sockets")
+)
 EASY = Parameters(
     cores=4,
-    meeting_us=2.0,
+    arrival_us=2.0,
     line_us=0.5,
     switch_us=7.0,
     flag_us=1.0,
@@ -92,13 +97,13 @@ def test_meeting_of_machines_by_hand():
     frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(3, 2), EASY)
     assert parts == {
-        model_terms.MEETING: pytest.approx(4),
-        model_terms.LINES: pytest.approx(5 * 0.5),
-        model_terms.LATENCY: pytest.approx(10),
-        model_terms.MESSAGES: pytest.approx(2 * 2 * 3),
-        model_terms.LINK: pytest.approx(2 * frame * 1e-3),
-        model_terms.SOCKETS: pytest.approx(2 * 2 * frame * 2e-4),
-        model_terms.COPIES: pytest.approx(3 * frame * 1e-4),
+        ARRIVAL: pytest.approx(4),
+        LINES: pytest.approx(5 * 0.5),
+        LATENCY: pytest.approx(10),
+        MESSAGES: pytest.approx(2 * 2 * 3),
+        LINK: pytest.approx(2 * frame * 1e-3),
+        SOCKETS: pytest.approx(2 * 2 * frame * 2e-4),
+        COPIES: pytest.approx(3 * frame * 1e-4),
     }
 
 
@@ -121,37 +126,37 @@ def test_long_messages_between_machines_reach_the_link():
 def test_only_the_root_of_a_short_broadcast_sends_it():
     s, frame = 4096, 16 + 2 * 40
     parts = terms("broadcast", s, Scale(3, 2), EASY)
-    assert parts[model_terms.LINK] == pytest.approx(2 * (frame + s) * 1e-3)
-    assert parts[model_terms.SOCKETS] == pytest.approx(2 * (frame + s + frame) * 2e-4)
+    assert parts[LINK] == pytest.approx(2 * (frame + s) * 1e-3)
+    assert parts[SOCKETS] == pytest.approx(2 * (frame + s + frame) * 2e-4)
     # Of an all-gather every rank's part goes to both others.
     parts = terms("all_gather", 6 * s, Scale(3, 2), EASY)
-    assert parts[model_terms.LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
+    assert parts[LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
 
 
 def test_meeting_of_many_machines_by_hand():
     # Beyond 32 machines leaders pass frames on: six rounds, in each of which one sends once and hears once.
     frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(48, 2), EASY)
-    assert parts[model_terms.LATENCY] == pytest.approx(6 * 10)
-    assert parts[model_terms.MESSAGES] == pytest.approx(6 * 2 * 3)
-    assert parts[model_terms.LINK] == pytest.approx(47 * frame * 1e-3)
-    assert parts[model_terms.SOCKETS] == pytest.approx(2 * 47 * frame * 2e-4)
-    assert parts[model_terms.COPIES] == pytest.approx((1 + 3 * 47) * frame * 1e-4)
+    assert parts[LATENCY] == pytest.approx(6 * 10)
+    assert parts[MESSAGES] == pytest.approx(6 * 2 * 3)
+    assert parts[LINK] == pytest.approx(47 * frame * 1e-3)
+    assert parts[SOCKETS] == pytest.approx(2 * 47 * frame * 2e-4)
+    assert parts[COPIES] == pytest.approx((1 + 3 * 47) * frame * 1e-4)
     # A root gives away what it stages once in every round.
     s = 4096
     parts = terms("broadcast", s, Scale(48, 2), EASY)
-    assert parts[model_terms.LINK] == pytest.approx((47 * frame + 6 * s) * 1e-3)
+    assert parts[LINK] == pytest.approx((47 * frame + 6 * s) * 1e-3)
 
 
 def test_bytes_of_long_messages_on_the_busiest_link():
     s = 24 << 20
     for machines in (2, 3, 6):
-        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[model_terms.LINK]
+        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[LINK]
         part = (machines - 1) / machines
         wanted = {"broadcast": s, "all_gather": s * part, "reduce_scatter": s * part, "all_to_all": s * part,
                   "hierarchical": 2 * s * part}  # fmt: skip
         for name, sent in wanted.items():
-            link = terms(name, s, Scale(machines, 1), EASY)[model_terms.LINK]
+            link = terms(name, s, Scale(machines, 1), EASY)[LINK]
             assert link == pytest.approx(meeting + sent * 1e-3), (name, machines)
 
 
@@ -159,8 +164,8 @@ def test_more_machines_than_shares_load_those_that_have_one():
     # A chunk of 64 KiB has 256 shares of 256 bytes, so of 1025 machines 256 send results to all others.
     s, scale = 64 << 10, Scale(1025, 1)
     p = replace(EASY, message_us=0, latency_us=0, socket_us_per_byte=0, reduce_us_per_byte=0)
-    meeting = terms("barrier", 0, scale, p)[model_terms.LINK]
-    link = terms("hierarchical", s, scale, p)[model_terms.LINK]
+    meeting = terms("barrier", 0, scale, p)[LINK]
+    link = terms("hierarchical", s, scale, p)[LINK]
     assert link - meeting == pytest.approx((255 * 256 + 1024 * 256) * 1e-3)
 
 
@@ -168,9 +173,9 @@ def test_burst_passes_a_link_at_once():
     shaped = replace(EASY, burst_bytes=100_000)
     for size in (8, 16 << 10, 64 << 20):
         free, limited = (terms("hierarchical", size, Scale(2, 1), p) for p in (EASY, shaped))
-        saved = free[model_terms.LINK] - limited.get(model_terms.LINK, 0.0)
-        assert saved == pytest.approx(min(free[model_terms.LINK], 100_000 * 1e-3))
-        assert {**free, model_terms.LINK: 0.0} == {**limited, model_terms.LINK: 0.0}
+        saved = free[LINK] - limited.get(LINK, 0.0)
+        assert saved == pytest.approx(min(free[LINK], 100_000 * 1e-3))
+        assert {**free, LINK: 0.0} == {**limited, LINK: 0.0}
 
 
 @pytest.mark.parametrize(
@@ -179,9 +184,8 @@ def test_burst_passes_a_link_at_once():
      (Scale(2500, 4), 4 << 10)],
 )  # fmt: skip
 def test_contributions_between_machines_travel_with_the_meeting_up_to(scale, staged):
-    assert model_ours.most_staged(scale) == staged
-    assert model_ours.our_algorithm("all_reduce", staged, scale) == "one-shot"
-    assert model_ours.our_algorithm("all_reduce", staged + 1, scale) == "hierarchical"
+    assert host_algorithm("all_reduce", staged, scale) == "one-shot"
+    assert host_algorithm("all_reduce", staged + 1, scale) == "hierarchical"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -190,7 +194,7 @@ def test_more_work_takes_longer(name):
         if not is_possible(name, scale):
             continue
         # Between many machines short contributions may take longer than long ones: they go to everybody.
-        sizes = SIZES if scale.machines == 1 or name in scaling.ALL_REDUCES else SIZES[2:]
+        sizes = SIZES if scale.machines == 1 or name in ALL_REDUCES else SIZES[2:]
         times = [time_us(name, size, scale, EASY) for size in sizes]
         assert times == sorted(times)
         for size in (8, 1 << 20):
@@ -214,7 +218,7 @@ def test_more_machines_take_longer(name):
                 assert times == sorted(times), (ranks, size)
 
 
-@pytest.mark.parametrize("name", scaling.ALL_REDUCES)
+@pytest.mark.parametrize("name", ALL_REDUCES)
 def test_nothing_is_faster_than_the_bound(name):
     for scale in SCALES:
         for size in SIZES:
@@ -232,7 +236,7 @@ def test_bound_by_hand():
 
 def test_which_of_our_algorithms_is_taken():
     chosen = {
-        (size, scale): model_ours.our_algorithm("all_reduce", size, scale)
+        (size, scale): host_algorithm("all_reduce", size, scale)
         for size in (8, 64 << 10, 256 << 10, 1 << 20)
         for scale in (Scale(1, 2), Scale(1, 4), Scale(4, 2))
     }
@@ -241,24 +245,50 @@ def test_which_of_our_algorithms_is_taken():
     assert chosen[256 << 10, Scale(1, 4)] == "sliced"
     assert chosen[64 << 10, Scale(1, 2)] == chosen[1 << 20, Scale(1, 2)] == "sliced"
     assert chosen[64 << 10, Scale(4, 2)] == chosen[1 << 20, Scale(4, 2)] == "hierarchical"
-    assert model_ours.our_algorithm("broadcast", 8, ONE) == "broadcast"
+    assert host_algorithm("broadcast", 8, ONE) == "broadcast"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100])
-def test_model_has_the_defaults_of_the_host_backend(ranks):
-    defaults = _native.complete_tuning({}, ranks)
-    scale = Scale(1, ranks)
-    assert model_ours.our_algorithm("all_reduce", defaults["one_shot_bytes"], scale) == "one-shot"
-    assert model_ours.our_algorithm("all_reduce", defaults["one_shot_bytes"] + 1, scale) != "one-shot"
-    assert model_ours.most_staged(scale) == defaults["staged_bytes"]
-    assert (model_ours.PAIR_CHUNK if ranks == 2 else model_ours.LONGEST_CHUNK) == defaults["chunk_bytes"]
-    assert {
-        "shortest_chunk_bytes": model_ours.SHORTEST_CHUNK,
-        "chunks_wanted": model_ours.CHUNKS_WANTED,
-        "unsplit_bytes": model_ours.UNSPLIT,
-        "past_cache_bytes": model_ours.PAST_CACHE,
-        "ring_bytes": model_ours.RING_BYTES,
-    }.items() <= defaults.items()
+def test_model_switches_algorithms_where_the_core_does(ranks):
+    limits, scale = _native.complete_tuning({}, ranks), Scale(1, ranks)
+    assert host_algorithm("all_reduce", limits["one_shot_bytes"], scale) == "one-shot"
+    assert host_algorithm("all_reduce", limits["one_shot_bytes"] + 1, scale) != "one-shot"
+    for name, per_byte in (("broadcast", 1), ("all_gather", ranks)):
+        at_limit, beyond = (
+            ALGORITHMS[name](size * per_byte, scale).serial
+            for size in (limits["staged_bytes"], limits["staged_bytes"] + 1)
+        )
+        assert "flags" not in at_limit
+        assert beyond["flags"] >= ranks - 1
+    chunks = ALGORITHMS["all_gather"](ranks * 10 * limits["chunk_bytes"], scale).serial["flags"]
+    assert chunks == 10 * (ranks - 1)
+
+
+def call_often(group, name, size, calls):
+    whole = torch.zeros(size // 4)
+    part = whole[: whole.numel() // 2].clone()
+    run = {
+        "hierarchical": lambda: group.allreduce([whole]),
+        "broadcast": lambda: group.broadcast([whole], root=0),
+        "all_gather": lambda: group.all_gather_single(whole, part),
+        "reduce_scatter": lambda: group.reduce_scatter_single(part, whole),
+    }[name]
+    for _ in range(calls):
+        run().wait()
+
+
+def test_machines_send_the_bytes_that_the_model_counts(make_machines):  # noqa: F811
+    machines, size = make_machines(2), 4 << 20
+    where = {"isolated": True, "machines": (machines, [0, 1])}
+    for name in ("hierarchical", "broadcast", "all_gather", "reduce_scatter"):
+        sent = []
+        for calls in (1, 4):
+            before = machines.sent_bytes(0)
+            run_ranks(call_often, 2, name, size, calls, backend="host", **where)
+            sent.append(machines.sent_bytes(0) - before)
+        work = ALGORITHMS[name](size, Scale(2, 1))
+        counted = work.serial.get("link", 0) + work.pipelined["link"]
+        assert counted == pytest.approx((sent[1] - sent[0]) / 3, rel=0.05), name  # with TCP's headers
 
 
 def synthetic(parameters, noise=0.0):
@@ -283,20 +313,20 @@ def synthetic(parameters, noise=0.0):
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.25), (0.05, 0.3)])
 def test_fit_finds_parameters_again(noise, tolerance):
     true = replace(
-        Parameters(cores=2), meeting_us=2.5, switch_us=9.0, copy_us_per_byte=2e-4, reduce_us_per_byte=9e-5,
+        Parameters(cores=2), arrival_us=2.5, switch_us=9.0, copy_us_per_byte=2e-4, reduce_us_per_byte=9e-5,
         latency_us=55.0, link_us_per_byte=2.4e-3,
     )  # fmt: skip
     points, measure = synthetic(true, noise)
     points = [replace(point, measured_us=measure(point)) for point in points]
     found = fit(points, Parameters(cores=2), [*MEMORY, *NETWORK])
-    for name in ("meeting_us", "switch_us", "copy_us_per_byte", "reduce_us_per_byte", "latency_us",
+    for name in ("arrival_us", "switch_us", "copy_us_per_byte", "reduce_us_per_byte", "latency_us",
                  "link_us_per_byte"):  # fmt: skip
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=tolerance), name
     assert errors(points, found).median < 0.01 + noise
 
 
 def test_outliers_and_scattering_points_decide_little():
-    true = replace(Parameters(cores=2), meeting_us=2.5, copy_us_per_byte=2e-4)
+    true = replace(Parameters(cores=2), arrival_us=2.5, copy_us_per_byte=2e-4)
     points, measure = synthetic(true)
     points = [replace(point, measured_us=measure(point)) for point in points]
     bad = [
@@ -308,7 +338,7 @@ def test_outliers_and_scattering_points_decide_little():
         for i, point in enumerate(points)
     ]
     found = fit(bad, Parameters(cores=2), [*MEMORY, *NETWORK])
-    assert found.meeting_us == pytest.approx(2.5, rel=0.3)
+    assert found.arrival_us == pytest.approx(2.5, rel=0.3)
     assert found.copy_us_per_byte == pytest.approx(2e-4, rel=0.3)
     assert errors(points, found).median < 0.1
     check_scatter(bad, "record")
@@ -359,52 +389,39 @@ def test_errors_are_relative_in_both_directions():
 
 
 def test_scales_grow_to_the_limit():
-    assert scaling.scales_up_to(10_000, 4)[-1] == Scale(2500, 4)
-    assert [scale.machines for scale in scaling.scales_up_to(20, 2)] == [1, 2, 4, 8, 10]
-    assert [scale.machines for scale in scaling.scales_up_to(16, 2)] == [1, 2, 4, 8]
-    assert scaling.scales_up_to(3, 4) == [Scale(1, 4)]
+    assert predictions.scales_up_to(10_000, 4)[-1] == Scale(2500, 4)
+    assert [scale.machines for scale in predictions.scales_up_to(20, 2)] == [1, 2, 4, 8, 10]
+    assert [scale.machines for scale in predictions.scales_up_to(16, 2)] == [1, 2, 4, 8]
+    assert predictions.scales_up_to(3, 4) == [Scale(1, 4)]
 
 
 def test_ends_of_scaling():
-    scales = scaling.scales_up_to(4096, 1)
-    end = scaling.end_of("one-shot", 8, scales, EASY)
+    scales = predictions.scales_up_to(4096, 1)
+    end = predictions.scaling_end("one-shot", 8, scales, EASY)
     # A leader speaks with everybody: 6 us each, beside 10 us of latency. Beyond 32 machines it still
     # has a line of every rank to look at.
     first = time_us("one-shot", 8, Scale(2, 1), EASY)
     assert time_us("one-shot", 8, end.doubles, EASY) >= 2 * first
     assert time_us("one-shot", 8, Scale(end.doubles.machines // 2, 1), EASY) < 2 * first
-    assert end.limit == model_terms.LINES
-    few = scaling.end_of("one-shot", 8, scaling.scales_up_to(32, 1), EASY)
-    assert (few.doubles, few.limit) == (end.doubles, model_terms.MESSAGES)
+    assert end.limit == LINES
+    few = predictions.scaling_end("one-shot", 8, predictions.scales_up_to(32, 1), EASY)
+    assert (few.doubles, few.limit) == (end.doubles, MESSAGES)
     assert end.inefficient is not None
-    ring = scaling.end_of("ring", 8, scales, EASY)
-    assert ring.limit == model_terms.LATENCY
-    long_ring = scaling.end_of("ring", 1 << 30, scaling.scales_up_to(16, 1), EASY)
-    assert (long_ring.doubles, long_ring.inefficient, long_ring.limit) == (None, None, model_terms.LINK)
+    ring = predictions.scaling_end("ring", 8, scales, EASY)
+    assert ring.limit == LATENCY
+    long_ring = predictions.scaling_end("ring", 1 << 30, predictions.scales_up_to(16, 1), EASY)
+    assert (long_ring.doubles, long_ring.inefficient, long_ring.limit) == (None, None, LINK)
     with pytest.raises(ValueError, match="does not exist"):
-        scaling.end_of("sliced", 8, scales, EASY)
+        predictions.scaling_end("sliced", 8, scales, EASY)
 
 
 def test_best_is_the_fastest_that_exists():
     for scale in SCALES:
         if scale.ranks > 1:
             for size in SIZES:
-                fastest = scaling.best(size, scale, EASY)
+                fastest = min(predictions.predictions(size, scale, EASY), key=lambda each: each.time_us)
                 assert is_possible(fastest.algorithm, scale)
-                assert fastest.time_us <= scaling.ours(size, scale, EASY).time_us
-
-
-def test_limits_that_are_no_times():
-    assert model_ours.connections_per_leader(Scale(1, 8)) == 0
-    assert model_ours.connections_per_leader(Scale(32, 8)) == 3 * 31
-    assert model_ours.connections_per_leader(Scale(101, 8)) == 2 * 100 + 7 + 7
-    # The machine 32 places on is also the one that is 32 places back.
-    assert model_ours.connections_per_leader(Scale(64, 8)) == 2 * 63 + 6 + 5
-    small, large = (model_ours.segment_bytes(Scale(m, 4)) for m in (1, 2500))
-    assert 4 << 20 < small < 5 << 20
-    assert large > 1000 * (64 << 10)
-    # Tables of all with all: twice the ranks need about four times the memory.
-    assert model_ours.segment_bytes(Scale(5000, 4)) / large == pytest.approx(4, rel=0.1)
+                assert fastest.time_us <= predictions.predict_host(size, scale, EASY).time_us
 
 
 @pytest.mark.parametrize("machines", [0, -1])

@@ -18,9 +18,9 @@ import torch
 import collectives._native as _native
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import thresholds as host_tuning
-from collectives.bench.comparison.groups import TIMEOUT, parent_store
-from collectives.bench.core.lockstep import Lockstep, create_board
-from collectives.bench.core.ranks import SpawnedTeam, commands
+from collectives.bench.core.barrier import SpinBarrier, create_barrier_memory
+from collectives.bench.core.groups import TIMEOUT, parent_store
+from collectives.ranks.processes import SpawnedRanks, commands
 from collectives.store import PrefixStore, TCPStore
 
 __all__ = ["Probe", "Rig"]
@@ -85,9 +85,9 @@ class Rig:
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-tune-")))
             self._store = parent_store()
-            descriptor, board = create_board(ranks)
+            descriptor, board = create_barrier_memory(ranks)
             stack.callback(os.close, descriptor)
-            self._team = stack.enter_context(SpawnedTeam(ranks, _serve, (ranks, self._store.port, board)))
+            self._team = stack.enter_context(SpawnedRanks(ranks, _serve, (ranks, self._store.port, board)))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Rig:  # noqa: PYI034 - typing.Self is newer than Python 3.10
@@ -118,7 +118,7 @@ class Rig:
 def _serve(rank: int, connection: Connection, ranks: int, port: int, board: str) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    barrier = Lockstep(board, rank, ranks)
+    barrier = SpinBarrier(board, rank, ranks)
     groups: dict[int, ProcessGroupHost] = {}
     operands = _Operands(ranks)
     for command in commands(connection):
@@ -138,7 +138,7 @@ def _serve(rank: int, connection: Connection, ranks: int, port: int, board: str)
     barrier.close()
 
 
-def _timed(call: Callable[[], object], barrier: Lockstep) -> int:
+def _timed(call: Callable[[], object], barrier: SpinBarrier) -> int:
     barrier()
     begin = time.perf_counter_ns()
     call()

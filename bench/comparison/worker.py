@@ -1,4 +1,4 @@
-"""The side of a comparison that runs on every rank: makes the peers and plays turns of them."""
+"""The side of a comparison that runs on every rank: opens the peers and times batches of their calls."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ import torch
 
 import collectives
 from collectives.backends.nccl.library import providers
-from collectives.bench.comparison import algorithm_peer, patterns, torch_peer
-from collectives.bench.comparison.algorithm_peer import split_name
-from collectives.bench.comparison.groups import LOCALHOST, initialize
+from collectives.bench.comparison import torch_peer, verification
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
-from collectives.bench.comparison.peers import Bind, add_zero, group_peer, why_not
+from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
+from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.lockstep import Lockstep
+from collectives.bench.core.groups import LOCALHOST, initialize
 from collectives.bench.core.machine import bind_to_core
 from collectives.bench.core.namespaces import INTERFACE, enter
-from collectives.bench.core.ranks import commands
+from collectives.ranks.processes import commands
 
 __all__ = [
     "LIMIT",
-    "Introduction",
-    "Player",
-    "Turn",
-    "TurnResult",
+    "Batch",
+    "BatchResult",
+    "Ready",
+    "Worker",
     "Workload",
     "memory_bytes",
-    "play",
+    "run_worker",
     "serve",
 ]
 
@@ -94,8 +93,8 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """What every rank tells the parent first.
+class Ready:
+    """What every rank tells the parent first, when its peers and tensors are there.
 
     Attributes:
         refused: reasons of what cannot be measured, by peer and operation.
@@ -107,8 +106,8 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A command: a few calls of one peer.
+class Batch:
+    """A command: a few calls of one peer at one operation and size.
 
     Attributes:
         peer: its name.
@@ -128,7 +127,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnResult:
+class BatchResult:
     """One rank's durations in nanoseconds, and how many elements were wrong on it.
 
     Attributes:
@@ -158,11 +157,11 @@ class _Values:
 
     def count_wrong(self, result: torch.Tensor) -> int:
         """Returns how many elements of a result are wrong."""
-        return 0 if self.wanted is None else patterns.count_wrong(result, self.wanted)
+        return 0 if self.wanted is None else verification.count_wrong(result, self.wanted)
 
 
-class Player:
-    """Plays turns on one rank.
+class Worker:
+    """Times batches on one rank.
 
     Args:
         rank: the rank that this process is.
@@ -201,27 +200,27 @@ class Player:
         self._offset = 0  # where the next buffer of the rotation begins
         self._crossings = 0
 
-    def play(self, turn: Turn) -> TurnResult:
-        """Runs a turn; called by all ranks with the same turn, blocks until this rank is done."""
-        self._prepare(OPERATIONS[turn.operation], turn.count)
-        if turn.peer == LIMIT:
-            return self._play(ADD, turn, _Values(self._full, self._full))
-        return self._play(OPERATIONS[turn.operation], turn, self._values)
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs a batch; called by all ranks with the same batch, blocks until this rank is done."""
+        self._prepare(OPERATIONS[batch.operation], batch.count)
+        if batch.peer == LIMIT:
+            return self._run(ADD, batch, _Values(self._full, self._full))
+        return self._run(OPERATIONS[batch.operation], batch, self._values)
 
-    def _play(self, operation: Operation, turn: Turn, values: _Values) -> TurnResult:
+    def _run(self, operation: Operation, batch: Batch, values: _Values) -> BatchResult:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            cold_ns, cold_wrong = self._play_cold(operation, turn, values)
-            hot_ns, loop_ns, hot_wrong = self._play_hot(operation, turn, values)
-            crossings = self._cross_late(turn) if operation.name == "barrier" else []
+            cold_ns, cold_wrong = self._run_cold(operation, batch, values)
+            hot_ns, loop_ns, hot_wrong = self._run_hot(operation, batch, values)
+            crossings = self._cross_late(batch) if operation.name == "barrier" else []
         finally:
             if enabled:
                 gc.enable()
-        return TurnResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings)
+        return BatchResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings)
 
     def _prepare(self, operation: Operation, count: int) -> None:
-        """Computes this rank's input and what its output must be, unless the last turn had the same."""
+        """Computes this rank's input and what its output must be, unless the last batch had the same."""
         if self._prepared == (operation.name, count):
             return
         self._prepared = None
@@ -236,53 +235,54 @@ class Player:
         self._full = whole[0] if whole else input_values(ADD, *what[1:]).to(place)
         self._prepared = (operation.name, count)
 
-    def _play_cold(self, operation: Operation, turn: Turn, values: _Values) -> tuple[list[int], int]:
+    def _run_cold(self, operation: Operation, batch: Batch, values: _Values) -> tuple[list[int], int]:
         durations: list[int] = []
         wrong = 0
-        while len(durations) < turn.cold_calls:
-            buffers = self._rotate(turn.count, turn.cold_calls - len(durations))
-            pairs = [self._pair(operation, turn.count, buffer) for buffer in buffers]
+        while len(durations) < batch.cold_calls:
+            buffers = self._rotate(batch.count, batch.cold_calls - len(durations))
+            pairs = [self._pair(operation, batch.count, buffer) for buffer in buffers]
             for given, result in pairs:
                 if given is not result:
                     result.zero_()
                 given.copy_(values.given)
             calls = [
-                self._device.completing(self._bind(operation, turn, given, result)) for given, result in pairs
+                self._device.completing(self._bind(operation, batch, given, result))
+                for given, result in pairs
             ]
             durations += [self._timed(operation, call) for call in calls]
             for given, result in pairs:
                 wrong += values.count_wrong(result)
                 if given is not result:
-                    wrong += patterns.count_wrong(given, values.given)
+                    wrong += verification.count_wrong(given, values.given)
         return durations, wrong
 
-    def _play_hot(
-        self, operation: Operation, turn: Turn, values: _Values
+    def _run_hot(
+        self, operation: Operation, batch: Batch, values: _Values
     ) -> tuple[list[int], list[int], int]:
-        given, result = self._pair(operation, turn.count, self._hot)
+        given, result = self._pair(operation, batch.count, self._hot)
         if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
-            rest = torch.full_like(values.given, patterns.resting(self._workload.redop))
+            rest = torch.full_like(values.given, verification.resting(self._workload.redop))
             values = _Values(rest, None if values.wanted is None else rest)
         given.copy_(values.given)
-        call = self._bind(operation, turn, given, result)
+        call = self._bind(operation, batch, given, result)
         complete = self._device.completing(call)
-        durations = [self._timed(operation, complete) for _ in range(turn.hot_calls)]
+        durations = [self._timed(operation, complete) for _ in range(batch.hot_calls)]
         loop: list[int] = []
-        if turn.loop_calls:
-            calls = range(turn.loop_calls - 1)
+        if batch.loop_calls:
+            calls = range(batch.loop_calls - 1)
             self._barrier()
             begin = time.perf_counter_ns()
             for _ in calls:
                 call()
             complete()
             took = time.perf_counter_ns() - begin
-            loop.append(took // turn.loop_calls // (2 if operation.halved else 1))
-        called = turn.hot_calls or turn.loop_calls
+            loop.append(took // batch.loop_calls // (2 if operation.halved else 1))
+        called = batch.hot_calls or batch.loop_calls
         return durations, loop, values.count_wrong(result) if called else 0
 
-    def _cross_late(self, turn: Turn) -> list[tuple[int, int]]:
+    def _cross_late(self, batch: Batch) -> list[tuple[int, int]]:
         """Passes the barrier once more with one rank late; returns when this rank came and left."""
-        bound = self._peers[turn.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
+        bound = self._peers[batch.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
         call = self._device.completing(bound)
         late = self._crossings % self._size
         self._crossings += 1
@@ -301,11 +301,11 @@ class Player:
         return took // 2 if operation.halved else took
 
     def _bind(
-        self, operation: Operation, turn: Turn, given: torch.Tensor, result: torch.Tensor
+        self, operation: Operation, batch: Batch, given: torch.Tensor, result: torch.Tensor
     ) -> Callable[[], object]:
         if operation.in_place and given is not result:  # out of place: the copy is part of the call
-            return partial(_copy_and_call, self._peers[turn.peer](operation, result, result), given, result)
-        return self._peers[turn.peer](operation, given, result)
+            return partial(_copy_and_call, self._peers[batch.peer](operation, result, result), given, result)
+        return self._peers[batch.peer](operation, given, result)
 
     def _pair(
         self, operation: Operation, count: int, buffers: list[torch.Tensor]
@@ -356,15 +356,17 @@ def _stride(size_bytes: int) -> int:
     return -(-size_bytes // 64) * 64 + SLICE_GAP_BYTES
 
 
-def play(rank: int, connection: Connection, size: int, workload: Workload, board: str, port: int) -> None:
-    """Body of a rank: sends what it cannot measure and why, then the result of every turn it is told to play.
+def run_worker(
+    rank: int, connection: Connection, size: int, workload: Workload, memory: str, port: int
+) -> None:
+    """Body of a rank: sends what it cannot measure and why, then the result of every batch it is told to run.
 
     Args:
         rank: the rank that this process is.
         connection: to the parent.
         size: number of ranks.
         workload: what is measured.
-        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
     """
     torch.set_num_threads(1)
@@ -383,8 +385,8 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
         initialize(rank, size, port, split_name(ours[0])[0], workload.host)
     if len(ours) < len(workload.backends):
         torch_peer.initialize(rank, size, port, workload.host)
-    peers, introduction = _peers(workload)
-    serve(connection, rank, size, workload, board, peers, introduction)
+    peers, ready = _peers(workload)
+    serve(connection, rank, size, workload, memory, peers, ready)
     if ours:
         collectives.destroy_process_group()
     if len(ours) < len(workload.backends):
@@ -396,34 +398,34 @@ def serve(
     rank: int,
     size: int,
     workload: Workload,
-    board: str,
+    memory: str,
     peers: Mapping[str, Bind],
-    introduction: Introduction,
+    ready: Ready,
 ) -> None:
-    """Sends the introduction once all is ready, and then plays turns until the parent closes.
+    """Sends the ready once all is ready, and then runs batches until the parent closes.
 
     Args:
         connection: to the parent.
         rank: the rank that this process is.
         size: number of ranks.
         workload: what is measured.
-        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         peers: those that can do at least one of the operations.
-        introduction: of all peers.
+        ready: of all peers.
     """
     if not peers:
-        connection.send(introduction)
+        connection.send(ready)
         return
-    barrier = Lockstep(board, rank, size)
-    player = Player(rank, size, workload, barrier, peers)
+    barrier = SpinBarrier(memory, rank, size)
+    worker = Worker(rank, size, workload, barrier, peers)
     gc.collect()
-    connection.send(introduction)  # from now on nothing here disturbs other peers
-    for turn in commands(connection):
-        connection.send(player.play(turn))
+    connection.send(ready)  # from now on nothing here disturbs other peers
+    for batch in commands(connection):
+        connection.send(worker.run(batch))
     barrier.close()
 
 
-def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
+def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
     """Returns the peers that can do at least one operation, and what is to be said of all."""
     op = getattr(collectives.ReduceOp, workload.redop.upper())
     dtype = getattr(torch, workload.dtype)
@@ -439,11 +441,8 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
         else:
             backend, algorithm = split_name(name)
             group = collectives.new_group(backend=backend)
-            peer = (
-                group_peer(group, op) if algorithm is None else algorithm_peer.open_peer(group, algorithm, op)
-            )
-            may = why_not if algorithm is None else algorithm_peer.why_not
-            ask = partial(may, group, dtype=dtype, op=op, device=workload.device)
+            peer = group_peer(group, op, algorithm)
+            ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
             if backend == "nccl":
                 versions[name] = providers.describe()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
@@ -458,4 +457,4 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
             refused |= {(LIMIT, word): reason for word in workload.operations}
         else:
             peers[LIMIT] = add_zero
-    return peers, Introduction(refused, versions)
+    return peers, Ready(refused, versions)

@@ -1,7 +1,9 @@
 """Ranks as processes of this machine that a parent gives commands and that answer them.
 
 Commands and answers travel through a unix socket in a private directory and never through a group that is
-being measured or tested. A rank that raises or dies ends the whole team at once.
+being measured or tested. The parent either needs an answer of every rank, so that a rank that raises or dies
+ends all of them (:meth:`RankProcesses.ask`, :meth:`RankProcesses.gather`), or takes what comes within a time
+(:meth:`RankProcesses.collect`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +27,16 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-__all__ = ["CommandTeam", "RankFailedError", "SpawnedTeam", "Team", "commands", "connect"]
+__all__ = [
+    "CommandRanks",
+    "NoAnswer",
+    "RankFailedError",
+    "RankProcesses",
+    "SpawnedRanks",
+    "commands",
+    "connect",
+    "run_body",
+]
 
 GRACE_S = 2.0
 """How long a rank that was told to end may take before it is killed."""
@@ -42,8 +54,19 @@ class RankFailedError(RuntimeError):
         self.rank = rank
 
 
+@dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """Stands for the answer of a rank that gave none.
+
+    Attributes:
+        ended: whether its process has ended; otherwise the time was over.
+    """
+
+    ended: bool
+
+
 def connect(address: str, rank: int) -> Connection:
-    """Returns a rank's connection to its team's parent.
+    """Returns a rank's connection to the parent.
 
     Args:
         address: path of the parent's socket.
@@ -63,11 +86,17 @@ def commands(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
-class Team(ABC):
+class RankProcesses(ABC):
     """Ranks ``0`` to ``size - 1`` under one parent; a context manager that leaves no process behind.
+
+    A subclass starts the processes, each of which calls :func:`connect` with :attr:`address`, and ends them.
 
     Args:
         size: number of ranks.
+
+    Attributes:
+        size: number of ranks.
+        address: path of the parent's socket.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,7 +110,7 @@ class Team(ABC):
         self._listener.listen(size)
         self._connections: dict[int, Connection] = {}
 
-    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+    def __enter__(self) -> RankProcesses:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
 
     def __exit__(
@@ -121,10 +150,14 @@ class Team(ABC):
         Raises:
             RankFailedError: a rank failed; the others are ended before this is raised.
         """
+        self.send(command)
+        return self.gather()
+
+    def send(self, command: Any) -> None:
+        """Sends a command to all ranks that still run."""
         for connection in self._connections.values():
             with contextlib.suppress(BrokenPipeError):  # the rank has ended; its sentinel tells
                 connection.send(command)
-        return self.gather()
 
     def gather(self) -> list[Any]:
         """Returns one answer of each rank, in rank order; blocks until all have answered.
@@ -146,6 +179,24 @@ class Team(ABC):
             self._check(wait(self._sentinels()))
         return [answers[rank] for rank in range(self.size)]
 
+    def collect(self, timeout_s: float) -> list[Any]:
+        """Returns what each rank answers within ``timeout_s`` seconds, in rank order; ends nobody.
+
+        The answer of a rank that ends or is late is a :class:`NoAnswer`. After a late one the ranks can only
+        be closed: its answer would count as that to the next command.
+        """
+        answers: list[Any] = [NoAnswer(ended=False)] * self.size
+        waiting: dict[Any, int] = {connection: rank for rank, connection in self._connections.items()}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()  # type: ignore[union-attr, call-arg]
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = NoAnswer(ended=True)
+        return answers
+
     def _check(self, ready: Sequence[object]) -> None:
         """Raises when a process has ended among the handles in ``ready``, after it has ended all others."""
         ended = set(ready) & set(self._sentinels())
@@ -155,7 +206,7 @@ class Team(ABC):
             raise error
 
     def close(self, *, at_once: bool = False) -> None:
-        """Ends the team; ranks see that and have a moment to leave by themselves; idempotent.
+        """Ends the ranks; they see that and have a moment to leave by themselves; idempotent.
 
         Args:
             at_once: gives them no time.
@@ -171,7 +222,7 @@ class Team(ABC):
         self._directory.cleanup()
 
 
-class SpawnedTeam(Team):
+class SpawnedRanks(RankProcesses):
     """Ranks started by ``torch.multiprocessing``.
 
     Each runs ``body(rank, connection, *args)``, then waits for the parent to close. A rank whose parent is
@@ -186,7 +237,7 @@ class SpawnedTeam(Team):
     def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         super().__init__(size)
         self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-            _body, (self.address, body, args), nprocs=size, join=False, daemon=True
+            _spawned, (self.address, body, args), nprocs=size, join=False, daemon=True
         )
         try:
             self.gather_connections()
@@ -233,13 +284,13 @@ class SpawnedTeam(Team):
                 process.join(max(0.0, end - time.monotonic()))
 
     def close(self, *, at_once: bool = False) -> None:
-        """Ends the team and removes the files that carried tracebacks."""
+        """Ends the ranks and removes the files that carried tracebacks."""
         super().close(at_once=at_once)
         for file in self._context.error_files:
             Path(file).unlink(missing_ok=True)
 
 
-class CommandTeam(Team):
+class CommandRanks(RankProcesses):
     """Ranks that one command starts, such as ``mpirun``; each calls :func:`connect`.
 
     Args:
@@ -258,7 +309,7 @@ class CommandTeam(Team):
         super().__init__(size)
         self._output = (Path(self._directory.name) / "output").open("w+b")
         self._name = command[0]
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - the caller's command
             [*command, self.address],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -298,7 +349,7 @@ class CommandTeam(Team):
                 return
 
     def close(self, *, at_once: bool = False) -> None:
-        """Ends the team."""
+        """Ends the ranks and the command."""
         super().close(at_once=at_once)
         if self._handle >= 0:
             os.close(self._handle)
@@ -306,8 +357,17 @@ class CommandTeam(Team):
         self._output.close()
 
 
-def _body(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+def run_body(rank: int, connection: Connection, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Runs ``body(rank, connection, *args)`` and waits for the parent to close: an earlier end is a failure.
+
+    Raises:
+        RuntimeError: the parent gives another command after the body has returned.
+    """
+    body(rank, connection, *args)
+    for command in commands(connection):
+        raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")
+
+
+def _spawned(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
     with connect(address, rank) as connection:
-        body(rank, connection, *args)
-        for command in commands(connection):  # stays until the parent closes: an earlier end is a failure
-            raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")
+        run_body(rank, connection, body, args)

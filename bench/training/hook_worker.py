@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 import collectives
-from collectives.bench.comparison.groups import initialize
-from collectives.bench.core.lockstep import Lockstep
+from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.core.groups import initialize
 from collectives.bench.core.namespaces import INTERFACE, enter
-from collectives.bench.core.ranks import commands
-from collectives.bench.cost_model.counting import CountingGroup
 from collectives.bench.training import digits
+from collectives.bench.training.counting import CountingGroup
 from collectives.bench.training.models import MODELS, loss_of
 from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
@@ -41,6 +40,7 @@ from collectives.ddp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from collectives.ddp.hooks.top_k_hook import TopKState, top_k_hook
+from collectives.ranks.processes import commands
 
 __all__ = ["HOOKS", "TASKS", "Job", "Outcome", "Place", "train"]
 
@@ -78,7 +78,7 @@ class Place:
 
     Attributes:
         backend: name of the backend.
-        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
         host: address of that store.
         namespaces: the network namespace of each rank, where there are machines.
@@ -118,7 +118,7 @@ class Outcome:
         iteration_ns: each timed step.
         losses: of this rank at each step.
         sent_bytes: what it sent in the timed steps, as
-        :class:`~collectives.bench.cost_model.counting.CountingGroup`
+        :class:`~collectives.bench.training.counting.CountingGroup`
             counts.
         accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
         checksum: of all parameters, bit for bit.
@@ -235,7 +235,7 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
         enter(place.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
     initialize(rank, size, place.port, place.backend, place.host)
-    barrier = Lockstep(place.board, rank, size)
+    barrier = SpinBarrier(place.board, rank, size)
     for job in commands(connection):
         connection.send(_run(job, rank, size, barrier))
         gc.collect()
@@ -243,7 +243,7 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
     collectives.destroy_process_group()
 
 
-def _run(job: Job, rank: int, size: int, barrier: Lockstep) -> Outcome:
+def _run(job: Job, rank: int, size: int, barrier: SpinBarrier) -> Outcome:
     group = CountingGroup(resolve_group(None))
     training = TASKS[job.task](rank, size, job.steps)
     parallel = DistributedDataParallel(training.model, process_group=group)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from collectives.bench.comparison.operations import OPERATIONS
-from collectives.bench.core.records import KINDS, Record
+from collectives.bench.comparison.records import KINDS, Record
 from collectives.bench.core.sizes import format_bytes, parse_bytes
 
 __all__ = ["Check", "Goal", "check", "goal_lines", "parse_goal"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.records import Record, Report
+from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.sizes import format_bytes
 
 __all__ = ["plot"]

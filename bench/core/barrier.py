@@ -6,7 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-__all__ = ["Lockstep", "create_board"]
+__all__ = ["SpinBarrier", "create_barrier_memory"]
 
 LINE_BYTES = 128
 """Distance of the ranks' cells: two cache lines, because processors fetch lines in pairs."""
@@ -16,8 +16,8 @@ SPINS_BEFORE_YIELD = 100
 for may need it."""
 
 
-def create_board(size: int) -> tuple[int, str]:
-    """Returns the descriptor and the path of fresh shared memory for :class:`Lockstep`.
+def create_barrier_memory(size: int) -> tuple[int, str]:
+    """Returns the descriptor and the path of fresh shared memory for :class:`SpinBarrier`.
 
     The path is good for processes of the same user while the caller lives and keeps the descriptor open.
     Nothing is left in a file system.
@@ -30,7 +30,7 @@ def create_board(size: int) -> tuple[int, str]:
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-class Lockstep:
+class SpinBarrier:
     """Barrier; call it on every rank.
 
     Each rank counts its arrivals in a cell of its own and spins until no other count is behind. The rank that
@@ -38,7 +38,7 @@ class Lockstep:
     own barrier would let them go, and the same for all peers.
 
     Args:
-        path: as :func:`create_board` returned it.
+        path: as :func:`create_barrier_memory` returned it.
         rank: the rank that this process is.
         size: number of ranks.
     """

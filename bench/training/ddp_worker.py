@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import collectives
-from collectives.bench.comparison.groups import TIMEOUT, initialize
-from collectives.bench.core.lockstep import Lockstep
+from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.core.groups import TIMEOUT, initialize
 from collectives.bench.core.machine import bind_to_core
-from collectives.bench.core.ranks import commands
 from collectives.bench.training.models import MODELS, loss_of
 from collectives.bench.training.peers import Peer
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks import debugging_hooks, default_hooks
+from collectives.ranks.processes import commands
 
 __all__ = [
     "OPTIMIZERS",
@@ -189,7 +189,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
         connection: to the parent.
         size: number of ranks.
         given: what it trains.
-        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
     """
     torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
     model = spec.build()
     inputs = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
     wrap, leave = _join(given, rank, size, port)
-    barrier = Lockstep(board, rank, size)
+    barrier = SpinBarrier(board, rank, size)
     trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier)
     torch.manual_seed(200 + rank)  # the same dropout for all peers
     trainer.run(1)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from collectives.bench.core.records import BaseReport, Timing
-from collectives.bench.core.table import skipped_lines
+from collectives.bench.core.text import skipped_lines
 from collectives.bench.training.peers import BASELINE, Peer
 
 __all__ = ["TrainingRecord", "TrainingReport", "report_lines"]

@@ -1,4 +1,4 @@
-"""Values for a measured reduction: a formula of rank and position, whose result is exact in every data type.
+"""Inputs whose results are known: a formula of rank and position, exact in every data type.
 
 Element i on rank r depends on ``i mod PERIOD`` and r. The period is prime, so that a part which lands at a
 wrong place by a power of two is seen.
@@ -11,11 +11,11 @@ from functools import reduce
 
 import torch
 
-__all__ = ["OPERATIONS", "count_wrong", "expected", "resting", "source"]
+__all__ = ["REDUCTIONS", "count_wrong", "expected", "resting", "source"]
 
 PERIOD = 251
 
-OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 """Names of the reductions with a formula."""
 
 _MERGE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -52,7 +52,7 @@ def source(op: str, dtype: torch.dtype, count: int, rank: int, size: int, begin:
     """Returns ``count`` elements of a rank's input; a shorter input is the front of a longer one.
 
     Args:
-        op: a name of :data:`OPERATIONS`.
+        op: a name of :data:`REDUCTIONS`.
         dtype: data type of the tensor.
         count: number of elements.
         rank: whose input.
