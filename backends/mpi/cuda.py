@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from collectives.backends.mpi.parts import Part
-from collectives.backends.mpi.runtime import Library
+from collectives.backends._shared.tensor_memory import Part
+from collectives.backends.mpi.library import Library
 from collectives.core.arguments.staging import dense, dense_outputs
 
 __all__ = ["VARIABLE", "HostOutputs", "copy_own", "on_device", "outputs_for_kernels", "settle", "why_no_cuda"]

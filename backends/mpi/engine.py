@@ -22,7 +22,7 @@ from typing import Any
 from collectives.backends._shared.exit_reasons import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.library import Library
 from collectives.backends.mpi.work import MPIWork
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -240,7 +240,7 @@ class Engine:
             self._stock_at = now + _STOCK_SECONDS
             self._say_where(waiting)
             with contextlib.suppress(Exception):  # the store went with a rank
-                found = self._liveness.look()
+                found = self._liveness.poll_lost()
         finally:
             self._taking_stock.release()
         if found is not None:
@@ -254,7 +254,7 @@ class Engine:
         operation = work.operation
         limit = operation.timeout.total_seconds()
         text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._others_are(work)}"
-        self._liveness.verdict(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
+        self._liveness.publish_lost(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
         self._break(CollectiveTimeoutError(text), work)
 
     def _others_are(self, work: MPIWork) -> str:
@@ -279,7 +279,7 @@ class Engine:
         """Returns what to raise for a rank that is gone, or gave up."""
         found = blamed(f"{self.where} {operation}:", rank, how)
         if isinstance(found, PeerLostError):
-            self._liveness.verdict(rank, how)
+            self._liveness.publish_lost(rank, how)
         return found
 
     def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> Exception:
@@ -356,7 +356,7 @@ class Engine:
                 return
             self.ended = True
         if self.cause is None:
-            self._liveness.verdict(self._rank, ABORTED)
+            self._liveness.publish_lost(self._rank, ABORTED)
             self._break(GroupAbortedError(f"{self.where} the group was aborted by this rank"))
 
     def shutdown(self) -> bool:

@@ -15,25 +15,17 @@ import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.mpi.buffers import Buffers
+from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends.mpi.communicators import form
 from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
+from collectives.backends.mpi.dispatch import Launcher
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.fast_path import PlainCalls, check_length
-from collectives.backends.mpi.launching import Launcher
-from collectives.backends.mpi.membership import form
+from collectives.backends.mpi.library import library
+from collectives.backends.mpi.messages.buffers import Buffers
+from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
+from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import MOST_RANKS, ShortWay
-from collectives.backends.mpi.parts import (
-    Arithmetic,
-    Part,
-    arithmetic_of,
-    cut,
-    equal_parts,
-    part_of,
-    split_parts,
-)
-from collectives.backends.mpi.runtime import library
-from collectives.backends.mpi.tags import Tags
-from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import Steps
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
@@ -126,7 +118,7 @@ class ProcessGroupMPI(ProcessGroup):
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
         self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
-        traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
+        messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
         exchanges = itertools.count()
         self._short = ShortWay(
@@ -139,7 +131,7 @@ class ProcessGroupMPI(ProcessGroup):
             self._numbers,
             exchanges,
         )
-        self._launcher = Launcher(self._engine, self._short, traffic, exchanges, self._rank, self._size)
+        self._launcher = Launcher(self._engine, self._short, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
         calls = PlainCalls(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
         self.plain = calls.collective  # type: ignore[method-assign]  # a call less
@@ -432,7 +424,7 @@ class ProcessGroupMPI(ProcessGroup):
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
-        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

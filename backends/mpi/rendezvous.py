@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from collectives.backends.host.network import choose_addresses
-from collectives.backends.mpi.membership import job_size_error
-from collectives.backends.mpi.runtime import Library, library
+from collectives.backends.mpi.communicators import job_size_error
+from collectives.backends.mpi.library import Library, library
 from collectives.core.types import default_pg_timeout
 from collectives.errors import DistStoreError
 from collectives.store import TCPStore, register_rendezvous_handler

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.tensor_memory import Part, part_of
 from collectives.backends.mpi.cuda import copy_own, on_device, settle
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange
 from collectives.backends.mpi.native_exchange import ShortWay
-from collectives.backends.mpi.parts import Arithmetic, Part, part_of
-from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import MPIWork
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.work import Work
@@ -32,7 +32,7 @@ class Launcher:
     Args:
         engine: the engine.
         short: what the core carries out.
-        traffic: messages of the group's own.
+        messages: messages of the group's own.
         exchanges: gives the number of the next exchange, which is the same on all ranks.
         rank: this process's rank.
         size: number of ranks.
@@ -42,14 +42,14 @@ class Launcher:
         self,
         engine: Engine,
         short: ShortWay,
-        traffic: Traffic,
+        messages: MessageExchange,
         exchanges: Iterator[int],
         rank: int,
         size: int,
     ) -> None:
         self._engine = engine
         self._short = short
-        self._traffic = traffic
+        self._messages = messages
         self._exchanges = exchanges
         self._rank = rank
         self._size = size
@@ -121,9 +121,9 @@ class Launcher:
         outputs: Sequence[Part] = (),
         root: int | None = None,
     ) -> Work:
-        """Begins a reduction in stages; the arguments are those of :meth:`Traffic.reduce`."""
+        """Begins a reduction in stages; the arguments are those of :meth:`MessageExchange.reduce`."""
         number = next(self._exchanges)
-        steps = self._traffic.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
+        steps = self._messages.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
         after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             requests = next(steps, [])
@@ -167,7 +167,7 @@ class Launcher:
         after = on_device(operation.outputs, after)
         number = next(self._exchanges)
         with self._engine.calling(operation):
-            requests = self._traffic.move(number, sent, received)
+            requests = self._messages.move(number, sent, received)
         nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
         work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
         self._engine.launch(work, asynchronous)

@@ -13,7 +13,7 @@ import time
 import zlib
 from typing import Any
 
-from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.library import Library
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.registry.backends import GroupOptions
 
