@@ -35,7 +35,7 @@ from collectives.errors import (
     DistBackendError,
     DistStoreError,
 )
-from collectives.store.world_rendezvous import wait_for_keys
+from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
+from collectives.store.waiting import delete_keys
 
 if TYPE_CHECKING:
     from collectives.core.process_group import ProcessGroup
@@ -48,7 +49,10 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
             raise CollectiveTimeoutError(f"[rank {group.rank()}] {message}")
         return
     missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
+    delete_keys(store, [f"monitored_barrier/{turn}/{r}" for r in range(1, group.size()) if r not in missing])
     if not missing:
+        if turn:  # all ranks have come, so that none reads the verdict before this one
+            delete_keys(store, [f"monitored_barrier/{turn - 1}/verdict"])
         store.set(verdict, "passed")
         return
     names = ", ".join(map(str, missing))
