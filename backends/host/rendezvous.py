@@ -454,14 +454,14 @@ class _Attempt:
         """Raises where another rank has published its failure, or has ended on this machine."""
         for rank in self.members.ended if self.members else ():
             raise PeerLostError(f"rank {rank} has died while the group was formed", rank)
-        if told := self._published_failure():
-            raise told
+        if record := self._published_failure():
+            raise error_of(**record)
 
-    def _published_failure(self) -> DistError | None:
-        """Returns the failure that a rank has published."""
+    def _published_failure(self) -> records.Checked | None:
+        """Returns the record of the failure that a rank has published."""
         if not self.prefix or not self._ask("check", [self._key("failed")]):
             return None
-        return error_of(**self._get(self._key("failed"), records.failure))
+        return self._get(self._key("failed"), records.failure)
 
     def failure(self, error: DistError | StoreLostError) -> DistError:
         """Returns the first failure that was published, or else this one, once it is published.
@@ -469,11 +469,10 @@ class _Attempt:
         It is not raised here: an exception in a frame of its own traceback would keep descriptors open until
         the next garbage collection.
         """
-        with contextlib.suppress(
-            StoreLostError, DistBackendError
-        ):  # it may have gone with the rank that kept it
-            if told := self._published_failure():
-                return told
+        # The store may have gone with the rank that kept it.
+        with contextlib.suppress(StoreLostError, DistBackendError):
+            if published := self._published_failure():
+                return error_of(**published)
         if isinstance(error, StoreLostError):
             error = self._without_store(error)
         text = str(error)
