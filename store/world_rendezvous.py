@@ -133,7 +133,7 @@ class _Coordinator:
         return world
 
     def _call_all(self) -> str:
-        """Calls the newest attempt of every rank until all have come; returns how ranks disagree if they do."""
+        """Calls the newest attempt of every rank until all have come; returns disagreements."""
         reason = ""
         deadline = self._deadline
         while len(self._joined) < self._size - 1 and time.monotonic() < deadline:
