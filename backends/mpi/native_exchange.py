@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import collectives._native as _native
-from collectives.backends.mpi.runtime import Library
-from collectives.backends.mpi.traffic import CHUNK_BYTES
+from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 
 __all__ = ["MOST_RANKS", "ShortWay"]

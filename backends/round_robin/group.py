@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
-from collectives.backends._shared.forwarding import ForwardingGroup
 from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin.work import BarrierWork, LaneWork, tell_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.types import BarrierOptions
 from collectives.core.work import CoalescedWork, CompletedWork
@@ -295,8 +295,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if not isinstance(cause, PeerLostError):
             self._each(lambda lane: lane.abort())
 
-    def _together(self) -> AbstractContextManager[None]:
-        return self._lanes[0]._together()
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with self._lanes[0]._together():
+            yield
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._on(0, lambda lane: lane._send(tensor, dst, tag))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
 from collectives.bench.comparison.operations import ADD, OPERATIONS, ROOT, rounded_count
@@ -230,7 +230,7 @@ def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | N
     backend, algorithm = split_name(name)
     spec = backend_spec(backend)
     chosen = spec.name == "nccl" and provider is not None
-    reason = providers.unavailable(provider) if chosen else why_unavailable(spec.name)
+    reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
     if reason is None and device not in spec.devices:
         reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
     if reason is None and algorithm is not None and device != "cpu":

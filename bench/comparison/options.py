@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.bench.comparison import torch_peer
 from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
@@ -135,9 +135,9 @@ class Options:
         reason = DEVICES[self.device].why_unavailable()
         if reason is not None:
             raise ValueError(f"tensors on {self.device} cannot be measured here: {reason}")
-        if self.provider is not None and self.provider not in providers.PROVIDERS:
+        if self.provider is not None and self.provider not in loading.PROVIDERS:
             raise ValueError(
-                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
+                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(loading.PROVIDERS)}"
             )
         if self.provider is not None and self.device == "cpu":
             raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.bench.comparison import torch_peer, verification
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
@@ -372,7 +372,7 @@ def run_worker(
     torch.set_num_threads(1)
     DEVICES[workload.device].take(rank, size)
     if workload.provider is not None:
-        os.environ[providers.PROVIDER_VARIABLE] = workload.provider
+        os.environ[loading.PROVIDER_VARIABLE] = workload.provider
     if workload.namespaces:
         enter(workload.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
@@ -444,7 +444,7 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
             if backend == "nccl":
-                versions[name] = providers.describe()
+                versions[name] = loading.describe()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():

