@@ -8,7 +8,7 @@ The way of a gradient from the autograd engine to the all-reduce:
 
 1. ``hook`` on the parameter (``reducer.py``, made by ``_gradient_hook``): the engine calls it when the
    gradient was accumulated in ``.grad``.
-2. ``Reducer.autograd_hook`` (``reducer.py``): begins the pass, counts the gradient, asks whether more of it is
+2. ``Reducer.autograd_hook`` (``reducer.py``): begins the pass, counts the gradient, asks whether more is
    to come.
 3. ``Reducer._mark_ready`` (``reducer.py``): has it copied to its bucket view and counted in its bucket.
 4. ``BucketReducer.launch_ready`` (``bucket_reducer.py``): launches full buckets in their order.
