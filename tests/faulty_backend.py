@@ -17,8 +17,7 @@ class Faulty(ProcessGroupHost):
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(options.store, options.rank, options.size, options.timeout)
-        self.plain = lambda *_, **__: False
-        self.plain_launch = lambda *_, **__: None
+        self.fast_collective = lambda *_, **__: None
 
     def _allreduce(self, tensor, opts):
         if tensor.dtype is torch.int32 and self.rank() == 1:

@@ -159,7 +159,7 @@ class _Operands:
 
     def call(self, group: ProcessGroupHost, probe: Probe) -> Callable[[], object]:
         """Returns a function that makes one call of the probe, on the next tensors in rotation."""
-        kind = _native.COLLECTIVES[probe.operation]
+        opcode = _native.COLLECTIVES[probe.operation]
         whole = self._of(-(-probe.size_bytes // (4 * self._ranks)) * self._ranks)
         parts = self._of(whole[0].numel() // self._ranks)
 
@@ -171,8 +171,8 @@ class _Operands:
                 "all_gather": (large, part),
                 "reduce_scatter": (part, large),
             }
-            if not group.plain(kind, *operands.get(probe.operation, (large, None))):
-                raise RuntimeError(f"{probe} did not take the short way into the core")
+            if group.fast_collective(opcode, *operands.get(probe.operation, (large, None))) is None:
+                raise RuntimeError(f"{probe} did not take the fast path into the core")
 
         return run
 

@@ -6,15 +6,12 @@ import gc
 import inspect
 import threading
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from bridge.torch_world import run_torch
 from torch._C import _distributed_c10d as c10d
-
-from collectives.torch_bridge.work import DoneWork
 
 
 def value(number):
@@ -143,32 +140,6 @@ def done_at_return(rank, size):
     assert torch.equal(base.get_future().wait()[0], value(24))
 
 
-def made_for_those_who_ask(rank, size):
-    """torch's own functions drop the Work of what is done when they return: none is made for them."""
-    one, row, parts = value(rank), torch.zeros(2 * size), [torch.zeros(2) for _ in range(size)]
-    listed = parts if rank == 0 else None
-    calls = [
-        lambda: dist.all_reduce(one),
-        lambda: dist.broadcast(one, 1),
-        lambda: dist.reduce(one, 0),
-        lambda: dist.all_gather(parts, one),
-        lambda: dist.all_gather_into_tensor(row, one),
-        lambda: dist.gather(one, listed),
-        lambda: dist.scatter(one, listed),
-        lambda: dist.reduce_scatter(one, parts),
-        lambda: dist.reduce_scatter_tensor(one, row),
-        lambda: dist.all_to_all(parts, [value(rank), value(rank)]),
-        lambda: dist.all_to_all_single(row, row.clone()),
-        dist.barrier,
-    ]
-    with mock.patch.object(DoneWork, "__init__", side_effect=AssertionError("a Work was made")):
-        for call in calls:
-            assert call() is None
-        with pytest.raises(AssertionError, match="was made"):
-            dist.group.WORLD.barrier(synchronous(c10d.BarrierOptions()))
-    dist.all_reduce(one)
-
-
 def limits_in_records(rank, size):
     """A synchronous call keeps to its record's own limit, and leaves the factor of a reduction in."""
     scaled = value(rank + 1)
@@ -249,7 +220,6 @@ def many_threads(rank, size):
         asking,
         futures,
         done_at_return,
-        made_for_those_who_ask,
         limits_in_records,
         alive_in_cpp,
         nobody_waits,

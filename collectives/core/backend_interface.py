@@ -27,13 +27,13 @@ from collectives.core.types import (
 )
 from collectives.core.work import CoalescedWork, FinishingWork, Work
 
-__all__ = ["Primitives"]
+__all__ = ["BackendInterface"]
 
 _TAG = 2**31 - 1
 """Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
 
 
-class Primitives(ABC):
+class BackendInterface(ABC):
     """The operations of one backend: ranks count within the group, arguments are checked."""
 
     _rank: int
@@ -99,58 +99,66 @@ class Primitives(ABC):
         Idempotent. All ranks call it; none waits for another beyond outstanding operations.
         """
 
-    def plain(
+    # ---- the fast path -----------------------------------------------------------------------------
+
+    def fast_collective(
         self,
-        kind: int,  # noqa: ARG002
-        output: object = None,  # noqa: ARG002
-        input: object = None,  # noqa: ARG002
-        op_code: int = 0,  # noqa: ARG002
-        root: object = 0,  # noqa: ARG002
-        listed: bool = False,  # noqa: ARG002
-    ) -> bool:
-        """Runs a synchronous collective on tensors that are as simple as can be; the user functions try this.
-
-        A backend may take here the calls that nearly all calls are, and refuse any other, wrong arguments
-        among them: those go the way of the group's other methods. Here nothing is plain.
-
-        Args:
-            kind: number of the collective, of :mod:`collectives.core.opcodes`.
-            output: what is written, or read and written.
-            input: what is only read.
-            op_code: code of the :class:`~collectives.ReduceOp`.
-            root: the root.
-            listed: whether the larger operand is a list of a tensor for each rank.
-
-        Returns:
-            Whether it ran; ``False`` with nothing done.
-        """
-        return False
-
-    def plain_launch(
-        self,
-        kind: int,  # noqa: ARG002
+        opcode: int,  # noqa: ARG002
         output: Any = None,  # noqa: ARG002
         input: Any = None,  # noqa: ARG002
-        op_code: int = 0,  # noqa: ARG002
-        root: object = 0,  # noqa: ARG002
-        listed: bool = False,  # noqa: ARG002
+        reduce_op: int = 0,  # noqa: ARG002
+        root: Any = 0,  # noqa: ARG002
+        list_form: bool = False,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
     ) -> Work | None:
-        """Issues a collective that :meth:`plain` runs; returns ``None``, with nothing done, for any other."""
+        """Issues a collective whose arguments need neither checks nor conversions in Python; optional.
+
+        Callers that want the shortest way try this first, once, and call the ordinary method where it returns
+        ``None``. Ranks may differ in that: both ways carry out the same operation. A backend takes the calls
+        that nearly all calls are, such as dense tensors of one data type with the group's own time limit, and
+        leaves the rest to the ordinary methods, wrong arguments among it. Here it takes none.
+
+        Args:
+            opcode: the collective, one of :mod:`collectives.core.opcodes`.
+            output: what is written, or read and written.
+            input: what is only read.
+            reduce_op: code of the :class:`~collectives.ReduceOp`.
+            root: the root, counted within the group.
+            list_form: whether the larger operand is a list of one tensor for each rank.
+            async_op: whether to return before the operation is done.
+
+        Returns:
+            The Work, for a synchronous operation :data:`~collectives.core.work.COMPLETED`; ``None`` with
+            nothing done.
+
+        Raises:
+            DistBackendError: the operation was taken, and failed.
+        """
         return None
 
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:  # noqa: ARG002
-        """Sends or receives a tensor and waits for it, where all is as simple as for :meth:`plain`.
+    def fast_message(
+        self,
+        sends: bool,  # noqa: ARG002
+        tensor: torch.Tensor,  # noqa: ARG002
+        peer: int,  # noqa: ARG002
+        tag: int,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> Work | None:
+        """Sends or receives a tensor, as :meth:`fast_collective` issues a collective.
 
         Args:
             sends: whether to send it, else to receive it.
             tensor: the message.
-            peer: the other rank.
+            peer: the other rank, counted within the group.
             tag: number that both sides name.
+            async_op: whether to return before the operation is done.
 
         Returns:
-            Whether it did; ``False`` with nothing done.
+            The Work, as of :meth:`fast_collective`; ``None`` with nothing done.
         """
-        return False
+        return None
+
+    # ---- messages together, splits --------------------------------------------------------------------
 
     def _together(self) -> AbstractContextManager[None]:
         """Lets the messages that this thread issues in a ``with`` block start together, at its end.
