@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from collectives.api.coalescing import forget_coalescing
+from collectives.api.coalescing import drop_deferred
 from collectives.api.debug import checked
-from collectives.api.init_method import check_meeting, close_store, meet, meeting_place
+from collectives.api.init_method import check_init_arguments, close_store, join_ranks, resolve_init_method
 from collectives.api.world import (
     NON_GROUP_MEMBER,
     default_group,
@@ -94,7 +94,7 @@ def init_process_group(
                 f"[rank {world.default.rank()}] there is a default process group already "
                 f"({world.default.describe()}); call destroy_process_group before a second init_process_group"
             )
-        rank, world_size = check_meeting(init_method, store, rank, world_size)
+        rank, world_size = check_init_arguments(init_method, store, rank, world_size)
         device = _bound_device(device_id)
         if backend is None and device is not None:
             backend = Backend.default_device_backend_map.get(device.type)
@@ -102,8 +102,8 @@ def init_process_group(
         limit = limit_of(timeout, config)
         _check_usable(config, pg_options)
         try:
-            place = meeting_place(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number = meet(store, place, rank, world_size, limit, repr(config))
+            place = resolve_init_method(config, init_method, rank, world_size) if store is None else ""
+            base, rank, world_size, number = join_ranks(store, place, rank, world_size, limit, repr(config))
             world.base = base
             world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None
@@ -272,7 +272,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             return
         if group is not None and group is not world.default:
             record_of(group)
-            forget_coalescing(group)
+            drop_deferred(group)
             del world.records[group]
             try:
                 group.shutdown()
@@ -294,7 +294,7 @@ def _end_world(*, gracefully: bool) -> None:
     world.clear()
     try:
         while groups:
-            forget_coalescing(groups[-1])
+            drop_deferred(groups[-1])
             try:
                 if gracefully:
                     groups[-1].shutdown()

@@ -1,4 +1,4 @@
-"""Where the ranks of a new world meet: a store or an address that the user or the environment gives."""
+"""``init_method``: how the ranks of a new world find each other, and the store that they get."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.world_rendezvous import KEYS, join_world
 
-__all__ = ["check_meeting", "close_store", "meet", "meeting_place"]
+__all__ = ["check_init_arguments", "close_store", "join_ranks", "resolve_init_method"]
 
 _RETRY_SECONDS = 0.05
 """Pause before another try to reach rank 0 after a connection broke."""
 
 
-def check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
-    """Checks how the ranks are to meet, before anything is sent; returns rank and number of ranks as int."""
+def check_init_arguments(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
+    """Checks the arguments of ``init_process_group`` that say how ranks find each other.
+
+    Returns:
+        Rank and number of ranks as int.
+    """
     if store is not None:
         if init_method is not None:
             raise ValueError(
@@ -51,8 +55,8 @@ def check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> 
     return rank, size
 
 
-def meeting_place(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
-    """Returns where the ranks meet: as the user says, the environment, or else a backend of the group."""
+def resolve_init_method(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
+    """Returns the URL of the rendezvous: the user's, else the environment's, else that of a backend."""
     if init_method is None:
         named = {
             name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if os.environ.get(name)
@@ -66,15 +70,19 @@ def meeting_place(config: BackendConfig, init_method: str | None, rank: int, siz
         scheme = init_method.partition("://")[0]
         for name in registry.backend_names():
             spec = registry.backend_spec(name)
-            if spec.meeting and spec.init_method == f"{scheme}://":
-                importlib.import_module(spec.meeting)
+            if spec.rendezvous_module and spec.init_method == f"{scheme}://":
+                importlib.import_module(spec.rendezvous_module)
     return init_method
 
 
-def meet(
+def join_ranks(
     store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
 ) -> tuple[Any, int, int, int]:
-    """Meets the other ranks; returns the store, this rank, the number of ranks and the world's number."""
+    """Joins the other ranks.
+
+    Returns:
+        The store, this rank, the number of ranks, and the number of the world among those of the store.
+    """
     if store is not None:
         number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)
         return store, rank, size, number

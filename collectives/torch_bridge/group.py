@@ -42,7 +42,7 @@ from collectives.core.work import Work
 from collectives.torch_bridge import sparse
 from collectives.torch_bridge.issuing import Issuing
 from collectives.torch_bridge.operands import list_or_none, only
-from collectives.torch_bridge.option_records import PLAIN_CODES, plain_code, record, reduction
+from collectives.torch_bridge.option_records import REDUCE_OP_CODES, record, reduce_op_code, reduction
 from collectives.torch_bridge.work import TorchWork
 
 __all__ = ["TorchGroup"]
@@ -57,7 +57,7 @@ class TorchGroup(Issuing):
 
     Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
     are described in :class:`collectives.ProcessGroup`. Option records and reductions may be torch's or ours.
-    Arguments are those of :class:`~collectives.torch_bridge.group_base.Standing`.
+    Arguments are those of :class:`~collectives.torch_bridge.group_base.TorchGroupBase`.
     """
 
     # ---- collectives ---------------------------------------------------------------------------------------
@@ -68,7 +68,9 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks, in place; a sparse one too."""
         if type(opts) is _AllreduceOptions and (_NO_INDICES or opts.sparseIndices is None):
             tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
-            work = self._fast_collective(opts, ALL_REDUCE, tensor, None, PLAIN_CODES.get(hash(opts.reduceOp)))
+            work = self._fast_collective(
+                opts, ALL_REDUCE, tensor, None, REDUCE_OP_CODES.get(hash(opts.reduceOp))
+            )
             if work is not None:
                 return work
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
@@ -82,9 +84,9 @@ class TorchGroup(Issuing):
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces several tensors over all ranks, in place."""
-        seen = "allreduce_coalesced", tensors, opts
+        operator_call = "allreduce_coalesced", tensors, opts
         call = self.inner.allreduce_coalesced
-        return self._issue("all_reduce", tensors, call, tensors, record(opts), seen=seen)
+        return self._issue("all_reduce", tensors, call, tensors, record(opts), operator_call=operator_call)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -109,7 +111,7 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
             work := self._fast_collective(
-                opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
+                opts, REDUCE, only(tensors), None, reduce_op_code(opts.reduceOp), opts.rootRank
             )
         ):
             return work
@@ -161,16 +163,29 @@ class TorchGroup(Issuing):
                     f"{len(outputs)} tensors, but {len(input_list)} inputs were given"
                 )
         by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        call, seen = self.inner.allgather_coalesced, ("allgather_coalesced", output_lists, input_list, opts)
-        return self._issue("all_gather", input_list, call, by_input, input_list, record(opts), seen=seen)
+        call, operator_call = (
+            self.inner.allgather_coalesced,
+            ("allgather_coalesced", output_lists, input_list, opts),
+        )
+        return self._issue(
+            "all_gather", input_list, call, by_input, input_list, record(opts), operator_call=operator_call
+        )
 
     def all_gather_single_coalesced(
         self, output_lists: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Gathers several tensors, each into one."""
         call = self.inner.all_gather_single_coalesced
-        seen = "all_gather_single_coalesced", output_lists, input_list, opts
-        return self._issue("all_gather", input_list, call, output_lists, input_list, record(opts), seen=seen)
+        operator_call = "all_gather_single_coalesced", output_lists, input_list, opts
+        return self._issue(
+            "all_gather",
+            input_list,
+            call,
+            output_lists,
+            input_list,
+            record(opts),
+            operator_call=operator_call,
+        )
 
     def gather(
         self,
@@ -254,7 +269,7 @@ class TorchGroup(Issuing):
                 REDUCE_SCATTER,
                 only(output_tensors),
                 only(source),
-                plain_code(opts.reduceOp),
+                reduce_op_code(opts.reduceOp),
                 list_form=True,
             )
         ):
@@ -270,7 +285,7 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._fast_collective(
-                opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp)
+                opts, REDUCE_SCATTER, outputTensor, inputTensor, reduce_op_code(opts.reduceOp)
             )
         ):
             return work
@@ -286,8 +301,10 @@ class TorchGroup(Issuing):
         """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
         call = self.inner.reduce_scatter_single_coalesced
         given = outputTensors, inputTensors
-        seen = "reduce_scatter_single_coalesced", *given, opts
-        return self._issue("reduce_scatter", inputTensors, call, *given, record(opts), seen=seen)
+        operator_call = "reduce_scatter_single_coalesced", *given, opts
+        return self._issue(
+            "reduce_scatter", inputTensors, call, *given, record(opts), operator_call=operator_call
+        )
 
     def alltoall(
         self, output_tensor: Any, input_tensor: Any, opts: Any = None, timeout: timedelta | None = None
@@ -320,8 +337,10 @@ class TorchGroup(Issuing):
             return work
         given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
         call = self.inner.alltoall_base
-        seen = "all_to_all_single", *given, opts
-        return self._issue("all_to_all", input_tensor, call, *given, record(opts), timeout, seen=seen)
+        operator_call = "all_to_all_single", *given, opts
+        return self._issue(
+            "all_to_all", input_tensor, call, *given, record(opts), timeout, operator_call=operator_call
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Completes when every rank has called it."""
@@ -347,20 +366,26 @@ class TorchGroup(Issuing):
         """Sends a tensor to a rank."""
         if work := self._fast_message(True, only(tensors), dstRank, tag):
             return work
-        seen = "send", tensors, dstRank, tag
-        return self._issue("send", tensors, self.inner.send, only(tensors), dstRank, tag, seen=seen)
+        operator_call = "send", tensors, dstRank, tag
+        return self._issue(
+            "send", tensors, self.inner.send, only(tensors), dstRank, tag, operator_call=operator_call
+        )
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
         if work := self._fast_message(False, only(tensors), srcRank, tag):
             return work
-        seen = "recv", tensors, srcRank, tag
-        return self._issue("recv", tensors, self.inner.recv, only(tensors), srcRank, tag, seen=seen)
+        operator_call = "recv", tensors, srcRank, tag
+        return self._issue(
+            "recv", tensors, self.inner.recv, only(tensors), srcRank, tag, operator_call=operator_call
+        )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
-        seen = "recv_anysource", tensors, tag
-        return self._issue("recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, seen=seen)
+        operator_call = "recv_anysource", tensors, tag
+        return self._issue(
+            "recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, operator_call=operator_call
+        )
 
     # ---- second names --------------------------------------------------------------------------------------
 

@@ -50,10 +50,10 @@ class NanCheckedGroup(TorchGroup):
         return None
 
     def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
+        self, event: str, tensors: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
     ) -> TorchWork:
         def checked(*args: Any, **kwargs: Any) -> Work:
-            for tensor in self._sent(event, shown, args, kwargs):
+            for tensor in self._sent(event, tensors, args, kwargs):
                 where = _first_nan(tensor)
                 if where is not None:
                     raise DistError(
@@ -63,10 +63,10 @@ class NanCheckedGroup(TorchGroup):
                     )
             return method(*args, **kwargs)
 
-        return super()._issue(event, shown, checked, *args, **kwargs)
+        return super()._issue(event, tensors, checked, *args, **kwargs)
 
     def _sent(
-        self, event: str, shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, event: str, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[torch.Tensor]:
         """Yields the tensors that an operation sends."""
         if event in {"recv", "recvAnySource"}:
@@ -80,7 +80,7 @@ class NanCheckedGroup(TorchGroup):
             )
             if root != self.rank():
                 return
-        yield from profiling.flat([args[1] or () if event == "scatter" else shown])
+        yield from profiling.flat([args[1] or () if event == "scatter" else tensors])
 
 
 def _first_nan(tensor: torch.Tensor) -> int | None:
