@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils import _python_dispatch as dispatch
 
 import collectives._native as _native
-from collectives.torch_bridge.option_records import reduce_op_code
+from collectives.core.arguments.option_records import reduce_op_code
 from collectives.torch_bridge.work import TorchWork
 
 __all__ = ["issue_by_operator", "issue_collective_by_operator", "keep_work", "possible"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collectives.core.arguments.option_records import record
 from collectives.core.arguments.overloads import first_given
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.types import BroadcastOptions
@@ -72,7 +73,7 @@ class NanCheckedGroup(TorchGroup):
         if event in {"recv", "recvAnySource"}:
             return
         if event == "broadcast":
-            _, options, *_ = args
+            options = record(args[1])
             root = (
                 options.rootRank
                 if isinstance(options, BroadcastOptions)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.futures import Future
 
+from collectives.core.arguments.option_records import limit
 from collectives.core.work import CompletedWork, Work
-from collectives.torch_bridge.option_records import limit
 
 if TYPE_CHECKING:
 

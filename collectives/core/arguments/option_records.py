@@ -1,4 +1,4 @@
-"""Option records of ``torch.distributed`` turned into those of this package."""
+"""Option records of ``torch.distributed`` converted to those of :mod:`collectives.core.types`."""
 
 from __future__ import annotations
 
