@@ -175,7 +175,7 @@ class JoinableModel(Joinable):
         """Communicates what other ranks do in a forward; returns whether the backward pass comes at once."""
         plan = self._exchange_plans(None)
         if plan.averages:
-            self.reducer.prepare_for_forward()
+            self.reducer.rebuild_buckets()
         if plan.buffers:
             self._buffer_sync(plan.active[0])
         self.require_forward_param_sync = plan.averages

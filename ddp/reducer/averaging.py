@@ -76,7 +76,7 @@ class Averager:
         works: list[Work] = []
         for tensor in tensors:
             op = self.op_for(tensor.dtype, tensor.device) if self.divisor is None else ReduceOp.SUM
-            work = self.group.plain_launch(ALL_REDUCE, tensor, None, op.code)
+            work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
             if work is None:
                 work = self.group.allreduce(tensor, AllreduceOptions(reduceOp=op))
             if op != ReduceOp.AVG:
