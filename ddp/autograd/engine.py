@@ -159,11 +159,11 @@ def runs_backward() -> bool:
     ``torch.distributed.autograd.backward``. Called from a hook on a tensor; looks at the leaves below that
     tensor, up to the first where nothing will accumulate.
     """
-    root = torch._C._current_autograd_node()
+    root: Any = torch._C._current_autograd_node()
     if root is None:
         return False
     seen: set[Any] = set()
-    stack: list[Any] = [root]
+    stack = [root]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -178,7 +178,8 @@ def runs_backward() -> bool:
 
 def runs_dist_backward() -> bool:
     """Returns whether ``torch.distributed.autograd.backward`` is at work in this process."""
-    if not torch._C._distributed_rpc._is_current_rpc_agent_set():
+    agent: Any = getattr(torch._C, "_distributed_rpc", None)  # absent where torch was built without RPC
+    if agent is None or not agent._is_current_rpc_agent_set():
         return False
     info = torch._C._distributed_autograd._get_debug_info()
     return int(info.get("num_current_backward_passes", 0)) > 0

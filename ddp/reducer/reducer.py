@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from collectives import ProcessGroup, UnsupportedOperationError
+from collectives import ProcessGroup
 from collectives.ddp.autograd.engine import (
     NO_TASK,
     GradientHooks,
@@ -373,11 +373,12 @@ class Reducer:
                 self._begin_sync()
             if not current.committed:
                 current.committed = any(map(will_accumulate, self._accumulators)) or runs_backward()
-            if not current.committed and runs_dist_backward():
-                raise UnsupportedOperationError(
-                    f"[rank {self._group.rank()}] {self._model}: torch.distributed.autograd.backward() keeps "
-                    "gradients in its context, where they cannot be averaged; call loss.backward(), or run "
-                    "forward under no_sync() and average what get_gradients() returns"
+            if not current.committed and runs_dist_backward():  # an error raised here would lose its words
+                current.committed = True
+                current.report.errors.append(
+                    "torch.distributed.autograd.backward() keeps gradients in its context, where they cannot "
+                    "be averaged; call loss.backward(), or run forward under no_sync() and average what "
+                    "get_gradients() returns"
                 )
 
     def end_task(self, task: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from ddp_oracle import Chain, Marked, data, equal, grads, naive_average, naive_broadcast, pair
 from harness import run_ranks
 from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -547,8 +550,8 @@ def test_a_backward_pass_within_forward_is_checked() -> None:
 
 def on_one_rank_within_forward(group):
     ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
+    ours.module.second.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        ours.module.second.register_forward_pre_hook(lambda *_: 1 // 0)
         ours(data(group.rank()), "12")
     loss = ours.module.first(data(group.rank())).sum()
     loss.backward()  # of no forward: stays on this rank
@@ -557,3 +560,33 @@ def on_one_rank_within_forward(group):
 
 def test_a_forward_that_raised_has_no_later_pass() -> None:
     assert run_ranks(on_one_rank_within_forward, 2, backend="host") == [1, 1]
+
+
+def under_dist_autograd(group, folder, remote):
+    rank, size = group.rank(), group.size()
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", _transports=["uv"])
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    ours, naive = pair(group)
+    message = ""
+    with dist_autograd.context() as context:
+        output = ours(data(rank))
+        if remote:
+            output = rpc.rpc_sync(f"rank{(rank + 1) % size}", torch.square, (output,))
+        try:
+            dist_autograd.backward(context, [output.sum()])
+        except RuntimeError as error:
+            message = str(error)
+        group.barrier().wait()
+    rpc.shutdown()
+    ours(data(rank, 1)).sum().backward()
+    naive(data(rank, 1)).sum().backward()
+    naive_average(naive.parameters(), group)
+    return message, equal(grads(ours.module), grads(naive))
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_dist_autograd_is_refused(tmp_path, remote) -> None:
+    for message, same in run_ranks(under_dist_autograd, 2, str(tmp_path), remote, backend="host"):
+        assert "torch.distributed.autograd.backward() keeps gradients in its context" in message
+        assert same
