@@ -14,24 +14,24 @@ from torch import nn
 
 from collectives import ProcessGroup
 from collectives.core.dynamo import eager
-from collectives.ddp.arguments import check_delayed, check_hook, check_parameters, group_of
 from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
-from collectives.ddp.buffers import BufferSync, refuse_overlaps
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
-from collectives.ddp.logging_data import construction_in_words, logging_data
-from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
+from collectives.ddp.module.arguments import check_delayed, check_hook, check_parameters, group_of
+from collectives.ddp.module.buffers import BufferSync, refuse_overlaps
+from collectives.ddp.module.devices import ModuleDevices
+from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.reducer.backward_pass import Forward
 from collectives.ddp.reducer.buckets import bucket_limits
 from collectives.ddp.reducer.grad_bucket import GradBucket
 from collectives.ddp.reducer.reducer import Hook, Reducer
 from collectives.ddp.reducer.sparse import sparse_parameters
+from collectives.ddp.statistics.logging_data import construction_in_words, logging_data
+from collectives.ddp.statistics.timing import Mark
 from collectives.ddp.sync.agreement import describe_model, verify_agreement
 from collectives.ddp.sync.broadcast import broadcast_coalesced
-from collectives.ddp.timing import Mark
 
 __all__ = ["DistributedDataParallel"]
 

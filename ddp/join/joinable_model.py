@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.buffers import BufferSync
 from collectives.ddp.join.join import Join, Joinable, JoinHook
 from collectives.ddp.join.protocol import Phase
 from collectives.ddp.join.shadow_collectives import (
@@ -19,6 +18,7 @@ from collectives.ddp.join.shadow_collectives import (
     exchange_plans,
     refuse_layers_that_communicate,
 )
+from collectives.ddp.module.buffers import BufferSync
 from collectives.ddp.reducer.bucket_reducer import Hook
 from collectives.ddp.reducer.reducer import Reducer
 

@@ -17,8 +17,8 @@ from torch import nn
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.join.join import JoinHook
+from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
 from collectives.ddp.sync.broadcast import broadcast_coalesced
-from collectives.ddp.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["ModelJoinHook", "Plan", "exchange_plans", "refuse_layers_that_communicate"]
 

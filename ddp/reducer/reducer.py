@@ -31,7 +31,7 @@ from collectives.ddp.autograd.engine import (
     runs_dist_backward,
     will_accumulate,
 )
-from collectives.ddp.mixed_precision import CastParameters
+from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order
@@ -39,9 +39,9 @@ from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
 from collectives.ddp.reducer.grad_bucket import BucketLayout
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
+from collectives.ddp.statistics.timing import STATISTICS_LEVEL, IterationClock, Mark
 from collectives.ddp.sync.consensus import Consensus
 from collectives.ddp.sync.error_report import ErrorReport
-from collectives.ddp.timing import STATISTICS_LEVEL, IterationClock, Mark
 from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
