@@ -280,7 +280,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        root = self._tell_of_forward(averages=sync)
+        root = self._notify_forward(averages=sync)
         forward = Forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled():
             forward = self.reducer.begin_forward(sync=sync)
