@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,7 +36,7 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.core.records import Skipped, Timing
@@ -226,10 +225,9 @@ def _measure_model(
                 options.imports,
                 cores_of_ranks(options.ranks) if options.bind else (),
             )
-            descriptor, board = create_barrier_memory(options.ranks)
-            stack.callback(os.close, descriptor)
+            memory = stack.enter_context(barrier_memory(options.ranks))
             store = parent_store()
-            team = SpawnedRanks(options.ranks, train, (options.ranks, given, board, store.port))
+            team = SpawnedRanks(options.ranks, train, (options.ranks, given, memory, store.port))
             teams.append(_Ranks(peer, stack.enter_context(team), store))
             _check_memory(model, teams, len(peers))
         _play(teams, model, options, say)

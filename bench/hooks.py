@@ -19,7 +19,6 @@ With ``--machines`` each rank is on a network of its own, joined by a link of th
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -34,7 +33,7 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.groups import LOCALHOST, parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, burst_bytes
@@ -186,11 +185,10 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
             host = machines.host
             share = options.ranks // options.machines
             namespaces = tuple(machines.namespace(rank // share) for rank in range(options.ranks))
-        descriptor, board = create_barrier_memory(options.ranks)
-        stack.callback(os.close, descriptor)
+        memory = stack.enter_context(barrier_memory(options.ranks))
         store = parent_store(host)
         stack.callback(store.close)
-        place = Place(options.backend, board, store.port, host, namespaces)
+        place = Place(options.backend, memory, store.port, host, namespaces)
         team = stack.enter_context(SpawnedRanks(options.ranks, train, (options.ranks, place)))
         for task in tasks:
             for number, hook in enumerate(options.hooks, 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from collectives.bench.comparison.options import Options, is_own_backend
 from collectives.bench.comparison.peers import split_name
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.comparison.worker import LIMIT, Batch, BatchResult, Ready, Workload, run_worker
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import describe_machine
@@ -270,19 +269,13 @@ def sweep(
         stack.callback(store.close)
         started: list[RankProcesses] = []
         if own.backends or own.limit:
-            args = (ranks, own, _barrier_memory(stack, ranks), store.port)
+            args = (ranks, own, stack.enter_context(barrier_memory(ranks)), store.port)
             started.append(stack.enter_context(start_ranks(own.backends, ranks, run_worker, args)))
         if MPI4PY in workload.backends:
             other = replace(workload, backends=(MPI4PY,), limit=False)
-            body, memory = mpi4py_peer.run_worker, _barrier_memory(stack, ranks)
+            body, memory = mpi4py_peer.run_worker, stack.enter_context(barrier_memory(ranks))
             started.append(stack.enter_context(start_under_mpirun(ranks, body, (ranks, other, memory))))
         return _conduct(started, workload, schedule, progress, found)
-
-
-def _barrier_memory(stack: ExitStack, ranks: int) -> str:
-    descriptor, path = create_barrier_memory(ranks)
-    stack.callback(os.close, descriptor)
-    return path
 
 
 def _conduct(

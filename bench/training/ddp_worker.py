@@ -179,7 +179,7 @@ class Trainer:
         return value
 
 
-def train(rank: int, connection: Connection, size: int, given: Assignment, board: str, port: int) -> None:
+def train(rank: int, connection: Connection, size: int, given: Assignment, memory: str, port: int) -> None:
     """Body of a rank: sends :class:`Ready`, then :class:`Times` for every number of iterations it gets.
 
     The number zero asks for :class:`End`.
@@ -189,7 +189,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
         connection: to the parent.
         size: number of ranks.
         given: what it trains.
-        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
     """
     torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
     model = spec.build()
     inputs = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
     wrap, leave = _join(given, rank, size, port)
-    barrier = SpinBarrier(board, rank, size)
+    barrier = SpinBarrier(memory, rank, size)
     trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier)
     torch.manual_seed(200 + rank)  # the same dropout for all peers
     trainer.run(1)

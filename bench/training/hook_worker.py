@@ -78,14 +78,14 @@ class Place:
 
     Attributes:
         backend: name of the backend.
-        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
         host: address of that store.
         namespaces: the network namespace of each rank, where there are machines.
     """
 
     backend: str
-    board: str
+    memory: str
     port: int
     host: str
     namespaces: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
         enter(place.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
     initialize(rank, size, place.port, place.backend, place.host)
-    barrier = SpinBarrier(place.board, rank, size)
+    barrier = SpinBarrier(place.memory, rank, size)
     for job in commands(connection):
         connection.send(_run(job, rank, size, barrier))
         gc.collect()
