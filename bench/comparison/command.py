@@ -23,8 +23,8 @@ from collectives.bench.comparison.table import brief_line, report_lines
 from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
+    add_machines,
     add_team,
-    at_least,
     check_plot,
     failing_as_command,
     parse_counts,
@@ -132,19 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         help="measure the memory limit too: tensor.add_(0) on all ranks at the same time",
     )
     add_team(parser)
-    parser.add_argument(
-        "--machines",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
-        "administrator (default: none)",
-    )
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
-    )
+    add_machines(parser)
     parser.add_argument(
         "--goal",
         dest="goals",

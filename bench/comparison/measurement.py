@@ -263,8 +263,7 @@ def sweep(
     with ExitStack() as stack:
         if own.machines > 1:
             machines = stack.enter_context(Machines(own.machines, own.link))
-            places = tuple(machines.namespace(rank * own.machines // ranks) for rank in range(ranks))
-            own = replace(own, host=machines.host, namespaces=places)
+            own = replace(own, host=machines.host, namespaces=machines.namespaces_of(ranks))
         store = parent_store(own.host)
         stack.callback(store.close)
         started: list[RankProcesses] = []

@@ -17,7 +17,7 @@ from collectives.bench.comparison.peers import split_name
 from collectives.bench.comparison.worker import Workload, memory_bytes
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import cores_of_ranks
-from collectives.bench.core.namespaces import burst_bytes
+from collectives.bench.core.namespaces import check_machines
 from collectives.bench.core.sizes import format_bytes, parse_sizes
 from collectives.registry.backends import backend_spec
 
@@ -120,12 +120,7 @@ class Options:
 
     def _check_machines(self) -> None:
         for ranks in self.ranks:
-            if self.machines > 1 and ranks % self.machines:
-                raise ValueError(f"{ranks} ranks cannot be shared equally among {self.machines} machines")
-        if self.link is not None and self.machines == 1:
-            raise ValueError("a link joins machines; ask for 2 or more of them")
-        if self.link is not None:
-            burst_bytes(self.link)  # refuses what is no rate
+            check_machines(ranks, self.machines, self.link)
         if self.machines > 1 and self.device != "cpu":
             raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
 

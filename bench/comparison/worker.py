@@ -20,9 +20,9 @@ from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, 
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import LOCALHOST, initialize
+from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
 from collectives.bench.core.machine import bind_to_core
-from collectives.bench.core.namespaces import INTERFACE, enter
+from collectives.bench.core.namespaces import enter_as_rank
 from collectives.ranks.processes import commands
 
 __all__ = [
@@ -373,9 +373,7 @@ def run_worker(
     DEVICES[workload.device].take(rank, size)
     if workload.provider is not None:
         os.environ[providers.PROVIDER_VARIABLE] = workload.provider
-    if workload.namespaces:
-        enter(workload.namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
+    enter_as_rank(workload.namespaces, rank)
     if workload.cores:
         bind_to_core(workload.cores[rank])
     for module in workload.imports:
@@ -384,7 +382,7 @@ def run_worker(
     if ours:
         initialize(rank, size, port, split_name(ours[0])[0], workload.host)
     if len(ours) < len(workload.backends):
-        torch_peer.initialize(rank, size, port, workload.host)
+        initialize_torch(rank, size, port, "gloo", workload.host)  # it only makes others
     peers, ready = _peers(workload)
     serve(connection, rank, size, workload, memory, peers, ready)
     if ours:

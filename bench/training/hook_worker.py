@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,10 +16,10 @@ from torch import nn
 import collectives
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.groups import initialize
-from collectives.bench.core.namespaces import INTERFACE, enter
+from collectives.bench.core.namespaces import enter_as_rank
 from collectives.bench.training import digits
 from collectives.bench.training.counting import CountingGroup
-from collectives.bench.training.models import MODELS, loss_of
+from collectives.bench.training.models import MODELS, checksum, loss_of
 from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.default_group import resolve_group
@@ -231,9 +229,7 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
         place: where it is.
     """
     torch.set_num_threads(1)
-    if place.namespaces:
-        enter(place.namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
+    enter_as_rank(place.namespaces, rank)
     initialize(rank, size, place.port, place.backend, place.host)
     barrier = SpinBarrier(place.memory, rank, size)
     for job in commands(connection):
@@ -265,14 +261,11 @@ def _run(job: Job, rank: int, size: int, barrier: SpinBarrier) -> Outcome:
         times.append(time.perf_counter_ns() - begin)
         losses.append(loss.item())
     sent = group.sent_bytes
-    checksum = 0
-    for parameter in training.model.parameters():
-        checksum = zlib.crc32(parameter.detach().contiguous().numpy().data.cast("B"), checksum)
     return Outcome(
         iteration_ns=times[job.warmup :],
         losses=losses,
         sent_bytes=sent,
         accuracy=None if training.accuracy is None else training.accuracy(training.model),
-        checksum=checksum,
+        checksum=checksum(training.model),
         parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
     )
