@@ -1,10 +1,10 @@
 """How long does an iteration of data parallel training take, by model, wrapper and backend?
 
-Every peer trains the same model on the same random data in processes of its own; peers take turns within one
-run. The ranks leave a barrier of the bench's own together before every iteration, each takes its durations
-with its own clock, and the slowest rank's count. One thread on each rank.
+Every peer trains the same model on the same random data in processes of its own, with one thread on each
+rank. Before every iteration the ranks leave a barrier together; each rank times it with its own clock, and
+the slowest rank counts. Peers alternate in batches of a few iterations.
 
-Peers are named KIND:BACKEND+WORD: ``ours:host`` is this package's DistributedDataParallel over the host
+Peers are named KIND:BACKEND+OPTION: ``ours:host`` is this package's DistributedDataParallel over the host
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
 torch.distributed, ``alone`` the bare model. Hooks: ``+noop`` (no communication: the best that is possible),
 ``+fp16``, ``+bf16``. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many
@@ -54,7 +54,7 @@ __all__ = ["Options", "add_arguments", "measure", "run"]
 PEERS = ("ours:host", "ours:host+noop", "torch:gloo", "torch:gloo+noop", "torch:collectives")
 
 ROUNDS = 8
-"""Turns of each peer."""
+"""Batches of iterations of each peer."""
 
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 200

@@ -1,9 +1,8 @@
 """What does each communication hook cost and save: bytes, time of an iteration, and loss after equal steps?
 
-Each hook trains the same model from the same beginning on the same data, one after the other, on ranks that
-stay for the whole run; one thread on each rank. The ranks leave a barrier of the bench's own together before
-every iteration (zero_grad, forward, loss, backward, the optimizer's step), and the slowest rank's time
-counts.
+The hooks train the same model from the same parameters on the same data, one after the other, with one
+thread on each rank. Before every iteration (zero_grad, forward, loss, backward, the optimizer's step) the
+ranks leave a barrier together; the slowest rank counts.
 
 Tasks with a meaning: ``digits`` (a small convolutional network on real images, SGD with momentum) and
 ``language`` (a transformer on texts of a Markov chain, Adam; needs transformers). For the times of models of

@@ -129,7 +129,7 @@ class Machines:
         return self._count(machine, "RX")
 
     def unplug(self, machine: int) -> None:
-        """Takes the machine off the switch without a word to anyone."""
+        """Takes the machine off the switch; nobody is told."""
         _run(self.command(machine, ["ip", "link", "set", INTERFACE, "down"]))
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class TrainingRecord:
         parameters: number of trained parameters.
         parameter_tensors: number of tensors they lie in.
         iteration: whole iterations.
-        forward: setting gradients free, forward and loss.
+        forward: clearing gradients, forward and loss.
         backward: backward, communication included.
         step: the optimizer's step.
         peak_memory_bytes: most memory that any rank held at any time, resident, shared memory included.
@@ -121,7 +121,7 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
         yield ""
         yield "# /no-op: iteration over that of the same peer with a no-op hook (what communication costs)."
         yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
-        yield f"# /torch: over {BASELINE} with the same words; less than 1 is faster, or smaller."
+        yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
         yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
     if report.skipped:
         yield ""

@@ -146,7 +146,7 @@ def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
         (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
         (["--peers", "alone:host"], "must be alone"),
         (["--peers", "ours:host+zip"], "has no known hook or option; known are +noop, +fp16"),
-        (["--peers", "ours:host+noop+fp16"], "has a word twice, or two hooks"),
+        (["--peers", "ours:host+noop+fp16"], "has an option twice, or two hooks"),
         (["--peers", "ours:hots"], "unknown backend 'hots'"),
         (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
     ],
