@@ -1,7 +1,7 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
-Inside: the programs; in the folders what they share (core) and what one question needs (comparison,
-training, cost_model, tuning). Not here: starting ranks (:mod:`collectives.ranks`), the command (:mod:`collectives.cli`).
+Inside: the programs; in folders what they share (core) and what one question needs (comparison, training,
+cost_model, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations

@@ -124,14 +124,14 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
         store = parent_store(host)
         stack.callback(store.close)
         place = Place(options.backend, memory, store.port, host, namespaces)
-        team = stack.enter_context(SpawnedRanks(options.ranks, train, (options.ranks, place)))
+        processes = stack.enter_context(SpawnedRanks(options.ranks, train, (options.ranks, place)))
         for task in tasks:
             for number, hook in enumerate(options.hooks, 1):
                 if progress is not None:
                     progress(f"{task}: {hook} ({number} of {len(options.hooks)})")
                 job = options.job(task, hook)
                 before = machines.sent_bytes(0) if machines else 0
-                outcomes: list[Outcome] = team.ask(job)
+                outcomes: list[Outcome] = processes.ask(job)
                 link = (machines.sent_bytes(0) - before) / job.steps if machines else None
                 report.records.append(_record(options, job, outcomes, link))
     return report

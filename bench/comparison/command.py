@@ -19,7 +19,7 @@ from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
     add_machines,
-    add_team,
+    add_rank_options,
     check_plot,
     failing_as_command,
     parse_counts,
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         action="store_true",
         help="measure the memory limit too: tensor.add_(0) on all ranks at the same time",
     )
-    add_team(parser)
+    add_rank_options(parser)
     add_machines(parser)
     parser.add_argument(
         "--goal",

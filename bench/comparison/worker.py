@@ -21,7 +21,7 @@ from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
-from collectives.bench.core.machine import bind_to_core
+from collectives.bench.core.machine import bind_to_core, mpi_version
 from collectives.bench.core.namespaces import enter_as_rank
 from collectives.ranks.processes import commands
 
@@ -441,8 +441,8 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
             group = collectives.new_group(backend=backend)
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
-            if backend == "nccl":
-                versions[name] = providers.describe()
+            if backend in {"nccl", "mpi"}:
+                versions[name] = providers.describe() if backend == "nccl" else mpi_version()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():

@@ -20,8 +20,8 @@ __all__ = [
     "add_iterations",
     "add_json",
     "add_machines",
+    "add_rank_options",
     "add_ranks",
-    "add_team",
     "at_least",
     "check_plot",
     "conclude",
@@ -116,7 +116,7 @@ def add_iterations(parser: argparse.ArgumentParser, what: str, warmup: int | Non
     )
 
 
-def add_team(parser: argparse.ArgumentParser) -> None:
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--import`` and ``--bind``, which hold for all ranks."""
     parser.add_argument(
         "--import",

@@ -1,4 +1,4 @@
-"""The record of one peer's training, and the tables that are made of such records."""
+"""The records of ``bench ddp`` and their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side of the training measurement that runs on every rank: builds model and wrapper, and trains."""
+"""The side of ``bench ddp`` that runs on every rank: builds model and wrapper, and times iterations."""
 
 from __future__ import annotations
 

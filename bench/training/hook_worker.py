@@ -1,4 +1,4 @@
-"""The side of the measurement of communication hooks that runs on every rank: tasks, hooks, training."""
+"""The side of ``bench hooks`` that runs on every rank: tasks, hooks, training."""
 
 from __future__ import annotations
 

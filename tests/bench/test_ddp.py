@@ -124,7 +124,7 @@ def test_peers_that_disagree_are_told():
         peer.peer = Peer.parse(name)
         peer.ready = [ddp.Ready(10, 2, norm, 0)] * 2
         peer.times = [ddp.Times([5], [5], [5], [5])] * 2
-        peer.team = type("Team", (), {"size": 2})
+        peer.processes = type("Processes", (), {"size": 2})
         peers.append(peer)
     norms = ddp._agreed_norms(peers)
     same, other = [ddp.End(1, 2**20)] * 2, [ddp.End(1, 2**20), ddp.End(2, 2**20)]
