@@ -59,8 +59,8 @@ class Record:
     device: str = "cpu"
 
     @property
-    def question(self) -> str:
-        """The operation that this belongs to a comparison of."""
+    def compared_operation(self) -> str:
+        """The operation whose peers this is compared with."""
         return self.compared_as or self.operation
 
     def timing(self, kind: str) -> Timing | None:
