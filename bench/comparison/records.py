@@ -59,7 +59,7 @@ class Record:
     device: str = "cpu"
 
     @property
-    def compared_operation(self) -> str:
+    def compared_at(self) -> str:
         """The operation whose peers this is compared with."""
         return self.compared_as or self.operation
 
