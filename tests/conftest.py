@@ -13,6 +13,7 @@ import harness
 import pytest
 import tiers
 from interrupts import let_children_be_interrupted
+from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -86,7 +87,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         _left.append(f"process {pid}: {command}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
+    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist would see the others' files
+        _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
     _left.extend(f"socket of the pytest process: {name}" for name in sorted(_own_sockets() - _sockets_before))
     if _left and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

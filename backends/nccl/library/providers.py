@@ -92,7 +92,7 @@ def _chosen(provider: str | None) -> tuple[str, ...]:
 def _load(name: str) -> tuple[NcclLibrary | None, str]:
     """Returns NCCL by way of a provider, or else why it cannot be had."""
     if name not in _loaded:
-        module = importlib.import_module(f"collectives.backends.nccl.{name}_library")
+        module = importlib.import_module(f"collectives.backends.nccl.library.{name}")
         try:
             _loaded[name] = module.load()
         except ProviderError as error:
