@@ -63,9 +63,19 @@ def header(config: pytest.Config) -> str:
     return f"tier: quick, drawn by --seed {config.getoption('seed')} (all tests: --full)"
 
 
+def left_out(config: pytest.Config) -> int:
+    """Returns how many tests were left to the full tier."""
+    return config.stash[_left]
+
+
+def set_left_out(config: pytest.Config, count: int) -> None:
+    """Sets how many tests were left to the full tier, where another process has selected."""
+    config.stash[_left] = count
+
+
 def summary(config: pytest.Config) -> str:
     """Returns the line of the run's summary that says how many tests were left out, if any."""
-    left = config.stash[_left]
+    left = left_out(config)
     return f"{left} tests were left to the full tier (--full)" if left else ""
 
 
