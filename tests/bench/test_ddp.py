@@ -61,6 +61,7 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     assert torchs["ratios"]["time_over_noop"] is None
 
 
+@pytest.mark.full
 def test_the_cost_of_looking_for_unused_parameters(tmp_path):
     path = tmp_path / "out.json"
     peers = "ours:host,ours:host+unused+noop,ours:host+unused"

@@ -56,6 +56,7 @@ def mpi(request, monkeypatch, tmp_path):
     need_launcher_of(request.param, os.environ["PATH"])
 
 
+@pytest.mark.full
 def test_turns_with_a_backend(mpi, tmp_path):
     path = tmp_path / "out.json"
     words = [
