@@ -1,6 +1,6 @@
 """A backend of your own: tensors pass through the group's store, as bytes under a key for each.
 
-Run with: python -m collectives.conformance --import store_backend --backend store --dtype float32 --function all_reduce
+Run with: python -m collectives.conformance --import store_backend --backend store
 """
 
 import ctypes
