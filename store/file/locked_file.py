@@ -46,8 +46,8 @@ class LockedFile:
         if found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH:
             self.close()
             raise DistStoreError(
-                f"{path} belongs to user {found.st_uid}, while this process runs as {os.geteuid()}, and all may"
-                "write to it; name another file"
+                f"{path} belongs to user {found.st_uid}, while this process runs as {os.geteuid()}, and all "
+                "may write to it; name another file"
             )
 
     def close(self) -> None:
