@@ -262,7 +262,7 @@ class Engine:
             others = [rank for rank in range(self._size) if rank != self._rank]
             silent = [rank for rank in others if not self._store.check([f"waiting/{rank}"])]
             known = [
-                f"rank {rank} waited last in {self._store.get(f'at/{rank}').decode()}"
+                f"rank {rank} waited last in {self._store.get(f'waiting/{rank}').decode()}"
                 for rank in others
                 if rank not in silent
             ]
