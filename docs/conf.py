@@ -55,7 +55,9 @@ def find(name: str) -> Any:
     return None
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element) -> nodes.Element | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Element
+) -> nodes.Element | None:
     """Resolves a name by the object that it has: public names are aliases of those in the modules.
 
     An object that exists but has no entry becomes plain text; only names of nothing remain warnings.
