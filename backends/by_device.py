@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from collectives.backends._shared.forwarding import ForwardingGroup
 from collectives.core.capabilities import Capabilities, by_device
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import BarrierOptions
@@ -71,14 +70,6 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Returns the backend of each device type."""
         return ",".join(f"{device}:{group.name()}" for device, group in self._groups.items())
 
-    def abort(self) -> None:
-        """Breaks every group."""
-        self._each(lambda group: group.abort())
-
-    def shutdown(self) -> None:
-        """Ends every group."""
-        self._each(lambda group: group.shutdown())
-
     @property
     def inner_groups(self) -> Sequence[ProcessGroup]:
         """The groups, each once."""
@@ -115,16 +106,3 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Runs on the group of ``opts.device``, else on that of the first device type."""
         kind = "" if opts.device is None else opts.device.type
         return self._groups.get(kind, self._first)._barrier(opts)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for group in self.inner_groups:
-                stack.enter_context(group._together())
-            yield
-
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._groups[tensor.device.type]._send(tensor, dst, tag)
-
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        return self._groups[tensor.device.type]._recv(tensor, src, tag)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends.host.parts import as_tuple, equal_parts, parts_of, split_parts
+from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.rendezvous import form
-from collectives.backends.host.work import HostWork, InFlight
+from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import NATIVE_CODES, native_count
+from collectives.core.dtypes import NATIVE_CODES, element_bytes, native_count
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
@@ -130,7 +130,7 @@ class ProcessGroupHost(ProcessGroup):
 
     @property
     def detects_mismatch(self) -> bool:
-        """``True``: every collective begins with a meeting that compares what the ranks call."""
+        """``True``: every collective begins by comparing what the ranks call."""
         return True
 
     def lost_ranks(self) -> list[int]:
@@ -209,7 +209,7 @@ class ProcessGroupHost(ProcessGroup):
             (source, *staged.stand_ins),
             outputs,
             source=source,
-            outputs=parts_of(staged.stand_ins),
+            outputs=map(part_of, staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -225,7 +225,7 @@ class ProcessGroupHost(ProcessGroup):
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
         sources = [dense(part) for part in inputs]
-        return self._reduce_parts(output, sources, parts_of(sources), opts)
+        return self._reduce_parts(output, sources, map(part_of, sources), opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
@@ -237,7 +237,7 @@ class ProcessGroupHost(ProcessGroup):
         self,
         output: torch.Tensor,
         sources: list[torch.Tensor],
-        parts: list[tuple[int, int]],
+        parts: Iterable[Part],
         opts: ReduceScatterOptions,
     ) -> Work:
         staged = dense_outputs([output])
@@ -259,7 +259,7 @@ class ProcessGroupHost(ProcessGroup):
             outputs,
             source=source,
             root=opts.rootRank,
-            outputs=parts_of(staged.stand_ins),
+            outputs=map(part_of, staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -274,7 +274,7 @@ class ProcessGroupHost(ProcessGroup):
             (output,),
             data=target,
             root=opts.rootRank,
-            inputs=parts_of(sources),
+            inputs=map(part_of, sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -289,8 +289,8 @@ class ProcessGroupHost(ProcessGroup):
             (*sources, *staged.stand_ins),
             outputs,
             dtype=outputs[0].dtype,
-            outputs=parts_of(staged.stand_ins),
-            inputs=parts_of(sources),
+            outputs=map(part_of, staged.stand_ins),
+            inputs=map(part_of, sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -389,8 +389,8 @@ class ProcessGroupHost(ProcessGroup):
         dtype: torch.dtype | None = None,
         op: ReduceOp | None = None,
         root: int = 0,
-        outputs: Sequence[tuple[int, int]] = (),
-        inputs: Sequence[tuple[int, int]] = (),
+        outputs: Iterable[Part] = (),
+        inputs: Iterable[Part] = (),
     ) -> Work:
         """Runs or queues a collective.
 
@@ -404,12 +404,13 @@ class ProcessGroupHost(ProcessGroup):
             dtype: data type, where there is neither ``data`` nor ``source``.
             op: the reduction.
             root: the root.
-            outputs: address and number of elements of the parts that are written, by rank.
+            outputs: the parts that are written, by rank.
             inputs: the same for those that are only read.
         """
         main = source if data is None else data
         if main is not None:
             dtype = main.dtype
+        item = 1 if dtype is None else element_bytes(dtype)
         task = self._native.collective(
             _KIND[kind],
             0 if data is None else data.data_ptr(),
@@ -419,8 +420,8 @@ class ProcessGroupHost(ProcessGroup):
             _SUM if op is None else op.code,
             1.0 if op is None else kernel_factor(op, self._size),
             root,
-            outputs,
-            inputs,
+            [(address, nbytes // item) for address, nbytes in outputs],
+            [(address, nbytes // item) for address, nbytes in inputs],
             self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
             not opts.asyncOp,
         )

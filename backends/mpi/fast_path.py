@@ -10,10 +10,10 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.tensor_memory import part_of
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import ShortWay
-from collectives.backends.mpi.parts import part_of
-from collectives.backends.mpi.tags import Tags
 from collectives.backends.mpi.work import MPIWork
 from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import collectives._native as _native
-from collectives.backends.mpi.runtime import Library
-from collectives.backends.mpi.traffic import CHUNK_BYTES
+from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 
 __all__ = ["MOST_RANKS", "ShortWay"]
@@ -39,7 +39,7 @@ _LOCAL_BYTES = 8 << 20
 _SPINS = 2000
 """Tests in a row."""
 
-_SPINS_IN_A_CROWD = 20
+_SPINS_OVERSUBSCRIBED = 20
 
 for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
@@ -97,7 +97,7 @@ class ShortWay:
             operations,
             exchanges,
             (_AT_ONCE_BYTES, _WHOLE_BYTES, MOST_RANKS, CHUNK_BYTES, _LOCAL_BYTES),
-            _SPINS_IN_A_CROWD if library.crowded else _SPINS,
+            _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
         self.fast_collective = exchange.plain if library.concurrent else _never

@@ -1,16 +1,14 @@
 """Process groups over NVIDIA's NCCL, for CUDA tensors.
 
-From the bottom: ``library`` is NCCL as its providers give it, ``device`` streams and events,
-``communicators`` makes what NCCL communicates over, ``steps`` says what an operation does on its stream,
-``launching`` puts it there, ``watchdog`` and ``failures`` end it where it does not end itself, and ``group``
-is the process group.
+Inside: the process group, its Work and options, how operations become calls on streams, communicators, and
+failures; in ``library`` how NCCL is found and called, in ``device`` streams and events. Not here: CPU tensors.
 """
 
 from __future__ import annotations
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.options import checked_options, option_names
 from collectives.backends.nccl.reductions import capabilities_on
@@ -22,7 +20,7 @@ __all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "option_n
 
 def unavailable() -> str | None:
     """Returns why NCCL cannot be used here, or ``None``."""
-    return why_no_cuda() or providers.unavailable()
+    return why_no_cuda() or loading.unavailable()
 
 
 def capabilities() -> Capabilities:
@@ -45,4 +43,4 @@ def create(options: GroupOptions) -> ProcessGroupNCCL:
         CollectiveTimeoutError: ranks did not come in time to make them.
     """
     chosen = checked_options(options.pg_options, options.rank)
-    return ProcessGroupNCCL(options, providers.load(chosen.provider))
+    return ProcessGroupNCCL(options, loading.load(chosen.provider))

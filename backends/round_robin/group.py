@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
-from collectives.backends._shared.forwarding import ForwardingGroup
 from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
-from collectives.backends.round_robin.work import BarrierWork, LaneWork, tell_lane
+from collectives.backends.round_robin.work import BarrierWork, LaneWork, name_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.types import BarrierOptions
 from collectives.core.work import CoalescedWork, CompletedWork
@@ -95,7 +95,7 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
         for group in groups:
             group.abort()
         if isinstance(error, DistError):
-            tell_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
+            name_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
         raise
 
 
@@ -169,8 +169,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._capabilities = _of_lanes(parts)
         # A lane that takes more than the composition would do so on the fast path.
         self._fast_path = all(part == self._capabilities for part in parts)
-        # Where no lane tells of different calls, a barrier need not find them before it takes all lanes.
-        self._tells = any(lane.detects_mismatch for lane in self._lanes)
+        # Where no lane detects mismatches, a barrier need not wait for that before it takes all lanes.
+        self._detects_mismatch = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
         self._cause: BaseException | None = None
         for group in groups:
@@ -279,8 +279,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             raise GroupAbortedError(text) from cause
 
     def _failed(self, lane: int, error: DistError) -> None:
-        """Takes note of an error of a lane."""
-        tell_lane(error, lane, self.describe())
+        """Handles an error of a lane."""
+        name_lane(error, lane, self.describe())
         if isinstance(error, _BREAKING):
             self._break(error)
 
@@ -295,8 +295,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if not isinstance(cause, PeerLostError):
             self._each(lambda lane: lane.abort())
 
-    def _together(self) -> AbstractContextManager[None]:
-        return self._lanes[0]._together()
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with self._lanes[0]._together():
+            yield
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._on(0, lambda lane: lane._send(tensor, dst, tag))
@@ -318,7 +320,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             own = BarrierOptions(left, asynchronous, opts.device_ids, opts.device)
             return self._on(lane, lambda group: group._barrier(own))
 
-        if not self._tells:
+        if not self._detects_mismatch:
             return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
         work = barrier(first, opts.asyncOp)
         if opts.asyncOp:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.bench.comparison import algorithm_peer, patterns, torch_peer
 from collectives.bench.comparison.algorithm_peer import split_name
 from collectives.bench.comparison.groups import LOCALHOST, initialize
@@ -370,7 +370,7 @@ def play(rank: int, connection: Connection, size: int, workload: Workload, board
     torch.set_num_threads(1)
     DEVICES[workload.device].take(rank, size)
     if workload.provider is not None:
-        os.environ[providers.PROVIDER_VARIABLE] = workload.provider
+        os.environ[loading.PROVIDER_VARIABLE] = workload.provider
     if workload.namespaces:
         enter(workload.namespaces[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
@@ -445,7 +445,7 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Introduction]:
             may = why_not if algorithm is None else algorithm_peer.why_not
             ask = partial(may, group, dtype=dtype, op=op, device=workload.device)
             if backend == "nccl":
-                versions[name] = providers.describe()
+                versions[name] = loading.describe()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():

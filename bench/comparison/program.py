@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from collectives.backends.algorithms import ALGORITHMS
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.bench.comparison import mpi4py_peer, patterns, torch_peer
 from collectives.bench.comparison.algorithm_peer import split_name
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
@@ -190,9 +190,9 @@ class Options:
         reason = DEVICES[self.device].why_unavailable()
         if reason is not None:
             raise ValueError(f"tensors on {self.device} cannot be measured here: {reason}")
-        if self.provider is not None and self.provider not in providers.PROVIDERS:
+        if self.provider is not None and self.provider not in loading.PROVIDERS:
             raise ValueError(
-                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
+                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(loading.PROVIDERS)}"
             )
         if self.provider is not None and self.device == "cpu":
             raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
@@ -273,7 +273,7 @@ def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | N
     backend, algorithm = split_name(name)
     spec = backend_spec(backend)
     chosen = spec.name == "nccl" and provider is not None
-    reason = providers.unavailable(provider) if chosen else why_unavailable(spec.name)
+    reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
     if reason is None and device not in spec.devices:
         reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
     if reason is None and algorithm is not None and device != "cpu":
@@ -345,8 +345,8 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     )
     parser.add_argument(
         "--provider",
-        choices=providers.PROVIDERS,
-        help=f"package by which the nccl backend calls NCCL (default: {providers.PROVIDER_VARIABLE}, or else "
+        choices=loading.PROVIDERS,
+        help=f"package by which the nccl backend calls NCCL (default: {loading.PROVIDER_VARIABLE}, or else "
         "the first that works)",
     )
     parser.add_argument(

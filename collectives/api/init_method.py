@@ -1,4 +1,4 @@
-"""``init_method``: how the ranks of a new world find each other, and the store that they get."""
+"""How ``init_process_group`` finds the other ranks: by a store, ``init_method`` or the environment."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.world_rendezvous import KEYS, join_world
 
-__all__ = ["check_init_arguments", "close_store", "join_ranks", "resolve_init_method"]
+__all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
 
 _RETRY_SECONDS = 0.05
 """Pause before another try to reach rank 0 after a connection broke."""
 
 
-def check_init_arguments(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
-    """Checks the arguments of ``init_process_group`` that say how ranks find each other.
-
-    Returns:
-        Rank and number of ranks as int.
-    """
+def check_arguments(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
+    """Checks store, rank and number of ranks before anything is sent; returns the latter two as int."""
     if store is not None:
         if init_method is not None:
             raise ValueError(
@@ -55,8 +51,8 @@ def check_init_arguments(init_method: str | None, store: Any, rank: int, size: i
     return rank, size
 
 
-def resolve_init_method(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
-    """Returns the URL of the rendezvous: the user's, else the environment's, else that of a backend."""
+def choose_init_method(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
+    """Returns the rendezvous URL: the user's, the environment's, or else that of a backend of the group."""
     if init_method is None:
         named = {
             name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if os.environ.get(name)
@@ -75,13 +71,13 @@ def resolve_init_method(config: BackendConfig, init_method: str | None, rank: in
     return init_method
 
 
-def join_ranks(
+def join_default_group(
     store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
 ) -> tuple[Any, int, int, int]:
-    """Joins the other ranks.
+    """Finds the other ranks and joins a new world.
 
     Returns:
-        The store, this rank, the number of ranks, and the number of the world among those of the store.
+        The store, this rank, the number of ranks, and the number of the world.
     """
     if store is not None:
         number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from collectives.core.membership import Membership
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
+from collectives.store.waiting import delete_keys
 
 __all__ = ["monitored_barrier"]
 
@@ -45,7 +46,10 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
             raise CollectiveTimeoutError(f"[rank {group.rank()}] {message}")
         return
     missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
+    delete_keys(store, [f"monitored_barrier/{turn}/{r}" for r in range(1, group.size()) if r not in missing])
     if not missing:
+        if turn:  # all ranks have come, so that none reads the outcome of the one before
+            delete_keys(store, [f"monitored_barrier/{turn - 1}/outcome"])
         store.set(outcome, "passed")
         return
     names = ", ".join(map(str, missing))

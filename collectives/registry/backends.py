@@ -95,7 +95,7 @@ class BackendSpec:
         install: the command that would add what is missing.
         capabilities: states what its groups can do; ``None`` leaves it to the module's ``capabilities``.
         composite: whether its groups are made of groups of other backends; no device type's default then.
-        init_method: where ranks meet if neither the user nor the environment says it.
+        init_method: rendezvous URL if neither the user nor the environment gives one.
         rendezvous_module: module whose import makes the scheme of ``init_method`` known to
             :func:`collectives.store.rendezvous`.
         option_names: names of its own options; ``None`` leaves it to the module's ``option_names``.

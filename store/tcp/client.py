@@ -187,7 +187,7 @@ class Client:
                 return self._connect_once(start + timeout)
             except OSError as error:
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
-                # The jitter keeps many ranks that were started together from knocking together.
+                # The jitter keeps many ranks that were started together from connecting together.
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
                 left = start + timeout - _LAST_TRY_S - time.monotonic()
                 if left <= 0:

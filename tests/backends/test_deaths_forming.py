@@ -125,10 +125,10 @@ def complaints_of(results, victim, kind, lost, said, limit):
         ("aaa", 0, "after BootstrapHost.release", None),
         ("aab", 1, "before BootstrapGuest.answered", 2),
         ("aab", 1, "after BootstrapGuest.await_release", None),
-        ("aab", 0, "before _Attempt._check_lanes", None),
+        ("aab", 0, "before _Attempt._check_interfaces", None),
         ("aab", 1, "before _Attempt.link", None),
         ("aab", 2, "before _Attempt.link", None),
-        ("abc", 0, "before _Attempt._check_lanes", None),
+        ("abc", 0, "before _Attempt._check_interfaces", None),
     ],
 )
 def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, moment, late):
@@ -147,7 +147,7 @@ def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, moment
     [
         ("aaa", 1, "before _Attempt.follow"),
         ("abc", 0, "before _Attempt.invite"),
-        ("abb", 1, "before _Attempt._settle"),
+        ("abb", 1, "before _Attempt._find_machine"),
     ],
 )
 def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, moment):

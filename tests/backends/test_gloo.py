@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,18 +31,19 @@ from collectives import (
     UnsupportedOperationError,
 )
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.core.types import make_premul_sum
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
+from collectives.store.process import current_process
 
 GLOO_OPTIONS = dist.ProcessGroupGloo._Options
 
 
 def through(inputs: list[torch.Tensor], op: ReduceOp) -> list[int]:
     """Carries a plan out without Gloo."""
-    made = plan(inputs[0].dtype, op, len(inputs))
-    assert isinstance(made, Plan)
+    made = reduction_for(inputs[0].dtype, op, len(inputs))
+    assert isinstance(made, WireConversion)
     wires = [made.to_wire(tensor) for tensor in inputs]
     assert all(wire.data_ptr() != tensor.data_ptr() for wire, tensor in zip(wires, inputs, strict=True))
     stacked = torch.stack(wires)
@@ -82,7 +85,7 @@ def test_every_reduction_has_a_plan() -> None:
     for dtype, names in REDUCTIONS.items():
         for name in names:
             op = make_premul_sum(2.0) if name == "PREMUL_SUM" else ReduceOp(name)
-            assert plan(dtype, op, 2) is not None, (dtype, name)
+            assert reduction_for(dtype, op, 2) is not None, (dtype, name)
 
 
 def sums_of_narrow_floats(group: ProcessGroup) -> list[float]:
@@ -432,19 +435,23 @@ def test_liveness() -> None:
     store = dist.HashStore()
     ranks = [Liveness(PrefixStore("x", store), rank, 5) for rank in range(4)]
     assert ranks[0].find_lost() == (-1, "")
-    machine = store.get("x/card/0").decode().split(" ")[0]
-    # A farewell is known of ranks of other machines too.
-    ranks[3].farewell("it went home")
+
+    def set_record(rank: int, **different: Any) -> None:
+        record = replace(current_process(), **different)
+        store.set(f"x/process/{rank}", record.to_bytes().hex())
+
+    # An exit reason is known of ranks of other machines too.
+    ranks[3].publish_exit("it went home")
     assert ranks[0].find_lost() == (3, "it went home")
-    ranks[2].verdict(1, "its process 5 has ended")
+    ranks[2].publish_lost(1, "its process 5 has ended")
     assert ranks[0].find_lost() == (1, "its process 5 has ended")
     # A process that is seen to be dead comes first; one of another machine is never looked for.
     pid = ended_process()
-    store.set("x/card/3", f"elsewhere {pid} 77")
+    set_record(3, host="elsewhere", namespace=1, pid=pid, start=77)
     assert ranks[0].find_lost()[0] == 1
-    store.set("x/card/4", f"{machine} {pid} 77")
+    set_record(4, pid=pid, start=77)
     assert ranks[0].find_lost() == (4, f"its process {pid} has ended")
     # The number of a process that is used again is another process.
-    store.set("x/card/4", f"{machine} {os.getpid()} 77")
-    newcomer = Liveness(PrefixStore("x", store), 0, 5)  # cards are read once
+    set_record(4, start=77)
+    newcomer = Liveness(PrefixStore("x", store), 0, 5)  # records are read once
     assert newcomer.find_lost() == (4, f"its process {os.getpid()} has ended")

@@ -303,9 +303,9 @@ def _left_over(rank, size):
 
 
 def _stale_address():
-    from collectives.backends.host.rendezvous import _place
+    from collectives.backends.host.network import place
 
-    return json.dumps({"place": _place(), "address": f"collectives-{'0' * 32} {'0' * 32}"})
+    return json.dumps({"place": place(), "address": f"collectives-{'0' * 32} {'0' * 32}"})
 
 
 def test_address_of_a_dead_run_is_recognised():

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as torch_dist
 
 import collectives as dist
-from collectives.store.world_rendezvous import join_group, join_world
+from collectives.store.group_rendezvous import join_group
+from collectives.store.world_rendezvous import join_world
 
 LIMIT = timedelta(seconds=30)
 
@@ -61,12 +62,12 @@ def test_every_world_of_a_store_has_a_number_of_its_own(kind: str, tmp_path: Pat
 def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
     store = dist.HashStore()
     # A process knocked as rank 1, of another number of ranks, and died.
-    store.add("join/knocks/1", 1)
-    store.set("join/knock/1/1", "")
+    store.add("join/attempts/1", 1)
+    store.set("join/attempt/1/1", "")
     assert world_of(store, 2) == [1, 1]
     # The same in the life after that: it was called, and died before it answered.
-    store.add("join/knocks/1", 1)
-    store.set("join/knock/1/3", "")
+    store.add("join/attempts/1", 1)
+    store.set("join/attempt/1/3", "")
     (alone,) = on_threads(lambda: join_world(store, 0, 2, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
     assert str(alone).startswith("[rank 0] init_process_group: rank 1 did not come within 0.3 s")

@@ -15,7 +15,7 @@ from harness import current_store, run_ranks, run_world
 from ports import free_port
 
 import collectives as dist
-from collectives.store import world_rendezvous as joining
+from collectives.store import world_rendezvous
 
 LONG = timedelta(seconds=30)
 
@@ -251,7 +251,7 @@ def test_rank_that_does_not_come_is_named_and_may_come_later() -> None:
 
 
 def waits_for_rank_0(rank: int, size: int) -> str:
-    joining._VERDICT_GRACE = timedelta(seconds=0.2)  # how long it listens whether rank 0 says why
+    world_rendezvous._ANSWER_GRACE = timedelta(seconds=0.2)  # how long it listens whether rank 0 says why
     with pytest.raises(dist.DistStoreError) as caught:
         dist.init_process_group(
             "host", store=current_store(), rank=1, world_size=2, timeout=timedelta(milliseconds=100)

@@ -1,29 +1,30 @@
 """Collectives made of messages: each rank exchanges parts with every other one directly.
 
-Words. The *parts* of a tensor are address and number of bytes of what belongs to each rank, in rank order.
-The *number* of a collective counts those of the group; messages of one number match each other alone, so that
-operations in flight do not mix.
+Messages are tagged with the number of their collective, so that operations in flight do not mix.
 
-A reduction goes in two stages, after R. Rabenseifner, "Optimization of collective reduction operations" (ICCS
+A reduction has two stages, after R. Rabenseifner, "Optimization of collective reduction operations" (ICCS
 2004), with direct exchanges instead of recursive ones: every rank collects its part from all others and
-reduces it (*exchange*), then the parts are handed on (*publish*). Sources are combined in rank order by the
-package's own kernels, which round once, so that the bits depend on nothing but the values. It is cut into
-*chunks*, so that the kernels find in the cache what has just arrived; two of them are under way at a time.
+reduces it, then hands the result on. Sources are combined in rank order by the package's own kernels, which
+round once, so that the bits depend on nothing but the values. A reduction is cut into chunks, two of which
+are under way at a time, so that the kernels find in the cache what has just arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import collectives._native as _native
-from collectives.backends.mpi.buffers import Buffers
-from collectives.backends.mpi.parts import Arithmetic, Part
+from collectives.backends._shared.arithmetic import kernel_factor
+from collectives.backends._shared.tensor_memory import Part
+from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.work import Steps
+from collectives.core.dtypes import NATIVE_CODES, element_bytes
+from collectives.core.types import ReduceOp
 
-__all__ = ["CHUNK_BYTES", "Traffic"]
+__all__ = ["CHUNK_BYTES", "Arithmetic", "MessageExchange", "arithmetic_of", "cut"]
 
 CHUNK_BYTES = 2 << 20
 """What all parts of a chunk take together."""
@@ -34,7 +35,39 @@ _WINDOW = 2
 _EXCHANGE, _PUBLISH, _STAGES = 0, 1, 2
 
 
-class Traffic:
+class Arithmetic(NamedTuple):
+    """What the kernels are told.
+
+    Attributes:
+        dtype: code of the data type.
+        op: code of the reduction.
+        factor: divisor or multiplier.
+        item: bytes of an element.
+    """
+
+    dtype: int
+    op: int
+    factor: float
+    item: int
+
+
+def arithmetic_of(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Arithmetic:
+    """Returns what the kernels are told of a reduction of so many ranks' tensors."""
+    return Arithmetic(NATIVE_CODES[dtype], op.code, kernel_factor(op, ranks), element_bytes(dtype))
+
+
+def cut(whole: Part, item: int, ranks: int) -> list[Part]:
+    """Returns a part for each rank, of whole elements; the first are longer by one where it must be."""
+    count, rest = divmod(whole.nbytes // item, ranks)
+    parts, address = [], whole.address
+    for rank in range(ranks):
+        nbytes = (count + (rank < rest)) * item
+        parts.append(Part(address, nbytes))
+        address += nbytes
+    return parts
+
+
+class MessageExchange:
     """Messages of a group's own between its ranks.
 
     Args:

@@ -1,9 +1,10 @@
-"""A group whose operations run on other groups of the same ranks."""
+"""Base of the groups that wrap others: a group whose operations run on inner groups of the same ranks."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["ForwardingGroup"]
 
 
 class ForwardingGroup(ProcessGroup):
-    """Gives every collective to one of several groups, which a derived class chooses."""
+    """Gives every collective and message to one of several groups, which a derived class chooses."""
 
     @property
     @abstractmethod
@@ -34,7 +35,7 @@ class ForwardingGroup(ProcessGroup):
 
     @abstractmethod
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
-        """Issues a collective on the group that it is for.
+        """Issues a collective or a message on the group that it is for.
 
         Args:
             tensor: one of its tensors; all are on one device.
@@ -55,6 +56,21 @@ class ForwardingGroup(ProcessGroup):
         super().set_timeout(timeout)
         for group in self.inner_groups:
             group.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Breaks every group."""
+        self._each(lambda group: group.abort())
+
+    def shutdown(self) -> None:
+        """Ends every group."""
+        self._each(lambda group: group.shutdown())
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for group in self.inner_groups:
+                stack.enter_context(group._together())
+            yield
 
     def _each(self, end: Callable[[ProcessGroup], None]) -> None:
         """Ends every group; an error of one is raised after the others have ended."""
@@ -114,3 +130,9 @@ class ForwardingGroup(ProcessGroup):
         return self._forward(
             tensor, lambda group: group._alltoall_single(output, tensor, output_splits, input_splits, opts)
         )
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self._forward(tensor, lambda group: group._send(tensor, dst, tag))
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        return self._forward(tensor, lambda group: group._recv(tensor, src, tag))

@@ -1,4 +1,4 @@
-"""How operations set out: by calls of MPI, by the core, in stages, or as messages of the group's own."""
+"""Chooses between MPI's own calls, the C++ core, reductions in stages, and messages of the group's own."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from typing import Any
 import torch
 
 from collectives.backends._shared.operation import Operation
-from collectives.backends.mpi.cuda import copy_own, on_device, settle
+from collectives.backends._shared.tensor_memory import Part, part_of
+from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange
 from collectives.backends.mpi.native_exchange import ShortWay
-from collectives.backends.mpi.parts import Arithmetic, Part, part_of
-from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import MPIWork
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.work import Work
 
-__all__ = ["Launcher"]
+__all__ = ["Dispatcher"]
 
 
-class Launcher:
-    """Begins operations, and hands them to the engine, which waits for those that are not asynchronous.
+class Dispatcher:
+    """Begins operations, and hands them to the progress engine, which waits for those that are synchronous.
 
-    Its methods return the operation's Work, and raise where the group is broken or ended. What they all take:
+    The methods return the operation's Work, and raise where the group is broken or ended. All of them take
     the operation, as messages describe it; whether it is ``asynchronous``; ``after``, its last local step;
-    what to ``keep`` alive until its end; and ``nbytes``, what it moves, from which the engine judges how long
-    that may take.
+    what to ``keep`` alive until its end; and ``nbytes``, from which the engine estimates its duration.
 
     Args:
         engine: the engine.
         short: what the core carries out.
-        traffic: messages of the group's own.
+        messages: messages of the group's own.
         exchanges: gives the number of the next exchange, which is the same on all ranks.
         rank: this process's rank.
         size: number of ranks.
@@ -42,14 +41,14 @@ class Launcher:
         self,
         engine: Engine,
         short: ShortWay,
-        traffic: Traffic,
+        messages: MessageExchange,
         exchanges: Iterator[int],
         rank: int,
         size: int,
     ) -> None:
         self._engine = engine
         self._short = short
-        self._traffic = traffic
+        self._messages = messages
         self._exchanges = exchanges
         self._rank = rank
         self._size = size
@@ -73,7 +72,7 @@ class Launcher:
             status: MPI's status of a receive, which is one request.
             point_to_point: whether it is a message of the user's, and not a collective.
         """
-        settle(keep)
+        synchronize_streams(keep)
         after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             requests = issue()
@@ -98,13 +97,13 @@ class Launcher:
             then: stages after the core's.
             **what: the collective, as ``_native.MpiExchange.issue`` takes it.
         """
-        settle(keep)
+        synchronize_streams(keep)
         after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
-            flight = self._short.issue(**what)
-        steps = itertools.chain(self._short.steps(flight), then)
+            in_flight = self._short.issue(**what)
+        steps = itertools.chain(self._short.steps(in_flight), then)
         # Its memory is the core's as long as MPI may write into it.
-        work = MPIWork(self._engine, operation, [], steps, after, (flight, *keep), None, nbytes)
+        work = MPIWork(self._engine, operation, [], steps, after, (in_flight, *keep), None, nbytes)
         self._engine.launch(work, asynchronous)
         return work
 
@@ -121,9 +120,9 @@ class Launcher:
         outputs: Sequence[Part] = (),
         root: int | None = None,
     ) -> Work:
-        """Begins a reduction in stages; the arguments are those of :meth:`Traffic.reduce`."""
+        """Begins a reduction in stages; the arguments are those of :meth:`MessageExchange.reduce`."""
         number = next(self._exchanges)
-        steps = self._traffic.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
+        steps = self._messages.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
         after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
             requests = next(steps, [])
@@ -163,11 +162,11 @@ class Launcher:
         keep: Sequence[Any],
     ) -> Work:
         """Sends each rank a part of memory and receives one from each; ``None`` stands for nothing."""
-        settle(keep)
+        synchronize_streams(keep)
         after = on_device(operation.outputs, after)
         number = next(self._exchanges)
         with self._engine.calling(operation):
-            requests = self._traffic.move(number, sent, received)
+            requests = self._messages.move(number, sent, received)
         nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
         work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
         self._engine.launch(work, asynchronous)

