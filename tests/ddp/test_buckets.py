@@ -110,7 +110,7 @@ def bucket_of(index, parameters, **options):
 def test_views_have_shapes_and_strides_and_do_not_overlap() -> None:
     bucket = bucket_of(0, parameters(), tail=1)
     assert bucket.buffer.numel() == 6 + 120 + 1 + 0 + 12
-    assert bucket.wire.numel() == bucket.buffer.numel() + 1
+    assert bucket.flat.numel() == bucket.buffer.numel() + 1
     assert [view.shape for view in bucket.views] == [p.shape for p in bucket.parameters]
     assert [view.stride() for view in bucket.views[:3]] == [p.stride() for p in bucket.parameters[:3]]
     assert bucket.views[4].stride() == (3, 1)
@@ -123,20 +123,20 @@ def test_views_have_shapes_and_strides_and_do_not_overlap() -> None:
 def test_gradients_in_place_have_no_room_in_the_bucket() -> None:
     bucket = bucket_of(0, parameters(), in_place={1}, tail=3)
     assert bucket.buffer.numel() == 6 + 1 + 0 + 12
-    assert bucket.wire.numel() == bucket.buffer.numel() + 3
+    assert bucket.flat.numel() == bucket.buffer.numel() + 3
     assert bucket.views[1] is None
     assert bucket.nbytes == 139 * 4
-    assert bucket.wires() == [bucket.wire]
+    assert bucket.tensors() == [bucket.flat]
     alone = bucket_of(0, parameters()[:1], in_place={0})
-    alone.outside = [torch.ones(6)]
-    assert len(alone.wires()) == 1
+    alone.in_place_tensors = [torch.ones(6)]
+    assert len(alone.tensors()) == 1
 
 
 def test_complex_gradients_travel_as_pairs() -> None:
     bucket = bucket_of(0, [nn.Parameter(torch.ones(3, dtype=torch.complex128))], tail=1)
     bucket.views[0].fill_(2 + 3j)
     assert bucket.buffer.dtype is torch.complex128
-    assert bucket.wire.tolist() == [2.0, 3.0] * 3 + [0.0]
+    assert bucket.flat.tolist() == [2.0, 3.0] * 3 + [0.0]
 
 
 def test_states() -> None:

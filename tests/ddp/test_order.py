@@ -8,7 +8,7 @@ from harness import run_ranks
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel
-from collectives.ddp.reducer.order import OrderTrace, agree_on_order, complete_trace
+from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order, complete_trace
 
 
 def test_a_trace_keeps_the_last_time_and_puts_absent_ones_after_those_they_followed() -> None:
@@ -17,26 +17,26 @@ def test_a_trace_keeps_the_last_time_and_puts_absent_ones_after_those_they_follo
     assert complete_trace([], [2, 1, 0]) == [2, 1, 0]
 
 
-def test_a_rank_wishes_for_another_order_when_it_has_held_and_ever_less_readily() -> None:
+def test_a_rank_requests_another_order_when_it_has_held_and_ever_less_readily() -> None:
     trace = OrderTrace([2, 1, 0])
 
-    def passes_until_wish(*orders):
+    def passes_until_request(*orders):
         for number in range(1, 50):
             trace.note(orders[number % len(orders)])
-            if trace.wish:
+            if trace.requests_relayout:
                 return number
         return None
 
     trace.note([2, 1, 0])
-    assert not trace.wish
-    trace.agreed()
-    assert passes_until_wish([2, 1, 0]) is None
-    assert passes_until_wish([0, 1, 2], [1, 0, 2]) is None
-    assert passes_until_wish([0, 1, 2]) == 3
+    assert not trace.requests_relayout
+    trace.mark_agreed()
+    assert passes_until_request([2, 1, 0]) is None
+    assert passes_until_request([0, 1, 2], [1, 0, 2]) is None
+    assert passes_until_request([0, 1, 2]) == 3
     assert trace.latest == [0, 1, 2]
-    trace.agreed()
-    assert not trace.wish
-    assert passes_until_wish([2, 1, 0]) == 6
+    trace.mark_agreed()
+    assert not trace.requests_relayout
+    assert passes_until_request([2, 1, 0]) == 6
 
 
 def agreed(group, traces):

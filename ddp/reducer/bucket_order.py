@@ -1,14 +1,13 @@
-"""The order in which gradients come, and the ranks' agreement on one for the layout of the buckets.
+"""The order of the buckets after the first iteration: that of the gradients, as the ranks agree on it.
 
-Words used here. A *trace* is the order of one pass on one rank: the parameters as their gradients came, each
-absent one after the parameter that it followed before. The ranks agree by Borda's count: each gives every
-parameter its place in its own trace, and the parameters are sorted by the sum of their places, so that a
-bucket holds gradients that come at about the same time on all ranks (PyTorch Distributed, VLDB 2020, section
-6.2.1, "Gradient Order Prediction").
+Each rank traces the order in which the gradients of a pass come. The ranks agree by Borda's count: each gives
+every parameter its place in its own trace, and the parameters are sorted by the sum of their places, so that
+a bucket holds gradients that come at about the same time on all ranks (PyTorch Distributed, VLDB 2020,
+section 6.2.1, "Gradient Order Prediction").
 
 They agree after the first pass, and again where the order changes for good: a rank whose trace has been
-another one for several passes wishes so. After each agreement it takes twice as many, so that a model that
-changes its ways again and again does not make the ranks agree again and again.
+another one for several passes requests it. After each agreement it waits for twice as many, so that a model
+whose order changes again and again does not make the ranks agree again and again.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _FIRST_PATIENCE = 3
 _SUM = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
 
 
-def complete_trace(came: Iterable[int], before: Sequence[int]) -> list[int]:
-    """Returns a trace.
+def complete_trace(ready_order: Iterable[int], before: Sequence[int]) -> list[int]:
+    """Returns the order of all parameters in a pass; each unused one follows the same one as before.
 
     Args:
-        came: indices of parameters in the order in which their gradients came; the last time counts.
-        before: an order of all parameters, which says where absent ones go.
+        ready_order: indices of parameters in the order in which their gradients came; the last time counts.
+        before: an order of all parameters, which says where unused ones go.
     """
-    present = list(reversed(dict.fromkeys(reversed(list(came)))))
+    present = list(reversed(dict.fromkeys(reversed(list(ready_order)))))
     if len(present) == len(before):
         return present
     there = set(present)
@@ -74,7 +73,7 @@ class OrderTrace:
 
     Attributes:
         latest: the trace of the last pass.
-        wish: whether the order has changed for good since the ranks agreed.
+        requests_relayout: whether the order has changed for good since the ranks agreed.
 
     Args:
         before: the order in which gradients are expected before the first pass.
@@ -82,28 +81,30 @@ class OrderTrace:
 
     def __init__(self, before: Iterable[int]) -> None:
         self.latest = list(before)
-        self.wish = False
-        self._came: Sequence[int] = ()
+        self.requests_relayout = False
+        self._ready_order: Sequence[int] = ()
         self._agreed: tuple[list[int], Sequence[int]] | None = None
         self._held = 0
         self._patience = _FIRST_PATIENCE
 
-    def note(self, came: Sequence[int]) -> None:
+    def note(self, ready_order: Sequence[int]) -> None:
         """Takes in the order in which gradients came in a pass that ended well."""
-        if self._agreed is not None and came == self._agreed[1]:  # the usual case, quickly
-            self.latest, self._came = self._agreed
+        if self._agreed is not None and ready_order == self._agreed[1]:  # the usual case, quickly
+            self.latest, self._ready_order = self._agreed
             self._held = 0
-            self.wish = False
+            self.requests_relayout = False
             return
-        trace = complete_trace(came, self.latest)
+        trace = complete_trace(ready_order, self.latest)
         self._held = self._held + 1 if trace == self.latest else 1
-        self.latest, self._came = trace, came
-        self.wish = self._agreed is not None and trace != self._agreed[0] and self._held >= self._patience
+        self.latest, self._ready_order = trace, ready_order
+        self.requests_relayout = (
+            self._agreed is not None and trace != self._agreed[0] and self._held >= self._patience
+        )
 
-    def agreed(self) -> None:
+    def mark_agreed(self) -> None:
         """Takes note that the ranks agreed on an order, with the latest trace as this rank's part."""
         if self._agreed is not None:
             self._patience *= 2
-        self._agreed = self.latest, self._came
+        self._agreed = self.latest, self._ready_order
         self._held = 0
-        self.wish = False
+        self.requests_relayout = False

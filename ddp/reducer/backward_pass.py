@@ -1,15 +1,14 @@
-"""What is known of one backward pass while it runs."""
+"""What is known of one backward pass while it runs, and of the forwards before it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from collectives.ddp.sync.error_report import Report
+from collectives.ddp.sync.error_report import ErrorReport
 from collectives.ddp.sync.signals import Position
-from collectives.ddp.unused_parameters.reach import ReachExchange
 
-__all__ = ["Forward", "Pass", "Progress"]
+__all__ = ["BackwardPass", "Forward", "Progress"]
 
 
 @dataclass(eq=False)
@@ -20,18 +19,16 @@ class Forward:
         sync: whether its backward pass averages.
         averaged: whether a synchronised pass over it began.
         overtaken: number of synchronised passes of other forwards that ended since.
-        reach: the parameters that it can reach, where its graph was walked.
     """
 
     sync: bool
     averaged: bool = False
     overtaken: int = 0
-    reach: ReachExchange | None = None
 
 
 @dataclass
 class Progress:
-    """What this rank did since the last synchronised pass; the next one tells it to the others.
+    """What this rank did since the last synchronised pass; the next one compares it between the ranks.
 
     Attributes:
         forwards: number of forwards in training mode.
@@ -49,8 +46,8 @@ class Progress:
 
 
 @dataclass
-class Pass:
-    """One backward pass.
+class BackwardPass:
+    """One backward pass: the outermost task of the autograd engine, with those nested in it.
 
     Attributes:
         counts: for each parameter, how often its gradient came.
@@ -59,35 +56,37 @@ class Pass:
         sync: whether the pass averages.
         committed: whether it accumulates gradients, although none came yet.
         broken: whether a reduction could not be issued, so that the ranks cannot be brought together.
+        abandoned: whether an exception broke it off.
         nested: whether the current task is within another one.
         ending: whether the outermost task is complete.
         triggered: whether the gradient came that delayed buckets wait for.
-        came: parameters in the order in which their gradients came.
-        absent: parameters for which something else than a gradient of this pass travels.
+        ready_order: parameters in the order in which their gradients came.
+        unused: parameters for which something else than a gradient of this pass is sent.
         skipped: parameters whose buckets are not sent.
         forwards: the forwards whose outputs it reached.
-        entered: whether casts stand in for the parameters.
+        casts_active: whether casts stand in for the parameters.
         cause: the first exception that the report tells of.
-        follows: whether it is one of other ranks, which this rank only takes part in.
-        silent: whether zeros travel for what is absent, whatever stands in ``.grad``.
+        shadow: whether it is one of other ranks, in which this one, which has joined, only takes part.
+        zeros_only: whether zeros are sent for unused parameters, whatever is in ``.grad``.
     """
 
     counts: list[int]
-    report: Report
+    report: ErrorReport
     used_before: Sequence[int]
     sync: bool = False
     committed: bool = False
     broken: bool = False
+    abandoned: bool = False
     nested: bool = False
     ending: bool = False
     triggered: bool = False
-    came: list[int] = field(default_factory=list)
-    absent: set[int] = field(default_factory=set)
+    ready_order: list[int] = field(default_factory=list)
+    unused: set[int] = field(default_factory=set)
     skipped: Collection[int] = frozenset()
-    entered: bool = False
+    casts_active: bool = False
     cause: Exception | None = None
-    follows: bool = False
-    silent: bool = False
+    shadow: bool = False
+    zeros_only: bool = False
     forwards: list[Forward] = field(default_factory=list)
 
     def took_part(self) -> bool:
@@ -95,8 +94,8 @@ class Pass:
         return self.committed or any(self.counts)
 
     def position(self, progress: Progress) -> Position | None:
-        """Returns where this rank stands; ``None`` where it only follows."""
-        if self.follows:
+        """Returns where this rank stands; ``None`` where it only shadows others."""
+        if self.shadow:
             return None
         repeated = bool(self.forwards) and all(forward.averaged for forward in self.forwards)
         return Position(progress.forwards, progress.unsynced, repeated)
