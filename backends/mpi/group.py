@@ -45,7 +45,7 @@ from collectives.core.types import (
 )
 from collectives.core.work import CompletedWork, Work
 from collectives.errors import GroupAbortedError
-from collectives.forks import left_to_parent
+from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
 
@@ -430,7 +430,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
-        self._engine.leave(GroupAbortedError(f"{self.where()} {left_to_parent('the group')}"))
+        self._engine.leave(GroupAbortedError(f"{self.where()} {belongs_to_parent('the group')}"))
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
