@@ -1,11 +1,8 @@
 """ZeroRedundancyOptimizer: each rank updates a part of the parameters, and keeps the state of that part only.
 
 Stage 1 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models").
-
-Words used here. A rank *owns* the parameters that it updates; its *shard* is their optimizer state. The
-*inner* optimizer of a rank has the parameters that this rank owns. The *global* state is that of one
-optimizer for all parameters, in its form.
+Models"). A rank owns the parameters that it updates, by an inner optimizer of its own; its shard is their
+optimizer state. The global state is that of one optimizer for all parameters, in its form.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Times of an iteration: forward, backward, communication, and how much of that nothing hid.
+"""Times of the sampled iterations: forward, backward, communication, and how much of that was overlapped.
 
-Words used here. An iteration is *sampled* where it is timed: each of the first ones, and then every so many.
-*Compute* of the backward pass ends when the last gradient is there, *communication* begins with the first
-bucket that is launched and ends when all averages are there. What is left of it after compute is *exposed*;
-what went on beside compute is the *overlap* (PyTorch Distributed, VLDB 2020, section 3.2.3).
+Section 3.2.3 of PyTorch Distributed (VLDB 2020): communication overlaps with the backward computation until
+the last gradient is ready; the rest of it is exposed.
 """
 
 from __future__ import annotations
