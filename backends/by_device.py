@@ -75,41 +75,29 @@ class ProcessGroupByDevice(ForwardingGroup):
         """The groups, each once."""
         return list(dict.fromkeys(self._groups.values()))
 
-    # What is plain is on the CPU.
+    # The fast path is the CPU's.
 
-    def plain(
+    def fast_collective(
         self,
-        kind: int,
-        output: object = None,
-        input: object = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
-    ) -> bool:
-        """Runs a collective where the CPU's group takes the arguments as they are."""
-        cpu = self._plain_group(kind)
-        return cpu is not None and cpu.plain(kind, output, input, op_code, root, listed)
-
-    def plain_launch(
-        self,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
     ) -> Work | None:
-        """Issues a collective where the CPU's group takes the arguments as they are."""
-        cpu = self._plain_group(kind)
-        return None if cpu is None else cpu.plain_launch(kind, output, input, op_code, root, listed)
+        """Issues a collective where the CPU's group takes the fast path; no barrier of another group."""
+        cpu = self._cpu
+        if cpu is None or (opcode == BARRIER and cpu is not self._first):
+            return None
+        return cpu.fast_collective(opcode, output, input, reduce_op, root, list_form, async_op)
 
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Sends or receives a tensor where the CPU's group takes the arguments as they are."""
-        return self._cpu is not None and self._cpu.plain_message(sends, tensor, peer, tag)
-
-    def _plain_group(self, kind: int) -> ProcessGroup | None:
-        """Returns the CPU's group, unless it is a barrier that another one carries out."""
-        return None if kind == BARRIER and self._cpu is not self._first else self._cpu
+    def fast_message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Sends or receives a tensor where the CPU's group takes the fast path."""
+        return None if self._cpu is None else self._cpu.fast_message(sends, tensor, peer, tag, async_op)
 
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         return issue(self._groups[tensor.device.type])

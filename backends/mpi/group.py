@@ -20,7 +20,7 @@ from collectives.backends.mpi.communicators import make_communicators
 from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
 from collectives.backends.mpi.dispatch import Dispatcher
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.fast_path import PlainCalls, check_length
+from collectives.backends.mpi.fast_path import FastPath, check_length
 from collectives.backends.mpi.library import library
 from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
@@ -133,9 +133,9 @@ class ProcessGroupMPI(ProcessGroup):
         )
         self._dispatcher = Dispatcher(self._engine, self._short, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        calls = PlainCalls(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
-        self.plain = calls.collective  # type: ignore[method-assign]  # a call less
-        self.plain_message = calls.message  # type: ignore[method-assign]
+        fast_path = FastPath(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
+        self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
+        self.fast_message = fast_path.message  # type: ignore[method-assign]
 
     @property
     def capabilities(self) -> Capabilities:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from collectives.core.arguments import validation as check
-from collectives.core.primitives import Primitives
+from collectives.core.backend_interface import BackendInterface
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import GroupAbortedError
 from collectives.forks import left_to_parent, tell_in_children
@@ -18,7 +18,7 @@ from collectives.forks import left_to_parent, tell_in_children
 __all__ = ["Membership"]
 
 
-class Membership(Primitives):
+class Membership(BackendInterface):
     """A group apart from its operations; arguments as :class:`~collectives.ProcessGroup`, which adds those.
 
     A child that was forked is no member: operations raise there, and ending the group ends nothing.
@@ -139,6 +139,8 @@ class Membership(Primitives):
         """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
         if limit is not None:
             check.check_limit(self, operation, limit)
+        if op is not None:
+            check.check_factor(self, operation, op)
         key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
         if key not in self._admitted:
             check.check_offered(self, operation, tensor, op)

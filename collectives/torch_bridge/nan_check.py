@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collectives.core.arguments.option_records import record
 from collectives.core.arguments.overloads import first_given
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.types import BroadcastOptions
@@ -41,18 +42,19 @@ class NanCheckedGroup(TorchGroup):
         DistError: from the operation; names the element.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._plain = _never  # no operation goes by the place where tensors are looked at
+    # All operations pass where tensors are looked at.
 
-    def _at_once(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
+    def _fast_collective(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
+        return None
+
+    def _fast_message(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
         return None
 
     def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
+        self, event: str, tensors: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
     ) -> TorchWork:
         def checked(*args: Any, **kwargs: Any) -> Work:
-            for tensor in self._sent(event, shown, args, kwargs):
+            for tensor in self._sent(event, tensors, args, kwargs):
                 where = _first_nan(tensor)
                 if where is not None:
                     raise DistError(
@@ -62,16 +64,16 @@ class NanCheckedGroup(TorchGroup):
                     )
             return method(*args, **kwargs)
 
-        return super()._issue(event, shown, checked, *args, **kwargs)
+        return super()._issue(event, tensors, checked, *args, **kwargs)
 
     def _sent(
-        self, event: str, shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, event: str, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[torch.Tensor]:
         """Yields the tensors that an operation sends."""
         if event in {"recv", "recvAnySource"}:
             return
         if event == "broadcast":
-            _, options, *_ = args
+            options = record(args[1])
             root = (
                 options.rootRank
                 if isinstance(options, BroadcastOptions)
@@ -79,11 +81,7 @@ class NanCheckedGroup(TorchGroup):
             )
             if root != self.rank():
                 return
-        yield from profiling.flat([args[1] or () if event == "scatter" else shown])
-
-
-def _never(*_: object) -> bool:
-    return False
+        yield from profiling.flat([args[1] or () if event == "scatter" else tensors])
 
 
 def _first_nan(tensor: torch.Tensor) -> int | None:

@@ -1,0 +1,409 @@
+"""Options beyond the usual: delayed and skipped reductions, mixed precision, parameters that change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from ddp_oracle import AVERAGE, Layers, naive_average
+from harness import run_ranks
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+from collectives.core.opcodes import ALL_REDUCE
+from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+
+data = Layers.inputs
+
+
+def same_gradients(ours, theirs, equal=torch.equal):
+    """Returns the names of the gradients that differ."""
+    return [
+        name
+        for (name, p), q in zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+        for q in [q[1]]
+        if (p.grad is None) != (q.grad is None) or (p.grad is not None and not equal(p.grad, q.grad))
+    ]
+
+
+class Launches:
+    """Notes what a group all-reduces."""
+
+    def __init__(self, group) -> None:
+        self.sizes: list[int] = []
+        checked, fast = group.allreduce, group.fast_collective
+
+        def noted(tensors, *args, **kwargs):
+            self.sizes.append(tensors[0].numel())
+            return checked(tensors, *args, **kwargs)
+
+        def noted_fast(opcode, output, *args, **kwargs):
+            work = fast(opcode, output, *args, **kwargs)
+            if work is not None and opcode == ALL_REDUCE:
+                self.sizes.append(output.numel())
+            return work
+
+        group.allreduce, group.fast_collective = noted, noted_fast
+
+
+# ---- delayed reductions ----------------------------------------------------------------------------------
+
+
+def delayed(group, names, trigger, options):
+    module, naive = Layers(), Layers()
+    parameters = dict(module.named_parameters())
+    foreign = nn.Parameter(torch.ones(1))
+    hooked = foreign if trigger == "foreign" else parameters[trigger]
+    launched = []
+    ours = DistributedDataParallel(
+        module,
+        process_group=group,
+        bucket_cap_mb=0,
+        delay_all_reduce_named_params=[(name, parameters[name]) for name in names],
+        param_to_hook_all_reduce=hooked,
+        **options,
+    )
+
+    def hook(state, bucket):
+        launched.append(bucket.names())
+        return allreduce_hook(state, bucket)
+
+    ours.register_comm_hook(group, hook)
+    hooked.register_hook(lambda grad: launched.append("trigger"))
+    wrong = []
+    for step in range(2):
+        launched.clear()
+        for model in (ours, naive):
+            model.zero_grad()
+        (ours(data(group.rank(), step) * foreign).sum()).backward()
+        naive(data(group.rank(), step) * foreign.detach()).sum().backward()
+        naive_average(naive.parameters(), group)
+        wrong += same_gradients(ours.module, naive)
+    return wrong, launched
+
+
+@pytest.mark.parametrize("trigger", ["layers.1.weight", "layers.3.bias", "foreign"])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_delayed_gradients_follow_their_trigger_in_one_message(trigger, options) -> None:
+    names = ["layers.3.weight", "layers.3.bias", "layers.2.bias"]
+    for wrong, launched in run_ranks(delayed, 2, names, trigger, options, backend="host"):
+        assert wrong == []
+        late = next(item for item in launched if len(item) == 3 and item != "trigger")
+        assert sorted(late) == sorted(names)
+        assert launched.index("trigger") < launched.index(late)
+        assert len([item for item in launched if item != "trigger"]) == 6
+        if trigger == "layers.1.weight":
+            assert launched.index(late) == launched.index([trigger]) + 1
+
+
+def all_delayed(group):
+    module, naive = Layers(), Layers()
+    named = list(module.named_parameters())
+    ours = DistributedDataParallel(
+        module,
+        process_group=group,
+        delay_all_reduce_named_params=named,
+        param_to_hook_all_reduce=named[0][1],
+    )
+    sent = Launches(group)
+    ours(data(group.rank())).sum().backward()
+    number = len(sent.sizes)
+    naive(data(group.rank())).sum().backward()
+    naive_average(naive.parameters(), group)
+    return same_gradients(ours.module, naive), number
+
+
+def test_all_parameters_may_be_delayed() -> None:
+    assert run_ranks(all_delayed, 2, backend="host") == [([], 1)] * 2
+
+
+def bad_delays(group):
+    module = Layers()
+    weight = module.layers[0].weight
+    found = []
+    for arguments in (
+        {"param_to_hook_all_reduce": weight},
+        {"delay_all_reduce_named_params": [("layers.0.weight", weight)]},
+        {
+            "delay_all_reduce_named_params": [("x", nn.Parameter(weight.data))],
+            "param_to_hook_all_reduce": weight,
+        },
+        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(1)},
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            DistributedDataParallel(module, process_group=group, **arguments)
+        found.append(str(caught.value))
+    return found
+
+
+def test_delays_that_make_no_sense_are_named() -> None:
+    ((second, first, unknown, kind),) = run_ranks(bad_delays, 1, backend="host")
+    assert "only the second is given" in second
+    assert "only the first is given" in first
+    assert "has 'x', which is no parameter" in unknown
+    assert "must be a parameter, but is of type Tensor" in kind
+
+
+# ---- skipped reductions ----------------------------------------------------------------------------------
+
+
+def skipping(group, plan, options):
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True, **options
+    )
+    naive = Layers()
+    sent = Launches(group)
+    wrong, numbers = [], []
+    for step, layers in enumerate(plan):
+        run = layers[group.rank()]
+        x = data(group.rank(), step)
+        sent.sizes.clear()
+        if run.startswith("-"):
+            with ours.no_sync():
+                ours(x, run[1:]).sum().backward()
+            naive(x, run[1:]).sum().backward()
+            continue
+        ours(x, run).sum().backward()
+        numbers.append(len([size for size in sent.sizes if size > 1]))
+        naive(x, run).sum().backward()
+        naive_average(naive.parameters(), group)
+        wrong += same_gradients(ours.module, naive)
+    return wrong, numbers
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
+    """Section 6.2.2 of the paper. One message tells what the ranks can reach, eight are the gradients."""
+    plan = [("0123", "0123"), ("03", "03"), ("01", "13"), ("-2", "-0"), ("0", "0"), ("0123", "123")]
+    for wrong, numbers in run_ranks(skipping, 2, plan, options, backend="host"):
+        assert wrong == []
+        # the first pass is followed by an agreement on the order; a tail without gradients is a message, too
+        assert numbers[0] == 9
+        assert numbers[1] in (1 + 1 + 4, 1 + 1 + 4 + 1)
+        assert numbers[2] in (1 + 6, 1 + 6 + 1)
+        assert numbers[3] in (1 + 4, 1 + 4 + 1)
+        assert numbers[4] == 9
+
+
+def forgotten(group):
+    """A forward on all layers that never gets its backward pass, before others on two of them."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
+    )
+    naive = Layers()
+    ours(data(group.rank()))
+    sent = Launches(group)
+    wrong, numbers, late = [], [], []
+    for step in range(12):
+        sent.sizes.clear()
+        if step == 1:
+            late.append(ours(data(group.rank(), 50), "012"))
+        x = data(group.rank(), step)
+        ours(x, "03").sum().backward()
+        numbers.append(len([size for size in sent.sizes if size > 1]))
+        naive(x, "03").sum().backward()
+        naive_average(naive.parameters(), group)
+        wrong += same_gradients(ours.module, naive)
+    late[0].sum().backward()  # after so many others, but still right
+    naive(data(group.rank(), 50), "012").sum().backward()
+    naive_average(naive.parameters(), group)
+    return wrong + same_gradients(ours.module, naive), numbers
+
+
+def test_a_forward_without_a_backward_pass_does_not_keep_buckets_from_being_skipped() -> None:
+    for wrong, numbers in run_ranks(forgotten, 2, backend="host"):
+        assert wrong == []
+        assert numbers[7] >= 9  # the others count for a while
+        assert numbers[-1] in (1 + 4, 1 + 4 + 1)
+
+
+def test_a_static_graph_skips_without_looking() -> None:
+    plan = [("013", "03")] * 3
+    for wrong, numbers in run_ranks(skipping, 2, plan, {"static_graph": True}, backend="host"):
+        assert wrong == []
+        assert numbers[0] == 8
+        assert numbers[2] in (6, 7)
+
+
+def unreachable(group):
+    """A loss that uses a layer behind the back of what forward returns."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
+    )
+    out = ours(data(group.rank()), "01")
+    loss = out.sum() + ours.module.layers[2 + group.rank()].bias.sum()
+    with pytest.raises(GradientSyncError) as caught:
+        loss.backward()
+    return caught.value.reasons
+
+
+def test_gradients_that_forward_does_not_lead_to_are_named() -> None:
+    for reasons in run_ranks(unreachable, 2, backend="host"):
+        assert list(reasons) == [0, 1]
+        assert "layers.2.bias got a gradient, but nothing that forward returned depends on it" in reasons[0]
+        assert "layers.3.bias got" in reasons[1]
+
+
+# ---- mixed precision -------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A bit of all: tied weights, a recurrent layer, a buffer, a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.rnn = nn.LSTM(4, 4)
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> torch.Tensor:
+        self.seen = {x.dtype, self.first.weight.dtype, self.rnn.weight_hh_l0.dtype}
+        x = torch.tanh(self.first(x))
+        block = lambda x: torch.tanh(self.last(self.tied(self.rnn(x)[0])))  # noqa: E731
+        x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return x * self.scale
+
+
+def rows(rank, seed=0):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+def mixed(group, config, options, reentrant):
+    module = Mixed()
+    ours = DistributedDataParallel(module, process_group=group, mixed_precision=config, **options)
+    naive = Mixed()
+    param = config.param_dtype or torch.float32
+    wire = config.reduce_dtype or param
+    naive_low = copy.deepcopy(naive).to(param)
+    naive_low.scale = naive_low.scale.to(config.buffer_dtype or torch.float32)
+    wrong, dtypes = [], set()
+    for step in range(3):
+        ours.zero_grad()
+        naive.zero_grad()
+        for micro in range(2):
+            x = rows(group.rank(), 10 * step + micro)
+            if micro == 0:
+                with ours.no_sync():
+                    ours(x, reentrant).float().sum().backward()
+            else:
+                ours(x, reentrant).float().sum().backward()
+            dtypes |= module.seen
+            naive_low.zero_grad()
+            naive_low(x.to(param), reentrant).float().sum().backward()
+            for p, q in zip(naive.parameters(), naive_low.parameters(), strict=True):
+                p.grad = q.grad.float() if p.grad is None else p.grad + q.grad.float()
+        for p in naive.parameters():
+            low = p.grad.to(wire)
+            group.allreduce([low], AVERAGE).wait()
+            p.grad = low.float()
+        # A tied weight within a reentrant checkpoint comes twice, and is then added up in its own precision.
+        close = functools.partial(torch.allclose, rtol=0.02, atol=0.02)
+        wrong += same_gradients(ours.module, naive, close if reentrant else torch.equal)
+        assert all(p.dtype is p.grad.dtype is torch.float32 for p in module.parameters())
+    assert all(isinstance(p, nn.Parameter) for p in module._modules["rnn"]._flat_weights)
+    state = {name: value.dtype for name, value in ours.state_dict().items()}
+    return wrong, dtypes, state["module.scale"], state["module.count"], state["module.first.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reentrant"),
+    [
+        (_MixedPrecision(torch.bfloat16), {}, None),
+        (
+            MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+            {"gradient_as_bucket_view": True},
+            False,
+        ),
+        (MixedPrecision(torch.float16, torch.bfloat16), {"gradient_as_bucket_view": True}, None),
+        (MixedPrecision(reduce_dtype=torch.float16), {"bucket_cap_mb": 0, "batched_grad_copy": True}, None),
+        (MixedPrecision(torch.bfloat16), {"static_graph": True}, True),
+    ],
+    ids=str,
+)
+def test_mixed_precision_equals_training_in_few_bits_naively(config, options, reentrant) -> None:
+    for wrong, dtypes, scale, count, weight in run_ranks(
+        mixed, 2, config, options, reentrant, backend="host"
+    ):
+        assert wrong == []
+        assert dtypes == {config.param_dtype or torch.float32}
+        assert (scale, count, weight) == (config.buffer_dtype or torch.float32, torch.int64, torch.float32)
+
+
+def interrupted(group):
+    """Leaves parameters in their place when forward or backward raises."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16)
+    )
+    found = []
+    with pytest.raises(ValueError, match="invalid literal"):
+        ours(data(0), "x")
+    found.append(all(isinstance(p, nn.Parameter) for p in ours.module.parameters()))
+    out = ours(data(0))
+    out.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    found.append(all(isinstance(layer.weight, nn.Parameter) for layer in ours.module.layers))
+    with torch.no_grad():
+        found.append(ours(data(0)).dtype is torch.bfloat16)
+    with pytest.raises(TypeError, match="param_dtype must be a floating"):
+        DistributedDataParallel(Layers(), process_group=group, mixed_precision=torch.float16)
+    return found
+
+
+def test_mixed_precision_and_exceptions() -> None:
+    assert run_ranks(interrupted, 1, backend="host") == [[True, True, True]]
+
+
+# ---- parameters that change ------------------------------------------------------------------------------
+
+
+def changed(group, freeze):
+    module = Layers()
+    module.layers[1].weight.requires_grad_(freeze)
+    ours = DistributedDataParallel(module, process_group=group)
+    if group.rank() == 1:
+        module.layers[1].weight.requires_grad_(not freeze)
+    with pytest.raises(GradientSyncError) as caught:
+        ours(data(group.rank())).sum().backward()
+    return caught.value.reasons
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_parameters_frozen_or_thawed_after_wrapping_are_named_on_all_ranks(freeze) -> None:
+    for reasons in run_ranks(changed, 2, freeze, backend="host"):
+        assert list(reasons) == [1]
+        words = "needed a gradient when" if freeze else "needed no gradient when"
+        assert f"layers.1.weight {words} the module was wrapped" in reasons[1]
+
+
+# ---- meshes --------------------------------------------------------------------------------------------
+
+
+def over_a_mesh(group):
+    import torch.distributed as dist
+
+    dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        ours = DistributedDataParallel(Layers(), device_mesh=mesh)
+        ours(data(0)).sum().backward()
+        square = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        with pytest.raises(ValueError, match="must have one dimension, but has 2"):
+            DistributedDataParallel(Layers(), device_mesh=square)
+        sliced = DistributedDataParallel(Layers(), device_mesh=square["b"])
+        return ours.process_group.name(), ours.reducer.passes, sliced.process_group.size()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_mesh_of_one_dimension_names_the_group() -> None:
+    assert run_ranks(over_a_mesh, 1, backend="host", isolated=True) == [("host", 1, 1)]

@@ -1,0 +1,256 @@
+"""Parameters that ranks leave out: averaged, left alone, or one error on all ranks in the same pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ddp_oracle import Layers, naive_average
+from harness import run_ranks
+from torch import nn
+
+from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.reducer import gradients as gradient_memory
+
+MODES = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 0},
+    {"batched_grad_copy": True, "bucket_cap_mb": 0},
+    {"in place": True},
+]
+
+
+data = Layers.inputs
+
+
+def gradients(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def same(ours, theirs, close=False):
+    equal = torch.allclose if close else torch.equal
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def wrapped(group, mode):
+    """Returns the layers, wrapped; the mode may ask for all gradients to be reduced in place."""
+    before = gradient_memory.IN_PLACE_BYTES
+    try:
+        if mode.get("in place"):
+            gradient_memory.IN_PLACE_BYTES = 0
+        options = {name: value for name, value in mode.items() if name != "in place"}
+        return DistributedDataParallel(Layers(), process_group=group, **options)
+    finally:
+        gradient_memory.IN_PLACE_BYTES = before
+
+
+def left_out(group, mode, plan, hook):
+    """Follows a plan of passes (layers to run by rank; "-" for ``no_sync``), against the naive solution."""
+    ours = wrapped(group, {"find_unused_parameters": True, **mode})
+    if hook:
+        ours.register_comm_hook(None if hook == "none" else group, allreduce_hook)
+    naive = Layers()
+    equal = []
+    for step, layers in enumerate(plan):
+        run = layers[group.rank()]
+        x = data(group.rank(), step)
+        if run.startswith("-"):
+            with ours.no_sync():
+                ours(x, run[1:]).sum().backward()
+            naive(x, run[1:]).sum().backward()
+        else:
+            ours(x, run).sum().backward()
+            naive(x, run).sum().backward()
+            naive_average(naive.parameters(), group)
+        equal.append(same(gradients(ours.module), gradients(naive)))
+    return equal, [p.grad is None for p in ours.parameters()]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
+def test_one_rank_skips_a_gradient(mode, hook) -> None:
+    """Fig. 3(b) of the paper: without care, the other rank would wait for ever."""
+    for equal, missing in run_ranks(left_out, 2, mode, [("0123", "012")], hook, backend="host"):
+        assert equal == [True]
+        assert missing == [False] * 8
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_all_ranks_left_out_stays_untouched(mode) -> None:
+    """Momentum relies on absence: ``None`` stays ``None``, and an older gradient keeps its bits."""
+    plan = [("02", "01"), ("0123", "0123"), ("1", "2"), ("12", "02")]
+    for equal, missing in run_ranks(left_out, 2, mode, plan[:1], False, backend="host"):
+        assert equal == [True]
+        assert missing == [False] * 6 + [True] * 2
+    for equal, _ in run_ranks(left_out, 3, mode, [(*p, "1") for p in plan], False, backend="host"):
+        assert equal == [True] * 4
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_use_adds_up_over_passes_without_synchronisation(mode) -> None:
+    plan = [("-01", "-0"), ("-0", "-03"), ("0", "0"), ("0", "02")]
+    for equal, missing in run_ranks(left_out, 2, mode, plan, False, backend="host"):
+        assert equal[2:] == [True, True]
+        assert missing == [False] * 8
+
+
+def untouched_older_gradient(group, view):
+    """A gradient from before, whose average over three ranks would round."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=view
+    )
+    ours(data(group.rank())).sum().backward()
+    before = gradients(ours.module)
+    ours(data(group.rank(), 1), "01").sum().backward()
+    return same(before[4:], gradients(ours.module)[4:]), same(before[:4], gradients(ours.module)[:4])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_older_gradients_of_unused_parameters_keep_their_bits(view) -> None:
+    assert run_ranks(untouched_older_gradient, 3, view, backend="host") == [(True, False)] * 3
+
+
+def unequal_gradients(group, mode):
+    """Gradients that are views of the buckets differ between the ranks where no rank uses them."""
+    ours = wrapped(group, {"find_unused_parameters": True, "gradient_as_bucket_view": True, **mode})
+    ours(data(group.rank())).sum().backward()
+    for parameter in ours.parameters():
+        parameter.grad.fill_(group.rank() + 1.0)
+    ours(data(group.rank(), 1), "01").sum().backward()
+    return [p.grad.unique().tolist() for p in ours.module.layers[2:].parameters()]
+
+
+@pytest.mark.parametrize("mode", [{}, {"bucket_cap_mb": 0}], ids=str)
+def test_unused_gradients_that_are_views_of_the_buckets_are_restored(mode) -> None:
+    for rank, kept in enumerate(run_ranks(unequal_gradients, 2, mode, backend="host")):
+        assert kept == [[rank + 1.0]] * 4
+
+
+def nothing_reached(group, find_unused):
+    """Rank 1 runs no layer, but its output needs a gradient because its input does."""
+    ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=find_unused)
+    x = data(group.rank()).requires_grad_()
+    ours(x * 1, "0123" if group.rank() == 0 else "").sum().backward()
+    return [p.grad for p in ours.parameters()]
+
+
+def test_a_rank_whose_pass_reaches_no_parameter_takes_part() -> None:
+    first, second = run_ranks(nothing_reached, 2, True, backend="host")
+    assert same(first, second)
+    assert all(gradient.abs().sum() > 0 for gradient in first)
+
+
+def error_of(group, mode, runs, hook=False, backend_passes=2):
+    """Returns the error of a pass, whether the next pass works, and whether gradients are equal after it."""
+    ours = wrapped(group, mode)
+    if hook:
+        ours.register_comm_hook(group, allreduce_hook)
+    naive = Layers()
+    outcomes = []
+    for step in range(backend_passes):
+        with pytest.raises(GradientSyncError) as caught:
+            ours(data(group.rank(), step), runs[group.rank()]).sum().backward()
+        outcomes.append((str(caught.value), caught.value.reasons))
+        ours.zero_grad()
+        ours(data(group.rank(), step)).sum().backward()
+        naive.zero_grad()
+        naive(data(group.rank(), step)).sum().backward()
+        naive_average(naive.parameters(), group)
+        close = group.name() == "gloo"  # sums in an order that depends on the size of the message
+        outcomes.append(same(gradients(ours.module), gradients(naive), close))
+        ours.zero_grad()
+    return outcomes
+
+
+@pytest.mark.parametrize("backend_name", ["host", "gloo", "round_robin"])
+def test_missing_gradients_raise_on_all_ranks_in_the_same_pass(backend_name) -> None:
+    """Named by parameter and rank, without a hang, and both ranks go on afterwards."""
+    results = run_ranks(error_of, 3, {}, ("0123", "013", "0"), backend=backend_name)
+    reasons = {
+        1: "2 of 8 parameters got no gradient: layers.2.weight, layers.2.bias",
+        2: "6 of 8 parameters got no gradient: layers.1.weight, layers.1.bias, layers.2.weight, "
+        "layers.2.bias, layers.3.weight, layers.3.bias",
+    }
+    for rank, outcomes in enumerate(results):
+        for message, seen in (outcomes[0], outcomes[2]):
+            assert seen == reasons
+            assert message.startswith(
+                f"[rank {rank}] DistributedDataParallel(Layers) over {backend_name} group"
+            )
+            assert "because of ranks 1, 2" in message
+            assert "find_unused_parameters=True" in message
+        assert outcomes[1] is outcomes[3] is True
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hook"])
+def test_missing_gradients_raise_whatever_the_options(mode, hook) -> None:
+    for runs, culprits in ((("012", "0123"), [0]), (("012", "012"), [0, 1]), (("0123", ""), [1])):
+        if "" in runs:
+            continue
+        for outcomes in run_ranks(error_of, 2, mode, runs, hook, backend="host"):
+            assert list(outcomes[0][1]) == list(outcomes[2][1]) == culprits
+            assert outcomes[1] is outcomes[3] is True
+
+
+def none_reached_error(group):
+    with pytest.raises(GradientSyncError) as caught:
+        nothing_reached(group, False)
+    return caught.value.reasons
+
+
+def test_a_rank_whose_pass_reaches_no_parameter_is_named() -> None:
+    for reasons in run_ranks(none_reached_error, 2, backend="host"):
+        assert list(reasons) == [1]
+        assert reasons[1].startswith("8 of 8 parameters got no gradient: layers.0.weight")
+
+
+def many_names(group):
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(1, 1)
+            self.parts = nn.ModuleDict({f"part_{i:04}_{'x' * 40}": nn.Linear(1, 1) for i in range(400)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    with pytest.raises(GradientSyncError) as caught:
+        DistributedDataParallel(Wide(), process_group=group)(torch.ones(1, 1)).sum().backward()
+    return caught.value.reasons
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    for reasons in run_ranks(many_names, 2, backend="host"):
+        assert reasons[0] == reasons[1]
+        assert reasons[0].startswith("800 of 802 parameters got no gradient: parts.part_0000_")
+        shown, more = reasons[0].rsplit(", and ", 1)
+        assert len(shown) < 5000
+        assert int(more.removesuffix(" more")) == 800 - shown.count("parts.")
+
+
+def forgotten(group):
+    """A pass that broke off on one rank does not count as use in the next."""
+    ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
+
+    def fail(grad):
+        raise ValueError("broken off")
+
+    out = ours(data(group.rank()), "3")
+    if group.rank() == 1:
+        out.register_hook(fail)
+    with ours.no_sync():
+        ours(data(group.rank()), "2").sum().backward()
+    with pytest.raises((ValueError, GradientSyncError)):
+        out.sum().backward()
+    ours.zero_grad()
+    ours(data(group.rank()), "0").sum().backward()
+    return [p.grad is None for p in ours.parameters()]
+
+
+def test_a_pass_that_failed_does_not_count_as_use() -> None:
+    assert run_ranks(forgotten, 2, backend="host") == [[False] * 2 + [True] * 6] * 2
