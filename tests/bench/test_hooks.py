@@ -50,6 +50,7 @@ def test_a_run_counts_bytes_and_compares_losses(tmp_path, capsys):
     assert records["fp16"]["time_over_none"] == medians["fp16"] / medians["none"]
 
 
+@pytest.mark.full
 def test_machines_count_what_the_link_carries(make_machines):  # noqa: F811
     make_machines(1)  # skips where there can be none
     options = hooks.Options(("digits",), ("none", "powersgd-1"), steps=6, machines=2, link="1gbit")

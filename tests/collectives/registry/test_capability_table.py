@@ -22,7 +22,7 @@ from collectives.registry.capability_table import (
     statements,
 )
 
-README = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs/guide/backends.md").read_text(encoding="utf-8")
 STATED = {"gloo": "cpu", "host": "cpu", "nccl": "cuda", "round_robin": "cpu"}
 
 F32, I8, I16, BITS = torch.float32, torch.int8, torch.int16, torch.bits8
@@ -44,8 +44,8 @@ OTHER = Capabilities(
 FOUND = {"cpu:one": ONE, "cuda:other": OTHER}
 
 
-def test_readme_has_the_table_that_the_backends_state() -> None:
-    section = README.partition("### What the backends can do\n")[2].partition("\n#")[0]
+def test_the_manual_has_the_table_that_the_backends_state() -> None:
+    section = PAGE.partition("## What the backends can do\n")[2].partition("\n#")[0]
     header = re.search(r"^\| function \| (.*) \|$", section, re.MULTILINE)
     assert header is not None
     backends = [column.split(":")[1] for column in header.group(1).split(" | ")]

@@ -13,7 +13,7 @@ from collectives.ranks import processes
 
 
 @pytest.fixture(scope="session")
-def _loaded() -> Iterator[None]:
+def loaded_process() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch", "pytest", "collectives.bench.comparison.command", "collectives.backends.gloo"]
@@ -26,7 +26,7 @@ def _loaded() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quick_ranks(_loaded: None) -> Iterator[None]:
+def quick_ranks(loaded_process: None) -> Iterator[None]:
     """Forks the ranks of a :class:`SpawnedRanks`: starting them as users do costs seconds of import each.
 
     Not for tests of that start, of what ranks write, or of an environment of theirs: they keep the output and
