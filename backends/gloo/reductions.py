@@ -1,8 +1,8 @@
 """How reductions that Gloo lacks are computed from those that it has.
 
 Where Gloo cannot reduce a tensor as it is, it reduces a wire tensor that a conversion makes of it. Integers
-wrap around, and their average is the exact sum divided and truncated toward zero; on ``bool``, SUM and MAX are
-"or", PRODUCT and MIN are "and".
+wrap around, and their average is the exact sum divided and truncated toward zero; on ``bool``, SUM and MAX
+are "or", PRODUCT and MIN are "and".
 """
 
 from __future__ import annotations

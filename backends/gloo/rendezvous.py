@@ -36,9 +36,9 @@ def agree_on_devices(options: GroupOptions, count: int) -> None:
             raise DistBackendError(
                 f"[rank {options.rank}] gloo group {options.group_name!r}: all ranks must use the same "
                 "number of network interfaces and connect at the same time, but rank 0 has "
-                f"{_in_words(published[0])}, and rank {rank} {_in_words(other)}; set COLLECTIVES_SOCKET_IFNAME "
-                "(or GLOO_SOCKET_IFNAME) to as many names, and TORCH_GLOO_LAZY_INIT to the same "
-                "value, on every rank"
+                f"{_in_words(published[0])}, and rank {rank} {_in_words(other)}; "
+                "set COLLECTIVES_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) to as many names, and "
+                "TORCH_GLOO_LAZY_INIT to the same value, on every rank"
             )
 
 

@@ -1,7 +1,7 @@
 """Process groups over NVIDIA's NCCL, for CUDA tensors.
 
 Inside: the process group, its Work and options, how operations become calls on streams, communicators, and
-failures; in ``library`` how NCCL is found and called, in ``device`` streams and events. Not here: CPU tensors.
+failures; in ``library`` how NCCL is found and called, in ``device`` streams and events. Not here: the CPU.
 """
 
 from __future__ import annotations
