@@ -296,7 +296,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
             self.reducer.clock.mark(Mark.FORWARD_END)
-            self.reducer.prepare_for_backward(forward, tensors_in(output), training=self.training)
+            self.reducer.prepare_for_backward(forward, tensors_in(output), self.training)
         return output
 
     def will_sync_module_buffers(self) -> bool:
