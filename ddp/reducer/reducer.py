@@ -1,9 +1,8 @@
 """The reducer: averages gradients over all ranks while the backward pass computes them.
 
 Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is never searched: what
-is unused in a pass is what the autograd engine has not brought when it ends. :mod:`collectives.ddp.reducer`
-describes the way of a gradient. A pass is synchronised where a forward that it belongs to ran outside
-``no_sync``.
+is unused in a pass is what the autograd engine has not brought when it ends. A pass is synchronised where a
+forward that it belongs to ran outside ``no_sync``. The package's docstring has the way of a gradient.
 """
 
 from __future__ import annotations
@@ -105,15 +104,13 @@ class Reducer:
         self._model = model
         self._frozen = frozen or {}
         self._casts = casts
-        device = next(iter(parameters.values())).device
-        self._device = device
+        self._device = device = next(iter(parameters.values())).device
         self._averager = Averager(group)
         for parameter in parameters.values():
             real = parameter.is_floating_point() and reduce_dtype
             self._averager.op_for(real or parameter.dtype, parameter.device)
-        self.unused = UnusedParameters(
-            parameters, find_unused=find_unused_parameters or skip_unused, static=static_graph
-        )
+        find_unused = find_unused_parameters or skip_unused
+        self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self._consensus = Consensus(self._averager, model, self.unused, self._order, device)
         places = {id(parameter): index for index, parameter in enumerate(parameters.values())}
@@ -140,7 +137,6 @@ class Reducer:
         )
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
-
         self.passes = 0
         self.has_rebuilt_buckets = False
         self._must_rebuild = False
@@ -150,9 +146,7 @@ class Reducer:
         self._open_tasks: set[int] = set()
         self._task = engine.NO_TASK
         self._pass = BackwardPass([], ErrorReport(), ())
-
-        nodes = [engine.accumulator(parameter) for parameter in self.gradients.parameters]
-        self._accumulators = {node: index for index, node in enumerate(nodes)}
+        self._accumulators = {engine.accumulator(p): i for i, p in enumerate(self.gradients.parameters)}
         if skip_unused:
             self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
@@ -457,13 +451,11 @@ class Reducer:
     def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
         current.abandoned = True
-        current.report.errors.append(
-            "its backward pass was broken off by an exception, which is raised there"
-        )
-        if self._bucket_reducer.is_local:
-            return
-        self._bucket_reducer.abandon(current)
-        self._consensus.abandon(current)
+        why = "its backward pass was broken off by an exception, which is raised there"
+        current.report.errors.append(why)
+        if not self._bucket_reducer.is_local:
+            self._bucket_reducer.abandon(current)
+            self._consensus.abandon(current)
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
