@@ -305,7 +305,7 @@ class Reducer:
                         self._bucket_reducer.launch_ready(current)
                     return
             current.counts[index] += 1
-            if current.sync and self.unused.is_complete(current, index):
+            if current.sync and self.unused.note_gradient(current, index):
                 self._mark_ready(current, index)
 
     def _mark_ready(self, current: BackwardPass, index: int) -> None:
@@ -435,7 +435,7 @@ class Reducer:
         self._mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
         for index, count in enumerate(current.counts):
-            if count and self.unused.is_complete(current, index):
+            if count and self.unused.note_gradient(current, index):
                 self._mark_ready(current, index)
 
     def _mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:

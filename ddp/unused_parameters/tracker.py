@@ -109,7 +109,7 @@ class UnusedParameters:
 
     # ---- within a pass -----------------------------------------------------------------------------------
 
-    def is_complete(self, current: BackwardPass, index: int) -> bool:
+    def note_gradient(self, current: BackwardPass, index: int) -> bool:
         """Takes note that a gradient came in a synchronised pass, and reports one that should not.
 
         Returns:
