@@ -41,10 +41,10 @@ from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
-from collectives.bench.training.peers import Peer
 from collectives.ranks.processes import RankFailedError, RankProcesses, SpawnedRanks
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
