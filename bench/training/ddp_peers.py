@@ -1,4 +1,4 @@
-"""The peers of the training measurement, and their names: KIND:BACKEND+OPTION+OPTION."""
+"""The peers of ``bench ddp``, and their names: KIND:BACKEND+OPTION+OPTION."""
 
 from __future__ import annotations
 
