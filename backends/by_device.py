@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from collectives.backends._shared.forwarding import ForwardingGroup
 from collectives.core.capabilities import Capabilities, by_device
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import BarrierOptions
@@ -71,54 +70,34 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Returns the backend of each device type."""
         return ",".join(f"{device}:{group.name()}" for device, group in self._groups.items())
 
-    def abort(self) -> None:
-        """Breaks every group."""
-        self._each(lambda group: group.abort())
-
-    def shutdown(self) -> None:
-        """Ends every group."""
-        self._each(lambda group: group.shutdown())
-
     @property
     def inner_groups(self) -> Sequence[ProcessGroup]:
         """The groups, each once."""
         return list(dict.fromkeys(self._groups.values()))
 
-    # What is plain is on the CPU.
+    # The fast path is the CPU's.
 
-    def plain(
+    def fast_collective(
         self,
-        kind: int,
-        output: object = None,
-        input: object = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
-    ) -> bool:
-        """Runs a collective where the CPU's group takes the arguments as they are."""
-        cpu = self._plain_group(kind)
-        return cpu is not None and cpu.plain(kind, output, input, op_code, root, listed)
-
-    def plain_launch(
-        self,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
     ) -> Work | None:
-        """Issues a collective where the CPU's group takes the arguments as they are."""
-        cpu = self._plain_group(kind)
-        return None if cpu is None else cpu.plain_launch(kind, output, input, op_code, root, listed)
+        """Issues a collective where the CPU's group takes the fast path; no barrier of another group."""
+        cpu = self._cpu
+        if cpu is None or (opcode == BARRIER and cpu is not self._first):
+            return None
+        return cpu.fast_collective(opcode, output, input, reduce_op, root, list_form, async_op)
 
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Sends or receives a tensor where the CPU's group takes the arguments as they are."""
-        return self._cpu is not None and self._cpu.plain_message(sends, tensor, peer, tag)
-
-    def _plain_group(self, kind: int) -> ProcessGroup | None:
-        """Returns the CPU's group, unless it is a barrier that another one carries out."""
-        return None if kind == BARRIER and self._cpu is not self._first else self._cpu
+    def fast_message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Sends or receives a tensor where the CPU's group takes the fast path."""
+        return None if self._cpu is None else self._cpu.fast_message(sends, tensor, peer, tag, async_op)
 
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         return issue(self._groups[tensor.device.type])
@@ -127,16 +106,3 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Runs on the group of ``opts.device``, else on that of the first device type."""
         kind = "" if opts.device is None else opts.device.type
         return self._groups.get(kind, self._first)._barrier(opts)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for group in self.inner_groups:
-                stack.enter_context(group._together())
-            yield
-
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._groups[tensor.device.type]._send(tensor, dst, tag)
-
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        return self._groups[tensor.device.type]._recv(tensor, src, tag)

@@ -10,6 +10,9 @@ the machine meets all of them alike.
 
 from __future__ import annotations
 
+if __name__ != "collectives.bench":
+    raise ImportError("this folder is the package collectives.bench; import it by that name")
+
 __all__ = ["PROGRAMS"]
 
 PROGRAMS = {

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.bench.comparison import program as comparison
-from collectives.bench.comparison.program import READING, Options, measure
+from collectives.bench.comparison import command as comparison
+from collectives.bench.comparison.command import READING
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 

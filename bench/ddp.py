@@ -26,7 +26,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.comparison.groups import parent_store
 from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
@@ -38,14 +37,15 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.core.lockstep import create_board
+from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
-from collectives.bench.core.ranks import RankFailedError, SpawnedTeam, Team
 from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
+from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
 from collectives.bench.training.peers import Peer
-from collectives.bench.training.records import TrainingRecord, TrainingReport, report_lines
-from collectives.bench.training.trainer import OPTIMIZERS, Assignment, End, Ready, Times, train
+from collectives.ranks.processes import RankFailedError, RankProcesses, SpawnedRanks
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
 from collectives.store import TCPStore
@@ -146,7 +146,7 @@ class _Ranks:
         store: where they met; kept as long as they live.
     """
 
-    def __init__(self, peer: Peer, team: Team, store: TCPStore) -> None:
+    def __init__(self, peer: Peer, team: RankProcesses, store: TCPStore) -> None:
         self.peer = peer
         self.team = team
         self.store = store
@@ -226,10 +226,10 @@ def _measure_model(
                 options.imports,
                 cores_of_ranks(options.ranks) if options.bind else (),
             )
-            descriptor, board = create_board(options.ranks)
+            descriptor, board = create_barrier_memory(options.ranks)
             stack.callback(os.close, descriptor)
             store = parent_store()
-            team = SpawnedTeam(options.ranks, train, (options.ranks, given, board, store.port))
+            team = SpawnedRanks(options.ranks, train, (options.ranks, given, board, store.port))
             teams.append(_Ranks(peer, stack.enter_context(team), store))
             _check_memory(model, teams, len(peers))
         _play(teams, model, options, say)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.bench.comparison import program as comparison
+from collectives.bench.comparison import command as comparison
+from collectives.bench.comparison.command import READING
 from collectives.bench.comparison.operations import OPERATIONS
-from collectives.bench.comparison.program import READING
 from collectives.bench.core.arguments import parse_names
 
 __all__ = ["add_arguments", "run"]

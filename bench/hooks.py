@@ -25,7 +25,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.comparison.groups import LOCALHOST, parent_store
 from collectives.bench.core.arguments import (
     add_json,
     add_ranks,
@@ -35,14 +34,15 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.core.lockstep import create_board
+from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.groups import LOCALHOST, parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, burst_bytes
-from collectives.bench.core.ranks import RankFailedError, SpawnedTeam
 from collectives.bench.core.records import BaseReport, Skipped, Timing
-from collectives.bench.core.table import skipped_lines
-from collectives.bench.training.hook_trainer import HOOKS, TASKS, Job, Outcome, Place, train
+from collectives.bench.core.text import skipped_lines
+from collectives.bench.training.hook_worker import HOOKS, TASKS, Job, Outcome, Place, train
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
+from collectives.ranks.processes import RankFailedError, SpawnedRanks
 from collectives.registry.backends import backend_spec
 
 __all__ = ["HookRecord", "HookReport", "Options", "add_arguments", "measure", "report_lines", "run"]
@@ -186,12 +186,12 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
             host = machines.host
             share = options.ranks // options.machines
             namespaces = tuple(machines.namespace(rank // share) for rank in range(options.ranks))
-        descriptor, board = create_board(options.ranks)
+        descriptor, board = create_barrier_memory(options.ranks)
         stack.callback(os.close, descriptor)
         store = parent_store(host)
         stack.callback(store.close)
         place = Place(options.backend, board, store.port, host, namespaces)
-        team = stack.enter_context(SpawnedTeam(options.ranks, train, (options.ranks, place)))
+        team = stack.enter_context(SpawnedRanks(options.ranks, train, (options.ranks, place)))
         for task in tasks:
             for number, hook in enumerate(options.hooks, 1):
                 if progress is not None:

@@ -34,7 +34,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.comparison.program import Options, measure
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import KINDS, Record, Report, read_report
 from collectives.bench.core.arguments import (
     at_least,
     check_plot,
@@ -45,10 +47,9 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.machine import usable_cores
 from collectives.bench.core.namespaces import burst_bytes, bytes_a_second
-from collectives.bench.core.ranks import RankFailedError
-from collectives.bench.core.records import KINDS, Record, Report, read_report, write_json
+from collectives.bench.core.records import write_json
 from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.table import header_lines
+from collectives.bench.core.text import header_lines
 from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
@@ -61,9 +62,10 @@ from collectives.bench.cost_model.calibration import (
     points_of_records,
     split,
 )
-from collectives.bench.cost_model.scaling import ends, ours, predictions, scales_up_to
-from collectives.bench.cost_model.table import check_lines, parameter_lines, prediction_lines
-from collectives.bench.cost_model.terms import Parameters, Scale
+from collectives.bench.cost_model.parameters import Parameters, Scale
+from collectives.bench.cost_model.predictions import predict_host, predictions, scales_up_to, scaling_ends
+from collectives.bench.cost_model.report import check_lines, parameter_lines, prediction_lines
+from collectives.ranks.processes import RankFailedError
 
 __all__ = ["add_arguments", "run"]
 
@@ -293,10 +295,10 @@ def _as_json(
         "check": [as_json(point, parameters) for point in kept],
         "check_errors": None if checked is None else asdict(checked),
         "predictions": [
-            {**asdict(each), "is_ours": each.algorithm == ours(size, scale, target).algorithm}
+            {**asdict(each), "is_ours": each.algorithm == predict_host(size, scale, target).algorithm}
             for size in sizes
             for scale in scales
             for each in predictions(size, scale, target)
         ],
-        "ends": [asdict(each) for each in ends(sizes, scales, target)],
+        "ends": [asdict(each) for each in scaling_ends(sizes, scales, target)],
     }

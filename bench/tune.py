@@ -17,11 +17,11 @@ from pathlib import Path
 
 from collectives.backends.host import thresholds as host_tuning
 from collectives.bench.core.arguments import parse_counts, show_progress
-from collectives.bench.core.ranks import RankFailedError
 from collectives.bench.core.sizes import format_bytes
-from collectives.bench.tuning.ranks import Rig
 from collectives.bench.tuning.search import Outcome, TooNoisyError, search
+from collectives.bench.tuning.worker import Rig
 from collectives.cli import CommandError
+from collectives.ranks.processes import RankFailedError
 
 __all__ = ["add_arguments", "entries", "run", "table"]
 

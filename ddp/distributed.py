@@ -26,7 +26,6 @@ from collectives.ddp.logging_data import construction_in_words, logging_data
 from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
 from collectives.ddp.reducer.buckets import bucket_limits
 from collectives.ddp.reducer.grad_bucket import GradBucket
-from collectives.ddp.reducer.options import ReducerOptions
 from collectives.ddp.reducer.reducer import Hook, Reducer
 from collectives.ddp.reducer.sparse import sparse_parameters
 from collectives.ddp.sync.agreement import describe_model, verify_agreement
@@ -201,7 +200,10 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _make_reducer(self, parameters: dict[str, nn.Parameter]) -> Reducer:
         sparse = sparse_parameters(self.module)
         precision = self.mixed_precision
-        options = ReducerOptions(
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        return Reducer(
+            trained,
+            self.process_group,
             model=self._in_words(),
             limits=self._bucket_limits,
             find_unused_parameters=self.find_unused_parameters,
@@ -213,11 +215,9 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             delayed=self._delayed,
             trigger=self._trigger,
             frozen={name: p for name, p in parameters.items() if not p.requires_grad},
-            wire_dtype=None if precision is None else precision.wire_dtype,
+            reduce_dtype=None if precision is None else precision.wire_dtype,
             casts=self._casts,
         )
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        return Reducer(trained, self.process_group, options)
 
     def _make_casts(self) -> CastParameters | None:
         precision = self.mixed_precision
@@ -279,7 +279,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         root = self._tell_of_forward(averages=sync)
         if sync:
             self.reducer.clock.begin(self.reducer.passes)
-            self.reducer.before_forward()
+            self.reducer.prepare_for_forward()
         if self.will_sync_module_buffers():
             self._buffer_sync(root)
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))

@@ -1,4 +1,4 @@
-"""Parameters that all tests share, and the proof that nothing is left behind."""
+"""Parameters that all tests share, the tiers, and the proof that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import harness
 import pytest
+import tiers
 from interrupts import let_children_be_interrupted
 
 BACKENDS = ("host", "gloo", "round_robin")
@@ -26,6 +27,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backends", default=",".join(BACKENDS), help="backends that the shared tests run on, by commas"
     )
+    tiers.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.configure(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return tiers.header(config)
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.select(config, items)
 
 
 def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
@@ -77,7 +92,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := tiers.summary(config):
+        terminalreporter.write_line(left_out)
     if _left:
         terminalreporter.section("left behind by the tests", red=True)
         for line in _left:

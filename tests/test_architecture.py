@@ -31,8 +31,9 @@ MAY_USE = {
     "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2"},
     "backends": _CONTRACTS | {"backends"},
     "ddp": {"errors", "core", "ddp"},
-    "conformance": {"errors", "core", "registry", "conformance"},
-    "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "bench"},
+    "ranks": {"ranks"},
+    "conformance": {"errors", "core", "registry", "ranks", "conformance"},
+    "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
     "cli": {"registry", "core", "cli"},
     "__main__": {"cli"},
     "collectives_registration": {"torch_bridge"},
@@ -73,19 +74,25 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 
-def _walk(node: ast.AST, at_top: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Yields the nodes that are carried out, and whether that is when the module is imported."""
+def _walk(node: ast.AST, at_top: bool, types: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Yields the nodes that are carried out, and whether that is when the module is imported.
+
+    Args:
+        node: the node whose children to begin with.
+        at_top: whether the node is carried out when the module is imported.
+        types: whether nodes for type checkers alone count, too.
+    """
     for child in ast.iter_child_nodes(node):
-        if _is_type_checking(child):
+        if _is_type_checking(child) and not types:
             continue
         inside = at_top and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         yield child, inside
-        yield from _walk(child, inside)
+        yield from _walk(child, inside, types)
 
 
-def imports_of(module: str) -> Iterator[Import]:
+def imports_of(module: str, types: bool = False) -> Iterator[Import]:
     tree = ast.parse(MODULES[module].read_text())
-    for node, at_top in _walk(tree, True):
+    for node, at_top in _walk(tree, True, types):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(module, alias.name, None, node.lineno, at_top)
@@ -157,12 +164,16 @@ def test_what_the_root_imports_does_not_import_the_root() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_cycles_at_import() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for one in ALL_IMPORTS:
-        needed = target(one)
-        if one.at_top and needed in MODULES and needed not in {one.importer, "collectives"}:
-            graph[one.importer].add(needed)
+def test_no_import_cycles() -> None:
+    """No module needs itself, neither at import, nor later in a function, nor for its types."""
+    graph: dict[str, set[str]] = {
+        module: {
+            needed
+            for one in imports_of(module, types=True)
+            if (needed := target(one)) in MODULES and needed not in {module, "collectives"}
+        }
+        for module in MODULES
+    }
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -175,6 +186,7 @@ def test_no_cycles_at_import() -> None:
 
     for module in sorted(set(graph) - {"collectives"}):
         visit(module, ())
+    assert done >= set(MODULES) - {"collectives"}
 
 
 def test_modules_import_no_optional_package() -> None:

@@ -1,8 +1,7 @@
-"""What ranks tell each other through the store when a group ends before its time, and the errors it leads to.
+"""Exit reasons: why a rank left a group, as it publishes in the store, and the errors that other ranks raise.
 
 For backends whose library tells one rank nothing of another's end
-(:mod:`collectives.backends._shared.process_records`). Other ranks compare these words, so that they are the
-same on all.
+(:mod:`collectives.backends._shared.process_records`). The texts are compared between ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAb
 __all__ = ["ABORTED", "FAILED", "PASSED_LIMIT", "SHUT_DOWN", "blamed", "refuse_broken", "stopped_by"]
 
 ABORTED = "it aborted the group"
-"""The farewell of a rank that aborts."""
+"""Exit reason of a rank that aborts."""
 
 SHUT_DOWN = "it shut the group down"
-"""The farewell of a rank that ends the group in order."""
+"""Exit reason of a rank that ends the group in order."""
 
 PASSED_LIMIT = "passed its time limit"
-"""The end of the farewell of a rank whose operation passed its limit."""
+"""End of the exit reason of a rank whose operation passed its limit."""
 
 FAILED = "failed"
-"""In the farewell of a rank whose call failed, between the operation and the library's message."""
+"""In the exit reason of a rank whose call failed, between the operation and the library's message."""
 
 
 def blamed(what: str, rank: int, how: str, aside: str = "") -> Exception:

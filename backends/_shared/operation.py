@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,26 +10,40 @@ import torch
 __all__ = ["Operation"]
 
 
-@dataclass(frozen=True, slots=True)
 class Operation:
-    """What a message says about an operation.
+    """An operation as error messages name it.
 
-    Attributes:
+    Args:
         name: name of its user function.
         number: its place among the operations that the group issued.
-        outputs: the tensors it writes or sends.
+        tensors: the tensors that messages describe; not kept.
         timeout: its time limit.
         detail: what else tells it apart, such as the reduction or the peer.
+        outputs: the results of its Work, where that takes them from here.
     """
 
-    name: str
-    number: int
-    outputs: Sequence[torch.Tensor]
-    timeout: timedelta
-    detail: str = ""
+    __slots__ = ("_count", "_dtype", "_shape", "detail", "name", "number", "outputs", "timeout")
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+        timeout: timedelta,
+        detail: str = "",
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.name = name
+        self.number = number
+        self.timeout = timeout
+        self.detail = detail
+        self.outputs = outputs
+        self._count = len(tensors)
+        self._dtype = tensors[0].dtype if tensors else None
+        self._shape = tensors[0].shape if tensors else ()
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in self.outputs[:1])
-        more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
-        about = ", ".join(part for part in (self.detail, shapes + more) if part)
+        tensor = f"{self._dtype} {list(self._shape)}" if self._count else ""
+        more = f" and {self._count - 1} more" if self._count > 1 else ""
+        about = ", ".join(part for part in (self.detail, tensor + more) if part)
         return f"{self.name} #{self.number}" + (f" ({about})" if about else "")

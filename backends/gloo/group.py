@@ -22,24 +22,21 @@ from collectives.backends._shared.exit_reasons import (
 )
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
+from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
 from collectives.backends.gloo.messages import Messages, armed
+from collectives.backends.gloo.options import gloo_options, option_names
 from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
-from collectives.backends.gloo.torch_gloo import (
+from collectives.backends.gloo.rendezvous import agree_on_devices
+from collectives.backends.gloo.torch_group import (
     TorchGroup,
-    agree_on_devices,
     all_gather_single,
     all_to_all_single,
-    as_bytes,
     break_connections,
-    byte_count,
-    gloo_options,
-    option_names,
 )
 from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import elements_per_byte
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -304,15 +301,8 @@ class ProcessGroupGloo(ProcessGroup):
         operation = self._operation("all_to_all_single", [output], opts.timeout)
         staged = dense_outputs([output])
         received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
-        width, shared = tensor.element_size(), elements_per_byte(tensor.dtype)
-        work = self._run_alltoall(
-            received,
-            sent,
-            [split * width // shared for split in output_splits],
-            [split * width // shared for split in input_splits],
-            opts,
-            operation,
-        )
+        sizes, sent_sizes = byte_splits(output, output_splits), byte_splits(tensor, input_splits)
+        work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
         return armed(staged.finish(work, [output]), opts.asyncOp)
 
     def _run_alltoall(
@@ -357,7 +347,7 @@ class ProcessGroupGloo(ProcessGroup):
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
-        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
 
     def check_usable(self, operation: Operation) -> Any:
         """Returns torch's group; raises where this group is broken or ended."""
@@ -415,17 +405,17 @@ class ProcessGroupGloo(ProcessGroup):
             self._break_connections()
             rank, how = self._liveness.find_lost()
             if rank >= 0:
-                self._liveness.verdict(rank, how)
+                self._liveness.publish_lost(rank, how)
             broken = broken_by(what, rank, how, text)
             self._break(broken)
             return broken
 
-    def _break(self, cause: Exception, farewell: str = "") -> None:
+    def _break(self, cause: Exception, exit_reason: str = "") -> None:
         """Ends all operations between ranks, here and on the peers, and refuses later ones."""
         self._cause = cause
         self._break_connections()
-        if farewell:
-            self._liveness.farewell(farewell)
+        if exit_reason:
+            self._liveness.publish_exit(exit_reason)
 
     def _break_connections(self) -> None:
         inner = self._torch.inner
@@ -463,7 +453,7 @@ class ProcessGroupGloo(ProcessGroup):
             if self._ended:
                 return
             self._ended = True
-            self._liveness.farewell(SHUT_DOWN)
+            self._liveness.publish_exit(SHUT_DOWN)
         self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
         self._release()
 

@@ -13,7 +13,7 @@ import torch
 
 from collectives.backends._shared.loopback import Loopback
 from collectives.backends._shared.operation import Operation
-from collectives.backends.gloo.torch_gloo import as_bytes
+from collectives.backends._shared.tensor_memory import as_bytes
 from collectives.backends.gloo.work import MessageGlooWork, Owner
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.work import FinishingWork, Work

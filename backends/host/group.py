@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends.host.parts import as_tuple, equal_parts, parts_of, split_parts
+from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.rendezvous import form
-from collectives.backends.host.work import HostWork, InFlight
+from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import NATIVE_CODES, native_count
+from collectives.core.dtypes import NATIVE_CODES, element_bytes, native_count
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
@@ -33,7 +33,7 @@ from collectives.core.types import (
     ScatterOptions,
     default_pg_timeout,
 )
-from collectives.core.work import CompletedWork, Work
+from collectives.core.work import COMPLETED, CompletedWork, Work
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
@@ -41,7 +41,6 @@ __all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
 _CODES = NATIVE_CODES
 _SUM = ReduceOp.SUM.code
 _KIND = _native.COLLECTIVES
-_ALL_REDUCE = _KIND["all_reduce"]
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
 
@@ -121,7 +120,6 @@ class ProcessGroupHost(ProcessGroup):
         self._timeout_ns = _nanoseconds(timeout)
         label = self.describe()
         self._native = form(store, rank, size, timeout, label)
-        self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
         self._in_flight = InFlight()
         _live.add(self)
 
@@ -154,36 +152,25 @@ class ProcessGroupHost(ProcessGroup):
 
     # ---- collectives ---------------------------------------------------------------------------------
 
-    def plain_launch(
+    def fast_collective(
         self,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
     ) -> Work | None:
         """Issues a collective where the core takes the arguments as they are."""
-        task = self._native.plain_launch(kind, output, input, op_code, root, listed)
+        if not async_op:
+            done = self._native.plain(opcode, output, input, reduce_op, root, list_form)
+            return COMPLETED if done else None
+        task = self._native.plain_launch(opcode, output, input, reduce_op, root, list_form)
         if task is None:
             return None
         outputs = as_tuple(output)
         return self._launch(task, (*outputs, *as_tuple(input)), outputs, True)
-
-    def allreduce(
-        self,
-        tensors: torch.Tensor | Sequence[torch.Tensor],
-        opts: AllreduceOptions | ReduceOp | None = None,
-        timeout: timedelta | None = None,
-        *,
-        op: ReduceOp | None = None,
-    ) -> Work:
-        """Reduces a tensor over all ranks, in place; see :meth:`ProcessGroup.allreduce`."""
-        if type(opts) is AllreduceOptions and opts.asyncOp is False and opts.timeout is None:
-            tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
-            if self.plain(_ALL_REDUCE, tensor, op_code=opts.reduceOp.code):
-                return CompletedWork((tensor,))  # type: ignore[arg-type]  # a tensor, or it were not plain
-        return super().allreduce(tensors, opts, timeout, op=op)
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         if not is_dense(tensor):
@@ -222,7 +209,7 @@ class ProcessGroupHost(ProcessGroup):
             (source, *staged.stand_ins),
             outputs,
             source=source,
-            outputs=parts_of(staged.stand_ins),
+            outputs=map(part_of, staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -238,7 +225,7 @@ class ProcessGroupHost(ProcessGroup):
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
         sources = [dense(part) for part in inputs]
-        return self._reduce_parts(output, sources, parts_of(sources), opts)
+        return self._reduce_parts(output, sources, map(part_of, sources), opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
@@ -250,7 +237,7 @@ class ProcessGroupHost(ProcessGroup):
         self,
         output: torch.Tensor,
         sources: list[torch.Tensor],
-        parts: list[tuple[int, int]],
+        parts: Iterable[Part],
         opts: ReduceScatterOptions,
     ) -> Work:
         staged = dense_outputs([output])
@@ -272,7 +259,7 @@ class ProcessGroupHost(ProcessGroup):
             outputs,
             source=source,
             root=opts.rootRank,
-            outputs=parts_of(staged.stand_ins),
+            outputs=map(part_of, staged.stand_ins),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -287,7 +274,7 @@ class ProcessGroupHost(ProcessGroup):
             (output,),
             data=target,
             root=opts.rootRank,
-            inputs=parts_of(sources),
+            inputs=map(part_of, sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -302,8 +289,8 @@ class ProcessGroupHost(ProcessGroup):
             (*sources, *staged.stand_ins),
             outputs,
             dtype=outputs[0].dtype,
-            outputs=parts_of(staged.stand_ins),
-            inputs=parts_of(sources),
+            outputs=map(part_of, staged.stand_ins),
+            inputs=map(part_of, sources),
         )
         return self._finish(staged, work, opts.asyncOp)
 
@@ -334,39 +321,24 @@ class ProcessGroupHost(ProcessGroup):
 
     # ---- point-to-point ------------------------------------------------------------------------------
 
-    def send(self, tensors: torch.Tensor | Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank; see :meth:`ProcessGroup.send`.
-
-        The Work is done when the tensor may be changed: the message is whole in shared memory or with the
-        network then, but perhaps not with its receiver. The time limit that the group has now holds from now
-        on; the class says what it does to a message that has left in part.
-        """
-        return self._message(True, tensors, dstRank, tag) or super().send(tensors, dstRank, tag)
-
-    def recv(self, tensors: torch.Tensor | Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work:
-        """Receives a tensor from a rank; see :meth:`ProcessGroup.recv`.
-
-        A receive that fails, for its time limit or anything else, may have overwritten a part of the tensor.
-        """
-        return self._message(False, tensors, srcRank, tag) or super().recv(tensors, srcRank, tag)
-
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Sends or receives a tensor where the core takes the arguments as they are, and waits for it."""
-        task = self._native.plain_message(sends, tensor, peer, tag, True)
+    def fast_message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Posts a message or a receive where the core takes the arguments as they are."""
+        task = self._native.plain_message(sends, tensor, peer, tag, not async_op)
         if task is None:
-            return False
+            return None
         if task is not True:
-            self._launch(task, (tensor,), (), False)
-        return True
-
-    def _message(self, sends: bool, tensor: Any, peer: int, tag: int) -> Work | None:
-        """Posts a message where the core takes the arguments as they are."""
-        task = self._native.plain_message(sends, tensor, peer, tag, False)
-        if task is True:
-            return CompletedWork() if sends else CompletedWork((tensor,), peer)
-        return None if task is None else self._launch(task, (tensor,), () if sends else (tensor,), True)
+            work = self._launch(task, (tensor,), () if sends else (tensor,), async_op)
+            return work if async_op else COMPLETED
+        return COMPLETED if sends or not async_op else CompletedWork((tensor,), peer)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Sends a tensor; done when the message is whole in shared memory or with the network.
+
+        The time limit that the group has now holds from now on; the class says what it does to a message that
+        has left in part.
+        """
         source = dense(tensor)
         task = self._native.send(
             source.data_ptr(), native_count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
@@ -374,6 +346,7 @@ class ProcessGroupHost(ProcessGroup):
         return self._launch(task, (source,), (), True)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        """Receives a tensor; a receive that fails may have overwritten a part of it."""
         if not is_dense(tensor):
             staged = dense_outputs([tensor])
             return self._finish(staged, self._recv(staged.stand_ins[0], src, tag), True)
@@ -416,8 +389,8 @@ class ProcessGroupHost(ProcessGroup):
         dtype: torch.dtype | None = None,
         op: ReduceOp | None = None,
         root: int = 0,
-        outputs: Sequence[tuple[int, int]] = (),
-        inputs: Sequence[tuple[int, int]] = (),
+        outputs: Iterable[Part] = (),
+        inputs: Iterable[Part] = (),
     ) -> Work:
         """Runs or queues a collective.
 
@@ -431,12 +404,13 @@ class ProcessGroupHost(ProcessGroup):
             dtype: data type, where there is neither ``data`` nor ``source``.
             op: the reduction.
             root: the root.
-            outputs: address and number of elements of the parts that are written, by rank.
+            outputs: the parts that are written, by rank.
             inputs: the same for those that are only read.
         """
         main = source if data is None else data
         if main is not None:
             dtype = main.dtype
+        item = 1 if dtype is None else element_bytes(dtype)
         task = self._native.collective(
             _KIND[kind],
             0 if data is None else data.data_ptr(),
@@ -446,8 +420,8 @@ class ProcessGroupHost(ProcessGroup):
             _SUM if op is None else op.code,
             1.0 if op is None else kernel_factor(op, self._size),
             root,
-            outputs,
-            inputs,
+            [(address, nbytes // item) for address, nbytes in outputs],
+            [(address, nbytes // item) for address, nbytes in inputs],
             self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
             not opts.asyncOp,
         )

@@ -1,4 +1,4 @@
-"""The addresses that a rank offers to ranks on other machines."""
+"""Where a rank runs, and the addresses that it offers to ranks on other machines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError
 
-__all__ = ["Addresses", "choose_addresses"]
+__all__ = ["Addresses", "choose_addresses", "place", "system"]
 
 _VARIABLES = ("COLLECTIVES_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_LABEL = "COLLECTIVES_HOST_MACHINE"
 _DISCARD_PORT = 9
 """Nothing is sent there: connecting a datagram socket only asks for the route."""
 
@@ -139,3 +141,21 @@ def _addresses_towards(host: str) -> Iterator[str]:
 def _listed(interfaces: list[_Interface]) -> str:
     listed = ", ".join(f"{one.name} ({one.address})" for one in interfaces)
     return f"the interfaces that are up: {listed or 'none'}"
+
+
+def place() -> str:
+    """Returns what tells machines apart, as far as attaching goes: the boot and the network name space.
+
+    ``COLLECTIVES_HOST_MACHINE`` divides it further: ranks with different labels never share memory.
+    """
+    label = os.environ.get(_LABEL, "")
+    return f"{system()} {label}" if label else system()
+
+
+def system() -> str:
+    """Returns what tells running systems and their network name spaces apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()

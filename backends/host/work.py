@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -16,7 +17,14 @@ import collectives._native as _native
 from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["HostWork", "InFlight"]
+__all__ = ["HostWork", "InFlight", "as_tuple"]
+
+
+def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of an operand now, because the caller may change a list of them later."""
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
 
 
 class HostWork(Work):

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from collectives.backends.mpi.group import ProcessGroupMPI, capabilities, create, option_names
-from collectives.backends.mpi.runtime import unavailable
+from collectives.backends.mpi.library import unavailable
 
 __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names", "unavailable"]

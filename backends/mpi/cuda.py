@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 
-from collectives.backends.mpi.parts import Part
-from collectives.backends.mpi.runtime import Library
+from collectives.backends._shared.tensor_memory import Part
+from collectives.backends.mpi.library import Library
 from collectives.core.arguments.staging import dense, dense_outputs
 
-__all__ = ["VARIABLE", "HostOutputs", "copy_own", "on_device", "outputs_for_kernels", "settle", "why_no_cuda"]
+__all__ = [
+    "VARIABLE",
+    "HostOutputs",
+    "copy_own",
+    "on_device",
+    "outputs_for_kernels",
+    "synchronize_streams",
+    "why_no_cuda",
+]
 
 VARIABLE = "COLLECTIVES_MPI_CUDA"
 
@@ -51,7 +59,7 @@ def why_no_cuda(library: Library) -> str | None:
     return None
 
 
-def settle(tensors: Iterable[Any]) -> None:
+def synchronize_streams(tensors: Iterable[Any]) -> None:
     """Blocks until the current streams of CUDA tensors have passed what they hold; others are left out.
 
     MPI knows no streams: what it is given must be in memory.

@@ -1,28 +1,26 @@
-"""What moves the operations of a group on: whoever waits, and a thread of the process where nobody does.
+"""The progress engine of a group: the operations in flight, their progress and their failures.
 
-MPI moves messages only while somebody calls it. So a thread that waits for one operation tests all that are
-in flight in its group (it *drives* them); those that nobody waits for are driven by one *tender*, a thread
-of the process that looks at all groups and rests in between, the longer the less there is to do. No call
-blocks in MPI, so that time limits hold, an abort releases those who wait, and groups do not stop each other.
+MPI makes progress only while somebody calls it. So a thread that waits for one operation tests all that are
+in flight in its group; the progress thread of the process tests those that nobody waits for. No call blocks
+in MPI, so that time limits hold, an abort releases those who wait, and groups do not stop each other.
 
-A thread that has waited for a while *takes stock* now and then: it looks for time limits that have passed,
-in the group's store for what others have said, and for processes that have ended.
+A thread that has waited for a while checks now and then whether time limits have passed, what others have
+published in the group's store, and whether processes have ended.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
 import time
-import weakref
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.mpi.runtime import Library
+from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.progress_thread import progress_thread
 from collectives.backends.mpi.work import MPIWork
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -45,8 +43,8 @@ _SLOWEST_BYTES_PER_SECOND = 1e9
 _NAP_SECONDS = 50e-6
 _LONGEST_NAP_SECONDS = 500e-6
 
-_STOCK_SECONDS = 0.25
-"""How often a waiting thread takes stock."""
+_CHECK_SECONDS = 0.25
+"""How often a waiting thread checks for failures."""
 
 _abandoned: list[MPIWork] = []
 """Operations that failed while MPI may still write into their memory, which therefore stays."""
@@ -87,8 +85,8 @@ class Engine:
         self._active: list[MPIWork] = []
         self._testall = library.mpi.Request.Testall
         self._spins = _SPINS_IN_A_CROWD if library.crowded else _SPINS
-        self._stock_at = 0.0
-        self._taking_stock = threading.Lock()
+        self._check_at = 0.0
+        self._checking = threading.Lock()
 
     # ---- issue ---------------------------------------------------------------------------------------------
 
@@ -125,9 +123,9 @@ class Engine:
             work.wait()
 
     def watch(self, work: MPIWork) -> None:  # noqa: ARG002 - all are watched together
-        """Lets the tender drive this group."""
+        """Lets the progress thread serve this group."""
         if self.mpi_library.any_thread:
-            _tender.tend(self)
+            progress_thread.serve(self)
 
     @property
     def idle(self) -> bool:
@@ -141,10 +139,10 @@ class Engine:
 
     # ---- progress ------------------------------------------------------------------------------------------
 
-    def drive(self, work: MPIWork, until: float | None) -> bool:
+    def wait_for(self, work: MPIWork, until: float | None) -> bool:
         """Moves operations on until ``work`` has ended; ``False`` where it has not at the time ``until``."""
         if not self.mpi_library.may_call():
-            return self._look_on(work, until)
+            return self._wait_for_other_thread(work, until)
         for _ in range(self._spins):
             if self._advance() is not None and work.done:
                 return True
@@ -154,7 +152,7 @@ class Engine:
             now = time.monotonic()
             if until is not None and now >= until:
                 return False
-            self._take_stock(now, work)
+            self._check_failures(now, work)
             if now < busy_until:
                 os.sched_yield()
             else:
@@ -163,7 +161,7 @@ class Engine:
             self._advance()
         return True
 
-    def _look_on(self, work: MPIWork, until: float | None) -> bool:
+    def _wait_for_other_thread(self, work: MPIWork, until: float | None) -> bool:
         """Waits on a thread that may not call MPI for the one that may."""
         while not work.done:
             now = time.monotonic()
@@ -174,24 +172,24 @@ class Engine:
             time.sleep(_LONGEST_NAP_SECONDS)
         return True
 
-    def glance(self, work: MPIWork) -> None:
+    def poll(self, work: MPIWork) -> None:
         """Moves operations on once, unless another thread does or this one may not call MPI."""
         if self.mpi_library.may_call():
             self._advance()
             now = time.monotonic()
-            if not work.done and now - work.since > _STOCK_SECONDS:
-                self._take_stock(now, work)
+            if not work.done and now - work.since > _CHECK_SECONDS:
+                self._check_failures(now, work)
 
-    def tend(self) -> bool | None:
-        """The tender's look: returns whether anything came to an end, ``None`` where nothing is in flight."""
+    def progress(self) -> bool | None:
+        """For the progress thread: returns whether anything ended, ``None`` where nothing is in flight."""
         if not self._active:
             return None
         ended = self._advance()
         oldest = next(iter(self._active[:1]), None)
         if oldest is not None:
             now = time.monotonic()
-            if now - oldest.since > _STOCK_SECONDS or now > self._first_deadline():
-                self._take_stock(now, oldest)
+            if now - oldest.since > _CHECK_SECONDS or now > self._first_deadline():
+                self._check_failures(now, oldest)
         return bool(ended)
 
     def _advance(self) -> int | None:
@@ -225,45 +223,45 @@ class Engine:
     def _first_deadline(self) -> float:
         return min((work.deadline for work in list(self._active)), default=float("inf"))
 
-    def _take_stock(self, now: float, waiting: MPIWork) -> None:
+    def _check_failures(self, now: float, waiting: MPIWork) -> None:
         """Looks for what MPI does not tell: time limits, aborts of other ranks, processes that ended."""
         expired = next((work for work in list(self._active) if now > work.deadline), None)
         if expired is not None:
             self._expire(expired)
             return
-        if now < self._stock_at or now - waiting.since < _STOCK_SECONDS / 2 or self.cause is not None:
+        if now < self._check_at or now - waiting.since < _CHECK_SECONDS / 2 or self.cause is not None:
             return
-        if not self._taking_stock.acquire(blocking=False):
+        if not self._checking.acquire(blocking=False):
             return
         found = None
         try:
-            self._stock_at = now + _STOCK_SECONDS
-            self._say_where(waiting)
+            self._check_at = now + _CHECK_SECONDS
+            self._publish_waiting(waiting)
             with contextlib.suppress(Exception):  # the store went with a rank
-                found = self._liveness.look()
+                found = self._liveness.poll_lost()
         finally:
-            self._taking_stock.release()
+            self._checking.release()
         if found is not None:
             self._break(self._loss(waiting.operation, *found), waiting)
 
-    def _say_where(self, work: MPIWork) -> None:
+    def _publish_waiting(self, work: MPIWork) -> None:
         with contextlib.suppress(Exception):
-            self._store.set(f"at/{self._rank}", f"{work.operation.name} #{work.operation.number}")
+            self._store.set(f"waiting/{self._rank}", f"{work.operation.name} #{work.operation.number}")
 
     def _expire(self, work: MPIWork) -> None:
         operation = work.operation
         limit = operation.timeout.total_seconds()
-        text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._others_are(work)}"
-        self._liveness.verdict(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
+        text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._other_ranks(work)}"
+        self._liveness.publish_lost(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
         self._break(CollectiveTimeoutError(text), work)
 
-    def _others_are(self, work: MPIWork) -> str:
-        """Returns in words what the other ranks wait in, as far as they have said so."""
-        self._say_where(work)
+    def _other_ranks(self, work: MPIWork) -> str:
+        """Returns in words what the other ranks wait in, as far as they have published it."""
+        self._publish_waiting(work)
         try:
             others = [rank for rank in range(self._size) if rank != self._rank]
-            silent = [rank for rank in others if not self._store.check([f"at/{rank}"])]
-            told = [
+            silent = [rank for rank in others if not self._store.check([f"waiting/{rank}"])]
+            known = [
                 f"rank {rank} waited last in {self._store.get(f'at/{rank}').decode()}"
                 for rank in others
                 if rank not in silent
@@ -271,15 +269,15 @@ class Engine:
         except Exception:  # noqa: BLE001 - the store went with a rank
             return "The group's store does not answer, so that nothing is known of the other ranks"
         if silent:
-            told.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "
+            known.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "
                         f"{', '.join(map(str, silent))}")  # fmt: skip
-        return "; ".join(told) or "There are no other ranks"
+        return "; ".join(known) or "There are no other ranks"
 
     def _loss(self, operation: Operation | str, rank: int, how: str) -> Exception:
         """Returns what to raise for a rank that is gone, or gave up."""
         found = blamed(f"{self.where} {operation}:", rank, how)
         if isinstance(found, PeerLostError):
-            self._liveness.verdict(rank, how)
+            self._liveness.publish_lost(rank, how)
         return found
 
     def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> Exception:
@@ -356,7 +354,7 @@ class Engine:
                 return
             self.ended = True
         if self.cause is None:
-            self._liveness.verdict(self._rank, ABORTED)
+            self._liveness.publish_lost(self._rank, ABORTED)
             self._break(GroupAbortedError(f"{self.where} the group was aborted by this rank"))
 
     def shutdown(self) -> bool:
@@ -368,77 +366,9 @@ class Engine:
             last = self.earlier()[-1:]
             if not last:
                 break
-            self.drive(last[0], None)
+            self.wait_for(last[0], None)
         with self.lock:
             already, self.ended = self.ended, True
         if not already:
             self._liveness.withdraw()
         return self.cause is None and not already
-
-
-class _Tender:
-    """The thread that drives groups while nobody waits; started with the first that needs it."""
-
-    _REST_SECONDS = 30e-6
-    _LONGEST_REST_SECONDS = 1e-3
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._wanted = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._ends = False
-
-    def tend(self, engine: Engine) -> None:
-        """Drives a group from now on, until nothing of it is in flight."""
-        with self._lock:
-            self._groups.add(engine)
-            if self._thread is None and not self._ends:
-                self._thread = threading.Thread(target=self._serve, name="collectives-mpi", daemon=True)
-                self._thread.start()
-        self._wanted.set()
-
-    def _serve(self) -> None:
-        rest = self._REST_SECONDS
-        while not self._ends:
-            self._wanted.clear()
-            with self._lock:
-                engines = list(self._groups)
-            moved = False
-            for engine in engines:
-                result = engine.tend()
-                moved = moved or bool(result)
-                if result is None:
-                    self._forget(engine)
-            if not engines:
-                self._wanted.wait()
-                rest = self._REST_SECONDS
-                continue
-            del engines
-            rest = self._REST_SECONDS if moved else min(1.2 * rest, self._LONGEST_REST_SECONDS)
-            time.sleep(rest)
-
-    def _forget(self, engine: Engine) -> None:
-        with self._lock:
-            if engine.idle:
-                self._groups.discard(engine)
-
-    def close(self) -> None:
-        """Ends the thread, so that it does not call an MPI that is being finalized."""
-        self._ends = True
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
-_tender = _Tender()
-
-
-def _start_over() -> None:
-    """In a forked child, where the thread does not exist."""
-    _tender.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_over)
-atexit.register(_tender.close)

@@ -1,4 +1,4 @@
-"""Synchronous calls that go the short way without a Work, as long as nothing is out of the ordinary."""
+"""The fast path of the mpi backend: synchronous calls that the core carries out without a Work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.tensor_memory import part_of
 from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import ShortWay
-from collectives.backends.mpi.parts import part_of
-from collectives.backends.mpi.tags import Tags
 from collectives.backends.mpi.work import MPIWork
+from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError
 
-__all__ = ["PlainCalls", "check_length"]
+__all__ = ["FastPath", "check_length"]
 
 _NAMES = {kind: name for name, kind in _native.COLLECTIVES.items()}
 
@@ -30,8 +31,10 @@ def check_length(where: str, operation: Operation, got: int, nbytes: int) -> Non
         )
 
 
-class PlainCalls:
-    """``plain`` and ``plain_message`` of one group; see :meth:`collectives.ProcessGroup.plain`.
+class FastPath:
+    """The fast path of one group; see :meth:`collectives.ProcessGroup.fast_collective`.
+
+    Asynchronous calls do not take it.
 
     Args:
         short: the short way.
@@ -52,38 +55,42 @@ class PlainCalls:
 
     def collective(
         self,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
-    ) -> bool:
-        """Runs a collective on dense tensors; ``False``, with nothing done, where it is not that simple."""
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Runs a synchronous collective on dense tensors while no other operation is in flight."""
         engine = self._engine
-        if engine.cause is not None or engine.ended or not engine.idle:
-            return False
-        done = self._short.plain(kind, output, input, op_code, root, listed)
+        if async_op or engine.cause is not None or engine.ended or not engine.idle:
+            return None
+        done = self._short.fast_collective(opcode, output, input, reduce_op, root, list_form)
         if done is True or done is False:
-            return done
-        operation = Operation(_NAMES[kind], done.number, [], self._timeout())
+            return COMPLETED if done else None
+        operation = Operation(_NAMES[opcode], done.number, [], self._timeout())
         self._await(MPIWork(engine, operation, [], self._short.steps(done), keep=(done, output, input)))
-        return True
+        return COMPLETED
 
-    def message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Moves a dense tensor to or from a rank; ``False`` as above."""
+    def message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Moves a dense tensor to or from a rank, synchronously."""
         engine = self._engine
         if (
-            engine.cause is not None
+            async_op
+            or engine.cause is not None
             or engine.ended
             or type(peer) is not int
             or type(tag) is not int
             or not (0 <= peer < self._size and 0 <= tag < self._tags.own)
         ):
-            return False
-        done = self._short.plain_message(sends, tensor, peer, tag)
+            return None
+        done = self._short.fast_message(sends, tensor, peer, tag)
         if done is True or done is False:
-            return done
+            return COMPLETED if done else None
         name, detail = ("send", "to") if sends else ("recv", "from")
         operation = Operation(name, done.number, [], self._timeout(), f"{detail} rank {peer}, tag {tag}")
 
@@ -92,7 +99,7 @@ class PlainCalls:
 
         steps, after = self._short.steps(done), None if sends else check
         self._await(MPIWork(engine, operation, [], steps, after, (done, tensor), point_to_point=True))
-        return True
+        return COMPLETED
 
     def _await(self, work: MPIWork) -> None:
         try:

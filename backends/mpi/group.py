@@ -15,25 +15,17 @@ import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.mpi.buffers import Buffers
+from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends.mpi.communicators import make_communicators
 from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
+from collectives.backends.mpi.dispatch import Dispatcher
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.fast_path import PlainCalls, check_length
-from collectives.backends.mpi.launching import Launcher
-from collectives.backends.mpi.membership import form
+from collectives.backends.mpi.fast_path import FastPath, check_length
+from collectives.backends.mpi.library import library
+from collectives.backends.mpi.messages.buffers import Buffers
+from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
+from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import MOST_RANKS, ShortWay
-from collectives.backends.mpi.parts import (
-    Arithmetic,
-    Part,
-    arithmetic_of,
-    cut,
-    equal_parts,
-    part_of,
-    split_parts,
-)
-from collectives.backends.mpi.runtime import library
-from collectives.backends.mpi.tags import Tags
-from collectives.backends.mpi.traffic import Traffic
 from collectives.backends.mpi.work import Steps
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
@@ -121,12 +113,12 @@ class ProcessGroupMPI(ProcessGroup):
             self._capabilities = replace(_CAPABILITIES, refusals={"cuda": refusal})
         store = PrefixStore("mpi", options.store)
         liveness = Liveness(store, self._rank, self._size)
-        self._communicator, self._own_communicator = form(self._library, options, self.where())
+        self._communicator, self._own_communicator = make_communicators(self._library, options, self.where())
         largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
         self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
-        traffic = Traffic(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
+        messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
         exchanges = itertools.count()
         self._short = ShortWay(
@@ -139,11 +131,11 @@ class ProcessGroupMPI(ProcessGroup):
             self._numbers,
             exchanges,
         )
-        self._launcher = Launcher(self._engine, self._short, traffic, exchanges, self._rank, self._size)
+        self._dispatcher = Dispatcher(self._engine, self._short, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        calls = PlainCalls(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
-        self.plain = calls.collective  # type: ignore[method-assign]  # a call less
-        self.plain_message = calls.message  # type: ignore[method-assign]
+        fast_path = FastPath(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
+        self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
+        self.fast_message = fast_path.message  # type: ignore[method-assign]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -175,7 +167,7 @@ class ProcessGroupMPI(ProcessGroup):
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
         kind = _KINDS["all_reduce" if root is None else "reduce"]
         if self._short.serves(kind, whole.nbytes, arithmetic.item):
-            return self._launcher.by_core(
+            return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -198,7 +190,7 @@ class ProcessGroupMPI(ProcessGroup):
             keep.append(torch.empty(own.nbytes, dtype=torch.uint8))
         target = own.address if writes else keep[1].data_ptr()
         outputs = parts if writes else ()
-        return self._launcher.reduce(
+        return self._dispatcher.reduce(
             operation,
             parts,
             target,
@@ -242,7 +234,7 @@ class ProcessGroupMPI(ProcessGroup):
             if staged.last_step is not None:
                 staged.last_step()
 
-        return self._launcher.by_calls(operation, issue, asynchronous, finish, (data, memory))
+        return self._dispatcher.by_calls(operation, issue, asynchronous, finish, (data, memory))
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -250,7 +242,7 @@ class ProcessGroupMPI(ProcessGroup):
         data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
         whole = part_of(data)
         if self._short.serves(_KINDS["broadcast"], whole.nbytes, 1):
-            return self._launcher.by_core(
+            return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -262,7 +254,7 @@ class ProcessGroupMPI(ProcessGroup):
                 dtype_code=_BYTE,
                 root=opts.rootRank,
             )
-        return self._launcher.by_calls(
+        return self._dispatcher.by_calls(
             operation,
             lambda: [self._communicator.Ibcast(self._buffers(*whole), opts.rootRank)],
             opts.asyncOp,
@@ -273,7 +265,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
-        return self._launcher.move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
+        return self._dispatcher.move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -285,7 +277,7 @@ class ProcessGroupMPI(ProcessGroup):
             copy_own(target, place, source, own)
             own = place
         if self._short.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
-            return self._launcher.by_core(
+            return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
                 staged.last_step,
@@ -300,7 +292,7 @@ class ProcessGroupMPI(ProcessGroup):
         in_place = own.address == whole.address + self._rank * own.nbytes
         given = self._mpi.IN_PLACE if in_place else self._buffers(*own)
         places = self._buffers.parts(whole.address, own.nbytes, self._size)
-        return self._launcher.by_calls(
+        return self._dispatcher.by_calls(
             operation,
             lambda: [self._communicator.Iallgather(given, places)],
             opts.asyncOp,
@@ -313,14 +305,14 @@ class ProcessGroupMPI(ProcessGroup):
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
         sent: list[torch.Tensor | None] = [None] * self._size
         sent[opts.rootRank] = dense(tensor)
-        return self._launcher.move(operation, sent, outputs, opts.asyncOp)
+        return self._dispatcher.move(operation, sent, outputs, opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
         sent = None if inputs is None else [dense(part) for part in inputs]
         outputs: list[torch.Tensor | None] = [None] * self._size
         outputs[opts.rootRank] = output
-        return self._launcher.move(operation, sent, outputs, opts.asyncOp)
+        return self._dispatcher.move(operation, sent, outputs, opts.asyncOp)
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
@@ -348,7 +340,7 @@ class ProcessGroupMPI(ProcessGroup):
         target = staged.stand_ins[0]
         arithmetic = arithmetic_of(output.dtype, opts.reduceOp, self._size)
         keep = [*sources, target]
-        return self._launcher.reduce(
+        return self._dispatcher.reduce(
             operation, parts, target.data_ptr(), arithmetic, opts.asyncOp, staged.last_step, keep
         )
 
@@ -356,7 +348,7 @@ class ProcessGroupMPI(ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
         operation = self._operation("all_to_all", outputs, opts.timeout)
-        return self._launcher.move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
+        return self._dispatcher.move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -373,7 +365,7 @@ class ProcessGroupMPI(ProcessGroup):
         if target.is_cuda:
             copy_own(target, received[self._rank], source, sent[self._rank])
             sent[self._rank] = received[self._rank]
-        return self._launcher.move_parts(
+        return self._dispatcher.move_parts(
             operation, sent, received, opts.asyncOp, staged.last_step, (source, target)
         )
 
@@ -385,7 +377,7 @@ class ProcessGroupMPI(ProcessGroup):
             while any(not work.done for work in earlier):
                 yield []
 
-        return self._launcher.by_core(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
+        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
@@ -394,7 +386,7 @@ class ProcessGroupMPI(ProcessGroup):
         self._engine.check_usable(operation)
         data = dense(tensor)
         message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
-        return self._launcher.by_calls(
+        return self._dispatcher.by_calls(
             operation,
             lambda: [self._communicator.Isend(message, dst, own_tag)],
             True,
@@ -417,7 +409,7 @@ class ProcessGroupMPI(ProcessGroup):
             if staged.last_step is not None:
                 staged.last_step()
 
-        return self._launcher.by_calls(
+        return self._dispatcher.by_calls(
             operation,
             lambda: [self._communicator.Irecv(message, source, own_tag)],
             True,
@@ -432,7 +424,7 @@ class ProcessGroupMPI(ProcessGroup):
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
-        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail)
+        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

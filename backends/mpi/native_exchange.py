@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import collectives._native as _native
-from collectives.backends.mpi.runtime import Library
-from collectives.backends.mpi.traffic import CHUNK_BYTES
+from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 
 __all__ = ["MOST_RANKS", "ShortWay"]
@@ -49,9 +49,9 @@ class ShortWay:
     """Collectives of one group on a communicator, by messages that the core sends.
 
     Attributes:
-        plain: see :meth:`collectives.ProcessGroup.plain`; answers ``True`` where it is done, ``False`` where
-            nothing is, and else what is under way.
-        plain_message: the same for :meth:`collectives.ProcessGroup.plain_message`.
+        fast_collective: runs a collective for :meth:`collectives.ProcessGroup.fast_collective`; returns
+            ``True`` where it is done, ``False`` where nothing is, and else what is under way.
+        fast_message: the same for :meth:`collectives.ProcessGroup.fast_message`.
         serves: whether a collective goes over the wire as here, by its number in ``_native.COLLECTIVES``, the
             bytes of the whole tensor and those of an element; the same on all ranks.
         issue: begins such a collective.
@@ -100,8 +100,8 @@ class ShortWay:
             _SPINS_IN_A_CROWD if library.crowded else _SPINS,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
-        self.plain = exchange.plain if library.concurrent else _never
-        self.plain_message = exchange.plain_message if library.concurrent else _never
+        self.fast_collective = exchange.plain if library.concurrent else _never
+        self.fast_message = exchange.plain_message if library.concurrent else _never
         self.serves = exchange.serves
         self.issue = exchange.issue
         self._error = mpi.Exception

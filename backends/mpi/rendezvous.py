@@ -1,4 +1,4 @@
-"""``mpi://``: the processes that ``mpirun`` started meet through MPI itself.
+"""Rendezvous at ``mpi://``: the processes that ``mpirun`` started find each other through MPI itself.
 
 Rank and number of ranks are those of MPI's world. Rank 0 serves a :class:`~collectives.TCPStore` on a free
 port and tells all others where, by a message of MPI. Where all ranks are on one machine it listens on
@@ -16,13 +16,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from collectives.backends.host.network import choose_addresses
-from collectives.backends.mpi.membership import job_size_error
-from collectives.backends.mpi.runtime import Library, library
+from collectives.backends.mpi.library import Library, job_size_error, library
 from collectives.core.types import default_pg_timeout
 from collectives.errors import DistStoreError
 from collectives.store import TCPStore, register_rendezvous_handler
 
-__all__ = ["meet"]
+__all__ = ["handle_url"]
 
 _TAG = 28_009
 """Of the message that tells where the store is; an odd one, because users' messages go that way, too."""
@@ -31,8 +30,8 @@ _MESSAGE_BYTES = 512
 _NAP_SECONDS = 0.001
 
 
-def meet(url: str, timeout: timedelta = default_pg_timeout) -> Iterator[tuple[TCPStore, int, int]]:
-    """Meets the other processes of MPI's world; the handler of ``mpi://``.
+def handle_url(url: str, timeout: timedelta = default_pg_timeout) -> Iterator[tuple[TCPStore, int, int]]:
+    """Yields the store, rank and size of MPI's world; the handler of ``mpi://``.
 
     Args:
         url: ``mpi://``, with the rank and the world size that the caller believes in, if any, in the query.
@@ -60,7 +59,7 @@ def meet(url: str, timeout: timedelta = default_pg_timeout) -> Iterator[tuple[TC
     if rank == 0:
         yield _serve(started, size, timeout), rank, size
     else:
-        host, port = _hear(started, rank, timeout)
+        host, port = _receive_address(started, rank, timeout)
         yield TCPStore(host, port, size, is_master=False, timeout=timeout), rank, size
     raise RuntimeError("a process cannot meet the others at mpi:// again through the same rendezvous")
 
@@ -78,7 +77,7 @@ def _serve(started: Library, size: int, timeout: timedelta) -> TCPStore:
     return store
 
 
-def _hear(started: Library, rank: int, timeout: timedelta) -> tuple[str, int]:
+def _receive_address(started: Library, rank: int, timeout: timedelta) -> tuple[str, int]:
     message = bytearray(_MESSAGE_BYTES)
     with started.lock():
         request = started.mpi.COMM_WORLD.Irecv([message, started.mpi.BYTE], 0, _TAG)
@@ -107,4 +106,4 @@ def _complete(started: Library, requests: list[Any], timeout: timedelta, what: s
     )
 
 
-register_rendezvous_handler("mpi", meet)
+register_rendezvous_handler("mpi", handle_url)

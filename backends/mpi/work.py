@@ -15,23 +15,23 @@ from collectives.backends._shared.operation import Operation
 from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["Driver", "MPIWork", "Steps"]
+__all__ = ["MPIWork", "ProgressEngine", "Steps"]
 
 Steps = Iterator[list[Any]]
 """Stages of an operation: yields requests to be completed first; an empty list asks to be called again."""
 
 
-class Driver(Protocol):
+class ProgressEngine(Protocol):
     """The part of the engine that Works use."""
 
     where: str
     """Rank and group, to stand in front of a message."""
 
-    def drive(self, work: MPIWork, until: float | None) -> bool:
-        """Moves operations on until this one has ended; ``False`` where it has not at the time ``until``."""
+    def wait_for(self, work: MPIWork, until: float | None) -> bool:
+        """Makes progress until this one has ended; ``False`` where it has not at the time ``until``."""
 
-    def glance(self, work: MPIWork) -> None:
-        """Moves operations on once, unless another thread does."""
+    def poll(self, work: MPIWork) -> None:
+        """Makes progress once, unless another thread does."""
 
     def watch(self, work: MPIWork) -> None:
         """Sees to it that the operation ends even if nobody waits for it."""
@@ -41,7 +41,7 @@ class MPIWork(Work):
     """An operation in flight; :meth:`move`, :meth:`complete` and :meth:`fail` are for the engine alone.
 
     Args:
-        driver: the engine.
+        engine: the progress engine.
         operation: what messages say about it.
         requests: the first requests.
         steps: the stages after them.
@@ -55,7 +55,7 @@ class MPIWork(Work):
     __slots__ = (
         "_after",
         "_done",
-        "_driver",
+        "_engine",
         "_error",
         "_future",
         "_handed_over",
@@ -75,7 +75,7 @@ class MPIWork(Work):
 
     def __init__(
         self,
-        driver: Driver,
+        engine: ProgressEngine,
         operation: Operation,
         requests: list[Any],
         steps: Steps | None = None,
@@ -85,7 +85,7 @@ class MPIWork(Work):
         nbytes: int = 0,
         point_to_point: bool = False,
     ) -> None:
-        self._driver = driver
+        self._engine = engine
         self.operation = operation
         self.requests = requests
         self._steps = steps
@@ -178,9 +178,9 @@ class MPIWork(Work):
         if not self._done:
             limit = timeout.total_seconds() if timeout is not None else 0.0
             until = time.monotonic() + limit if limit > 0 else None
-            if not self._driver.drive(self, until):
+            if not self._engine.wait_for(self, until):
                 raise CollectiveTimeoutError(
-                    f"{self._driver.where} {self.operation}: not done after wait({limit:g} s); it goes on"
+                    f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on"
                 )
         if self._error is not None:
             raise self._error
@@ -189,7 +189,7 @@ class MPIWork(Work):
     def is_completed(self) -> bool:
         """Returns whether the operation is done or failed; moves it on."""
         if not self._done:
-            self._driver.glance(self)
+            self._engine.poll(self)
         return self._done
 
     def exception(self) -> BaseException | None:
@@ -224,5 +224,5 @@ class MPIWork(Work):
         if done:
             self._hand_over(future)
         else:
-            self._driver.watch(self)
+            self._engine.watch(self)
         return future

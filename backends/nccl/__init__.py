@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.options import checked_options, option_names
 from collectives.backends.nccl.reductions import capabilities_on
@@ -22,7 +22,7 @@ __all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "option_n
 
 def unavailable() -> str | None:
     """Returns why NCCL cannot be used here, or ``None``."""
-    return why_no_cuda() or providers.unavailable()
+    return why_no_cuda() or loading.unavailable()
 
 
 def capabilities() -> Capabilities:
@@ -45,4 +45,4 @@ def create(options: GroupOptions) -> ProcessGroupNCCL:
         CollectiveTimeoutError: ranks did not come in time to make them.
     """
     chosen = checked_options(options.pg_options, options.rank)
-    return ProcessGroupNCCL(options, providers.load(chosen.provider))
+    return ProcessGroupNCCL(options, loading.load(chosen.provider))

@@ -1,11 +1,9 @@
-"""The communicators of a group.
+"""The communicators of a group: how they are made, split and ended.
 
-Words. A *channel* is a communicator with the stream on which it runs asynchronous operations. Collectives
-have one channel for each device that a rank uses, of all ranks. Messages have two for each pair of ranks
-that exchange any, one for each direction: a message then waits for none but earlier ones of the same
-direction, and no other rank has to take part in making it. All are made when first used, the one of all
-ranks at once where the process is bound to a device; which way a message takes does not depend on what was
-made before, so that both ends choose the same.
+Collectives use one communicator of all ranks for each device. Messages use two for each pair of ranks that
+exchange any, one for each direction, so that a message waits only for earlier ones of the same direction, and
+no other rank takes part in making them. All are made when first used, that of all ranks at once where the
+process is bound to a device. Both ends of a message choose the same one, whatever was made before.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import DistBackendError
 
-__all__ = ["Channel", "Communicators", "Pair"]
+__all__ = ["Communicators", "Pair", "StreamedCommunicator"]
 
 logger = logging.getLogger("collectives")
 
@@ -41,7 +39,7 @@ there is a CUDA graph with operations of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class StreamedCommunicator:
     """A communicator and the stream that its asynchronous operations run on."""
 
     communicator: Communicator
@@ -50,10 +48,10 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two ways between this rank and another; on each, rank 0 is the sender and rank 1 the receiver."""
+    """The communicators with another rank; in each, rank 0 is the sender and rank 1 the receiver."""
 
-    outgoing: Channel
-    incoming: Channel
+    outgoing: StreamedCommunicator
+    incoming: StreamedCommunicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class Communicators:
 
     Args:
         library: NCCL.
-        rendezvous: meetings of the group's ranks.
+        rendezvous: brings the ranks together before a communicator is made.
         rank: this rank.
         size: number of ranks.
         options: the user's choices.
@@ -95,28 +93,28 @@ class Communicators:
         self._where = where
         self._refuse = refuse
         self._making: dict[object, threading.Lock] = {}
-        self._turns: dict[object, Iterator[int]] = {}
+        self._counters: dict[object, Iterator[int]] = {}
         self._splits = itertools.count()
-        self._whole: dict[torch.device, Channel] = {}
+        self._all_ranks: dict[torch.device, StreamedCommunicator] = {}
         self._pairs: dict[tuple[torch.device, int], Pair] = {}
         self._all: list[Communicator] = []
         self._ends: list[_End] = []  # only ever appended to: abort may run within any code, by the collector
 
-    def whole(self, device: Device, limit: timedelta) -> Channel:
-        """Returns the channel of all ranks; the first call on a device blocks until all have made it."""
-        found = self._whole.get(device.device)
+    def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
+        """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
+        found = self._all_ranks.get(device.device)
         if found is not None:
             return found
         with self._making.setdefault("all", threading.Lock()):
-            if device.device not in self._whole:
+            if device.device not in self._all_ranks:
                 (made,) = self._make(device, "all", range(self._size), 1, limit)
-                self._whole[device.device] = self._channel(device, made)
-            return self._whole[device.device]
+                self._all_ranks[device.device] = self._with_stream(device, made)
+            return self._all_ranks[device.device]
 
     def pair(
         self, device: Device, peer: int, limit: timedelta, connecting: AbstractContextManager[object]
     ) -> Pair:
-        """Returns the channels between this rank and another; the first call blocks until that one calls.
+        """Returns the communicators with another rank; the first call blocks until that one calls.
 
         Args:
             device: the device.
@@ -132,19 +130,17 @@ class Communicators:
         with self._making.setdefault(key, threading.Lock()):
             if (device.device, peer) not in self._pairs:
                 from_low, from_high = self._make(device, key, ranks, 2, limit)
-                ways = from_low, from_high
-                if self._rank == ranks[1]:
-                    ways = from_high, from_low
-                made = Pair(*(self._channel(device, way) for way in ways))
+                made = [self._with_stream(device, one) for one in (from_low, from_high)]
+                pair = Pair(*(made if self._rank == ranks[0] else reversed(made)))
                 with connecting:
-                    self._connect(device, made)
-                self._pairs[device.device, peer] = made
+                    self._connect(device, pair)
+                self._pairs[device.device, peer] = pair
             return self._pairs[device.device, peer]
 
     def adopt(self, device: Device, communicator: Communicator) -> None:
         """Takes a communicator of all ranks that was split off another group's."""
         self._keep(communicator)
-        self._whole[device.device] = self._channel(device, communicator)
+        self._all_ranks[device.device] = self._with_stream(device, communicator)
 
     def split(
         self, device: Device, color: int, key: int, limit: timedelta, config: NcclConfig | None
@@ -160,11 +156,11 @@ class Communicators:
             limit: time limit for the ranks to come.
             config: settings of the part; ``None`` on ranks that join none.
         """
-        parent = self.whole(device, limit).communicator
+        parent = self.all_ranks(device, limit).communicator
         what = "splitting the communicator"
         if config is not None:
             self._check(config, what)
-        self._rendezvous.meet(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
+        self._rendezvous.broadcast(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
         try:
             with device.activate(), device.issuing:
                 return parent.split(color, key, config)
@@ -238,14 +234,14 @@ class Communicators:
             )
 
     def _connect(self, device: Device, pair: Pair) -> None:
-        """Connects both ways; both ranks are here.
+        """Connects both directions; both ranks are here.
 
         NCCL connects two ranks within the call of their first message, and blocks the host meanwhile: ranks
         that both sent first would wait for each other. One byte each way, in one group, does it before.
         """
         out, into = pair.outgoing, pair.incoming
         with device.issuing, device.activate():
-            given, got = (device.empty(way.stream, 1, torch.uint8) for way in (out, into))
+            given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
                 out.communicator.send(given.data_ptr(), 1, _BYTE, 1, device.handle(out.stream))
                 into.communicator.recv(got.data_ptr(), 1, _BYTE, 0, device.handle(into.stream))
@@ -259,8 +255,8 @@ class Communicators:
         except ValueError as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
-    def _channel(self, device: Device, communicator: Communicator) -> Channel:
-        return Channel(communicator, device.new_stream(self._options.is_high_priority_stream))
+    def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
+        return StreamedCommunicator(communicator, device.new_stream(self._options.is_high_priority_stream))
 
     def _make(
         self, device: Device, key: str, ranks: Sequence[int], count: int, limit: timedelta
@@ -280,8 +276,8 @@ class Communicators:
         def identifiers() -> bytes:
             return b"".join(self._library.unique_id() for _ in range(count))
 
-        turn = next(self._turns.setdefault(key, itertools.count()))
-        brought = self._rendezvous.meet(f"{key}/{turn}", ranks, what, limit, identifiers)
+        turn = next(self._counters.setdefault(key, itertools.count()))
+        brought = self._rendezvous.broadcast(f"{key}/{turn}", ranks, what, limit, identifiers)
         width = len(brought) // count
         own = ranks.index(self._rank)
         made = []

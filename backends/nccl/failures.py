@@ -1,8 +1,7 @@
-"""What a rank knows and tells about the end of a group before its time.
+"""The first cause of a group's failure, shared with the other ranks through the store.
 
-NCCL lets ranks wait for each other without limit, and an error of one is none of another's. So every rank
-leaves in the group's store what the others need to know: that it gave up and why, and, for as long as one of
-its operations is late, which.
+NCCL lets ranks wait for each other without limit, and reports an error of one rank to no other. So every rank
+publishes in the group's store that it gave up and why, and which operation it waits in while that is slow.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from collectives.backends._shared.exit_reasons import (
     refuse_broken,
     stopped_by,
 )
+from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.nccl.in_flight import Flight, Operation
+from collectives.backends.nccl.in_flight import PendingOperation
 from collectives.backends.nccl.library.codes import NcclError, NcclStatus
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 
@@ -46,14 +46,14 @@ class Failures:
         rank: this rank.
         size: number of ranks.
         where: rank and group, to stand in front of a message.
-        end: stops all flights with errors, and NCCL; called once, with the cause.
+        end: fails all pending operations and stops NCCL; called once, with the cause.
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, where: str, end: Callable[[Exception], None]
     ) -> None:
         prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
-        self._store = prefix("late", store)
+        self._store = prefix("waiting", store)
         self._liveness = Liveness(prefix("liveness", store), rank, size)
         self._rank = rank
         self._size = size
@@ -91,53 +91,53 @@ class Failures:
             self._break(GroupAbortedError(f"{self._where} {self._left}"), ABORTED)
         return True
 
-    def say_farewell(self) -> None:
+    def publish_shutdown(self) -> None:
         """Tells the others that this rank has shut the group down in order."""
-        self._liveness.farewell(SHUT_DOWN)
+        self._liveness.publish_exit(SHUT_DOWN)
 
-    def error_of(self, operation: Operation, cause: Exception) -> Exception:
+    def stopped_error(self, operation: Operation, cause: Exception) -> Exception:
         """Returns the error of an operation that the end of the group stopped."""
         return stopped_by(f"{self._where} {operation}:", cause)
 
-    def of_call(self, flight: Flight, error: Exception) -> Exception:
+    def call_failed(self, pending: PendingOperation, error: Exception) -> Exception:
         """Returns what to raise for a call of NCCL that failed; it breaks the group."""
         with self._lock:
-            if flight.error is None and self._cause is not None:
-                flight.error = self.error_of(flight.operation, self._cause)
-        if flight.error is None:
-            self._fail(flight, f"{self._where} {flight.operation}:", error)
-        return flight.error or error
+            if pending.error is None and self._cause is not None:
+                pending.error = self.stopped_error(pending.operation, self._cause)
+        if pending.error is None:
+            self._fail(pending, f"{self._where} {pending.operation}:", error)
+        return pending.error or error
 
-    def of_communicator(self, flight: Flight | None, error: NcclError) -> None:
+    def communicator_failed(self, pending: PendingOperation | None, error: NcclError) -> None:
         """Breaks the group after a communicator has met an error."""
-        what = f"{self._where} " + ("the communicator:" if flight is None else f"{flight.operation}:")
-        self._fail(flight, what, error)
+        what = f"{self._where} " + ("the communicator:" if pending is None else f"{pending.operation}:")
+        self._fail(pending, what, error)
 
-    def expire(self, flight: Flight) -> None:
-        """Fails a flight that passed its time limit, and breaks the group."""
-        if flight.error is not None or self._cause is not None:
+    def expire(self, pending: PendingOperation) -> None:
+        """Fails an operation that passed its time limit, and breaks the group."""
+        if pending.error is not None or self._cause is not None:
             return
-        operation = flight.operation
+        operation = pending.operation
         expired = CollectiveTimeoutError(
             f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
             f"{self._ranks_elsewhere()}"
         )
-        self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}", flight)
+        self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}", pending)
 
-    def tell_late(self, flight: Flight | None) -> None:
-        """Tells the others which operation of this rank is late, or that none is any more."""
+    def publish_waiting(self, pending: PendingOperation | None) -> None:
+        """Tells the others which operation of this rank is slow, or that none is any more."""
         with contextlib.suppress(Exception):
-            self._store.set(str(self._rank), "" if flight is None else str(flight.operation))
+            self._store.set(str(self._rank), "" if pending is None else str(pending.operation))
 
-    def look_at_others(self, flight: Flight | None, needed: Collection[int]) -> None:
+    def check_peers(self, pending: PendingOperation | None, needed: Collection[int]) -> None:
         """Breaks the group if another rank is gone or has given up.
 
         Args:
-            flight: the operation that waits.
+            pending: the operation that waits.
             needed: the ranks that it needs.
         """
         try:
-            found = self._liveness.look()
+            found = self._liveness.poll_lost()
         except Exception:  # noqa: BLE001 - the store is gone or does not answer: the time limit remains
             return
         if found is None:
@@ -151,8 +151,8 @@ class Failures:
                 self._shut_down_seen = now
             if now - self._shut_down_seen < _SHUT_DOWN_SECONDS:
                 return
-        what = f"{self._where} " + ("making a communicator:" if flight is None else f"{flight.operation}:")
-        self._break(blamed(what, rank, how), "", flight, found)
+        what = f"{self._where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
+        self._break(blamed(what, rank, how), "", pending, found)
 
     def _ranks_elsewhere(self) -> str:
         """Returns what each of the other ranks waits in, as far as they told."""
@@ -169,40 +169,40 @@ class Failures:
             )
         return "; ".join(lines) or "The group has no other rank: the device did not get to it"
 
-    def _fail(self, flight: Flight | None, what: str, error: Exception) -> None:
+    def _fail(self, pending: PendingOperation | None, what: str, error: Exception) -> None:
         found = None
         if isinstance(error, NcclError) and error.status in _BROKEN_LINKS:
             rank, how = self._liveness.find_lost()
             found = (rank, how) if rank >= 0 else None
         if found is not None:
-            self._break(blamed(what, *found), "", flight, found)
+            self._break(blamed(what, *found), "", pending, found)
             return
-        name = "a call" if flight is None else f"its {flight.operation.name} #{flight.operation.number}"
-        self._break(DistBackendError(f"{what} {error}"), f"{name} {FAILED}: {error}", flight)
+        name = "a call" if pending is None else f"its {pending.operation.name} #{pending.operation.number}"
+        self._break(DistBackendError(f"{what} {error}"), f"{name} {FAILED}: {error}", pending)
 
     def _break(
         self,
         cause: Exception,
-        farewell: str,
-        flight: Flight | None = None,
+        exit_reason: str,
+        pending: PendingOperation | None = None,
         lost: tuple[int, str] | None = None,
     ) -> None:
         """Ends the group for a cause, unless it has one.
 
         Args:
             cause: the cause.
-            farewell: what to tell the other ranks of this one.
-            flight: the operation whose error the cause is.
+            exit_reason: what to tell the other ranks of this one.
+            pending: the operation whose error the cause is.
             lost: the rank to blame, and what it did.
         """
         with self._lock:
             if self._cause is not None:
                 return
             self._cause = cause
-            if flight is not None and flight.error is None:
-                flight.error = cause
+            if pending is not None and pending.error is None:
+                pending.error = cause
         self._end(cause)
         if lost is not None:
-            self._liveness.verdict(*lost)
-        if farewell:
-            self._liveness.farewell(farewell)
+            self._liveness.publish_lost(*lost)
+        if exit_reason:
+            self._liveness.publish_exit(exit_reason)

@@ -14,19 +14,20 @@ from typing import ClassVar
 import torch
 
 from collectives import ProcessGroup
-from collectives.backends.nccl import steps
+from collectives.backends._shared.operation import Operation
+from collectives.backends.nccl import operations
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.enqueue import Enqueuer, Request
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.in_flight import Flight, Operation, pause
-from collectives.backends.nccl.launching import Launcher, Request
+from collectives.backends.nccl.in_flight import PendingOperation, pause
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
+from collectives.backends.nccl.operations import CallSequence
 from collectives.backends.nccl.options import Options, checked_options
 from collectives.backends.nccl.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
 from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.backends.nccl.steps import Steps
 from collectives.backends.nccl.watchdog import Watchdog
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
@@ -102,21 +103,21 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}")
         where = self.where()
         store, rank, size = options.store, options.rank, options.size
-        self._failures = Failures(store, rank, size, where, self._end_flights)
+        self._failures = Failures(store, rank, size, where, self._end_pending)
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
-        meeting = Rendezvous(store, rank, where, lambda missing: this._look_for(missing))  # noqa: PLW0108
+        rendezvous = Rendezvous(store, rank, where, lambda missing: this._check_missing(missing))  # noqa: PLW0108
         self._communicators = Communicators(
             library,
-            meeting,
+            rendezvous,
             rank,
             size,
             self.options,
             where,
             lambda: this._refuse_to_connect(),  # noqa: PLW0108
         )
-        self._launcher = Launcher(
+        self._enqueuer = Enqueuer(
             library, self._communicators, self._failures, self._watchdog, self, self.options.waits_block
         )
         self._loopback = Loopback()
@@ -149,55 +150,57 @@ class ProcessGroupNCCL(ProcessGroup):
     # ---- collectives ---------------------------------------------------------------------------------------
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        how = reduction_of(tensor.dtype, opts.reduceOp)
-        plan = partial(steps.all_reduce, tensor=tensor, how=how)
-        return self._collective("all_reduce", [tensor], opts, plan, opts.reduceOp.name)
+        reduction = reduction_of(tensor.dtype, opts.reduceOp)
+        add_calls = partial(operations.all_reduce, tensor=tensor, reduction=reduction)
+        return self._collective("all_reduce", [tensor], opts, add_calls, opts.reduceOp.name)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        plan = partial(steps.broadcast, tensor=tensor, root=opts.rootRank)
-        return self._collective("broadcast", [tensor], opts, plan, f"root {opts.rootRank}")
+        add_calls = partial(operations.broadcast, tensor=tensor, root=opts.rootRank)
+        return self._collective("broadcast", [tensor], opts, add_calls, f"root {opts.rootRank}")
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        how = reduction_of(tensor.dtype, opts.reduceOp)
-        plan = partial(steps.reduce, tensor=tensor, how=how, root=opts.rootRank)
+        reduction = reduction_of(tensor.dtype, opts.reduceOp)
+        add_calls = partial(operations.reduce, tensor=tensor, reduction=reduction, root=opts.rootRank)
         detail = f"{opts.reduceOp.name}, root {opts.rootRank}"
-        return self._collective("reduce", [tensor], opts, plan, detail)
+        return self._collective("reduce", [tensor], opts, add_calls, detail)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        plan = partial(steps.all_gather, outputs=outputs, tensor=tensor)
-        return self._collective("all_gather", outputs, opts, plan)
+        add_calls = partial(operations.all_gather, outputs=outputs, tensor=tensor)
+        return self._collective("all_gather", outputs, opts, add_calls)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        plan = partial(steps.all_gather_single, output=output, tensor=tensor)
-        return self._collective("all_gather_into_tensor", [output], opts, plan)
+        add_calls = partial(operations.all_gather_single, output=output, tensor=tensor)
+        return self._collective("all_gather_into_tensor", [output], opts, add_calls)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        plan = partial(steps.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
-        return self._collective("gather", outputs or [], opts, plan, f"root {opts.rootRank}", [tensor])
+        add_calls = partial(operations.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
+        return self._collective("gather", outputs or [], opts, add_calls, f"root {opts.rootRank}", [tensor])
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        plan = partial(steps.scatter, output=output, inputs=inputs, root=opts.rootRank)
-        return self._collective("scatter", [output], opts, plan, f"root {opts.rootRank}")
+        add_calls = partial(operations.scatter, output=output, inputs=inputs, root=opts.rootRank)
+        return self._collective("scatter", [output], opts, add_calls, f"root {opts.rootRank}")
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
-        how = reduction_of(output.dtype, opts.reduceOp)
-        plan = partial(steps.reduce_scatter, output=output, inputs=inputs, how=how)
-        return self._collective("reduce_scatter", [output], opts, plan, opts.reduceOp.name, inputs)
+        reduction = reduction_of(output.dtype, opts.reduceOp)
+        add_calls = partial(operations.reduce_scatter, output=output, inputs=inputs, reduction=reduction)
+        return self._collective("reduce_scatter", [output], opts, add_calls, opts.reduceOp.name, inputs)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
-        how = reduction_of(output.dtype, opts.reduceOp)
-        plan = partial(steps.reduce_scatter_single, output=output, tensor=tensor, how=how)
-        return self._collective("reduce_scatter_tensor", [output], opts, plan, opts.reduceOp.name)
+        reduction = reduction_of(output.dtype, opts.reduceOp)
+        add_calls = partial(
+            operations.reduce_scatter_single, output=output, tensor=tensor, reduction=reduction
+        )
+        return self._collective("reduce_scatter_tensor", [output], opts, add_calls, opts.reduceOp.name)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
-        plan = partial(steps.all_to_all, outputs=outputs, inputs=inputs)
-        return self._collective("all_to_all", outputs, opts, plan)
+        add_calls = partial(operations.all_to_all, outputs=outputs, inputs=inputs)
+        return self._collective("all_to_all", outputs, opts, add_calls)
 
     def _alltoall_single(
         self,
@@ -207,20 +210,20 @@ class ProcessGroupNCCL(ProcessGroup):
         input_splits: Sequence[int],
         opts: AllToAllOptions,
     ) -> Work:
-        plan = partial(
-            steps.all_to_all_single,
+        add_calls = partial(
+            operations.all_to_all_single,
             output=output,
             tensor=tensor,
             output_splits=output_splits,
             input_splits=input_splits,
         )
-        return self._collective("all_to_all_single", [output], opts, plan)
+        return self._collective("all_to_all_single", [output], opts, add_calls)
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         device = self._device_of_barrier(opts)
-        operation = Operation("barrier", next(self._numbers), None, (), 0, opts.timeout or self._timeout)
-        return self._launcher.submit(
-            Request(operation, device, steps.barrier, (), async_op=opts.asyncOp, blocks=True)
+        operation = Operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
+        return self._enqueuer.submit(
+            Request(operation, device, operations.barrier, (), async_op=opts.asyncOp, blocks=True)
         )
 
     def _collective(
@@ -235,38 +238,40 @@ class ProcessGroupNCCL(ProcessGroup):
         | ScatterOptions
         | ReduceScatterOptions
         | AllToAllOptions,
-        plan: Callable[[Steps], None],
+        add_calls: Callable[[CallSequence], None],
         detail: str = "",
         shown: Sequence[torch.Tensor] = (),
     ) -> Work:
-        """Launches a collective.
+        """Issues a collective.
 
         Args:
             name: name of its user function.
             outputs: its outputs.
             opts: its record.
-            plan: gives it its steps.
+            add_calls: adds its copies and calls of NCCL to a sequence.
             detail: what else messages say about it.
             shown: the tensors that messages show, where the outputs are not everywhere or not all of one
                 size.
         """
         tensors = shown or outputs
         operation = self._operation(name, next(self._numbers), tensors, opts.timeout, detail)
-        request = Request(operation, self._device(tensors[0].device), plan, outputs, async_op=opts.asyncOp)
-        return self._launcher.submit(request)
+        request = Request(
+            operation, self._device(tensors[0].device), add_calls, outputs, async_op=opts.asyncOp
+        )
+        return self._enqueuer.submit(request)
 
     # ---- several at once -----------------------------------------------------------------------------------
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Launches the operations that this thread issues inside as one, at the end."""
-        with self._launcher.region():
+        """Enqueues the operations that this thread issues inside as one, at the end."""
+        with self._enqueuer.coalescing():
             yield
 
     def _as_one(self, issue: Callable[[], object]) -> Work:
-        with self._launcher.region() as whole:
+        with self._enqueuer.coalescing() as whole:
             result = issue()
-        return whole[0] if whole else result  # type: ignore[return-value]  # within a region: its part
+        return whole[0] if whole else result  # type: ignore[return-value]  # within an outer region: its part
 
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
@@ -309,8 +314,8 @@ class ProcessGroupNCCL(ProcessGroup):
         if dst == self._rank:
             self._failures.refuse(operation)
             return self._loopback.send(device, tensor)
-        plan = partial(steps.send, tensor=tensor, peer=1)
-        return self._launcher.submit(Request(operation, device, plan, (), peer=dst, sends=True))
+        add_calls = partial(operations.send, tensor=tensor, peer=1)
+        return self._enqueuer.submit(Request(operation, device, add_calls, (), peer=dst, sends=True))
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
         operation = self._operation("recv", next(self._message_numbers), [tensor], None, f"from rank {src}")
@@ -318,8 +323,8 @@ class ProcessGroupNCCL(ProcessGroup):
         if src == self._rank:
             self._failures.refuse(operation)
             return self._loopback.receive(self, device, tensor)
-        plan = partial(steps.receive, tensor=tensor, peer=0)
-        return self._launcher.submit(Request(operation, device, plan, [tensor], peer=src))
+        add_calls = partial(operations.receive, tensor=tensor, peer=0)
+        return self._enqueuer.submit(Request(operation, device, add_calls, [tensor], peer=src))
 
     # ---- devices -------------------------------------------------------------------------------------------
 
@@ -331,9 +336,7 @@ class ProcessGroupNCCL(ProcessGroup):
         timeout: timedelta | None,
         detail: str,
     ) -> Operation:
-        first = tensors[0]
-        shape = tuple(first.shape)
-        return Operation(name, number, first.dtype, shape, len(tensors), timeout or self._timeout, detail)
+        return Operation(name, number, tensors, timeout or self._timeout, detail)
 
     def _device(self, device: torch.device) -> Device:
         found = self._devices.get(device)
@@ -363,7 +366,7 @@ class ProcessGroupNCCL(ProcessGroup):
                 if part is not None:
                     self._communicators.adopt(device, part)
             else:
-                self._communicators.whole(device, self._timeout)
+                self._communicators.all_ranks(device, self._timeout)
         except BaseException:
             self.abort()
             raise
@@ -388,44 +391,44 @@ class ProcessGroupNCCL(ProcessGroup):
         for device in list(self._devices.values()):
             device.tolerate_captures()
 
-    def look_for_errors(self) -> None:
+    def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
         for communicator in self._communicators.open():
             error = communicator.async_error()
             if error is not None:
-                self._failures.of_communicator(self._oldest(), error)
+                self._failures.communicator_failed(self._oldest(), error)
 
-    def expire(self, flight: Flight) -> None:
-        """Fails a flight that passed its time limit."""
-        self._failures.expire(flight)
+    def expire(self, pending: PendingOperation) -> None:
+        """Fails an operation that passed its time limit."""
+        self._failures.expire(pending)
 
-    def look_into(self, late: Flight | None) -> None:
-        """Tells the others of a late flight, and breaks the group if one of them is gone or has given up."""
-        self._failures.tell_late(late)
-        if late is not None:
-            needed = late.peers if late.peers is not None else range(self._size)
-            self._failures.look_at_others(late, needed)
+    def check_peers(self, slow: PendingOperation | None) -> None:
+        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up."""
+        self._failures.publish_waiting(slow)
+        if slow is not None:
+            needed = slow.peers if slow.peers is not None else range(self._size)
+            self._failures.check_peers(slow, needed)
 
-    def note_device_error(self, flight: Flight, error: RuntimeError) -> None:
+    def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
         """Breaks the group after the device has met an error."""
-        self._failures.of_call(flight, error)
+        self._failures.call_failed(pending, error)
 
-    def _oldest(self) -> Flight | None:
-        return next(iter(self._watchdog.flights()), None)
+    def _oldest(self) -> PendingOperation | None:
+        return next(iter(self._watchdog.pending()), None)
 
-    def _look_for(self, missing: Sequence[int]) -> None:
+    def _check_missing(self, missing: Sequence[int]) -> None:
         """Raises if the group has ended, or has to because ranks will not come."""
-        self._failures.look_at_others(None, missing)
+        self._failures.check_peers(None, missing)
         if self._failures.cause is not None:
             raise self._failures.cause
 
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")
 
-    def _end_flights(self, cause: Exception) -> None:
-        for flight in self._watchdog.flights():
-            if flight.error is None and not _has_landed(flight):
-                flight.error = self._failures.error_of(flight.operation, cause)
+    def _end_pending(self, cause: Exception) -> None:
+        for pending in self._watchdog.pending():
+            if pending.error is None and not _has_completed(pending):
+                pending.error = self._failures.stopped_error(pending.operation, cause)
         self._loopback.clear()
         self._communicators.abort()
 
@@ -440,10 +443,10 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _drain(self) -> None:
         """Blocks until all operations have ended; where none does, the watchdog sees to it."""
-        turn = 0
-        while self._failures.cause is None and not all(map(_has_ended, self._watchdog.flights())):
-            pause(turn)
-            turn += 1
+        attempt = 0
+        while self._failures.cause is None and not all(map(_has_ended, self._watchdog.pending())):
+            pause(attempt)
+            attempt += 1
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees the communicators.
@@ -455,20 +458,20 @@ class ProcessGroupNCCL(ProcessGroup):
             return
         self._watchdog.stop()
         if self._failures.cause is None:
-            self._failures.say_farewell()
+            self._failures.publish_shutdown()
             self._communicators.destroy()
         self._finalizer.detach()
 
 
-def _has_landed(flight: Flight) -> bool:
+def _has_completed(pending: PendingOperation) -> bool:
     try:
-        return flight.landed()
+        return pending.completed()
     except RuntimeError:  # the device's error: it never will
         return False
 
 
-def _has_ended(flight: Flight) -> bool:
-    return flight.error is not None or _has_landed(flight)
+def _has_ended(pending: PendingOperation) -> bool:
+    return pending.error is not None or _has_completed(pending)
 
 
 def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:

@@ -1,4 +1,4 @@
-"""Ranks meet in the store before a call of NCCL that would wait for a missing one without any limit."""
+"""Brings ranks together in the store before a call of NCCL that would wait for a missing one for ever."""
 
 from __future__ import annotations
 
@@ -13,75 +13,77 @@ __all__ = ["Rendezvous"]
 
 _FIRST_PAUSE = 1e-3
 _LONGEST_PAUSE = 20e-3
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class Rendezvous:
-    """Meetings of some ranks of a group, each at a key of its own.
+    """Broadcasts through the store that wait for all of their ranks.
 
     Args:
         store: the group's store.
         rank: this rank.
         where: rank and group, to stand in front of a message.
-        look: raises if the group has ended meanwhile; called every second of waiting with the ranks still
-            missing.
+        check_missing: raises if the group has ended meanwhile; called every second of waiting with the ranks
+            still missing.
     """
 
-    def __init__(self, store: Any, rank: int, where: str, look: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self, store: Any, rank: int, where: str, check_missing: Callable[[Sequence[int]], None]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._where = where
-        self._look = look
+        self._check_missing = check_missing
 
-    def meet(
+    def broadcast(
         self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
     ) -> bytes:
-        """Returns what the first of the ranks brings, as soon as all of them are here; blocks.
+        """Returns the first rank's value, as soon as all ranks have called; blocks.
 
         Args:
-            key: name of the meeting; used once.
-            ranks: the ranks that meet, in the same order on each.
-            what: what they meet for, in words.
+            key: name of the broadcast; used once.
+            ranks: the ranks that call, in the same order on each.
+            what: the purpose, in words.
             limit: time limit.
-            make: makes what the first rank brings; called there.
+            make: makes the value; called on the first rank.
 
         Raises:
             CollectiveTimeoutError: ranks did not come in time; names them.
-            DistBackendError: the first rank could not make what it should bring.
+            DistBackendError: the first rank could not make the value.
         """
         if self._rank == ranks[0]:
-            self._bring(key, what, make)
-        self._store.set(f"{key}/here/{self._rank}", b"1")
+            self._publish(key, what, make)
+        self._store.set(f"{key}/arrived/{self._rank}", b"1")
         if self._store.add(f"{key}/count", 1) == len(ranks):
             self._store.set(f"{key}/complete", b"1")
         else:
             self._wait(key, ranks, what, limit)
-        brought = bytes(self._store.get(f"{key}/brought"))
-        if brought[:1] == b"!":
+        value = bytes(self._store.get(f"{key}/value"))
+        if value[:1] == b"!":
             raise DistBackendError(
-                f"{self._where} {what}: rank {ranks[0]} could not begin it: {brought[1:].decode()}"
+                f"{self._where} {what}: rank {ranks[0]} could not begin it: {value[1:].decode()}"
             )
-        return brought[1:]
+        return value[1:]
 
-    def _bring(self, key: str, what: str, make: Callable[[], bytes]) -> None:
+    def _publish(self, key: str, what: str, make: Callable[[], bytes]) -> None:
         try:
-            self._store.set(f"{key}/brought", b"=" + make())
+            self._store.set(f"{key}/value", b"=" + make())
         except Exception as error:
-            self._store.set(f"{key}/brought", b"!" + str(error).encode())
+            self._store.set(f"{key}/value", b"!" + str(error).encode())
             self._store.set(f"{key}/complete", b"1")
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _wait(self, key: str, ranks: Sequence[int], what: str, limit: timedelta) -> None:
         began = time.monotonic()
         deadline = began + limit.total_seconds()
-        next_look = began + _LOOK_SECONDS
+        next_check = began + _CHECK_SECONDS
         seconds = _FIRST_PAUSE
         while not self._store.check([f"{key}/complete"]):
             now = time.monotonic()
-            if now >= min(deadline, next_look):
-                missing = [r for r in ranks if not self._store.check([f"{key}/here/{r}"])]
-                self._look(missing)
-                next_look = now + _LOOK_SECONDS
+            if now >= min(deadline, next_check):
+                missing = [r for r in ranks if not self._store.check([f"{key}/arrived/{r}"])]
+                self._check_missing(missing)
+                next_check = now + _CHECK_SECONDS
                 if now >= deadline:
                     raise CollectiveTimeoutError(
                         f"{self._where} {what}: {_ranks(missing)} did not come within "

@@ -1,8 +1,8 @@
-"""A thread that watches the flights of one group.
+"""A thread that watches the pending operations of one group.
 
-It looks, ten times in a second while there are flights, whether one has landed, has passed its time limit, or
-has met an error of its communicator. A flight that is *late* (a second on its way) is looked at more closely:
-the group then asks the store about the other ranks.
+Ten times a second, while any is pending, it checks whether one has completed, has passed its time limit, or
+has met an error of its communicator. For one that has been pending for a second the group asks the store
+about the other ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import time
 import weakref
 from typing import Protocol
 
-from collectives.backends.nccl.in_flight import Flight
+from collectives.backends.nccl.in_flight import PendingOperation
 
 __all__ = ["Watchdog", "Watched"]
 
 logger = logging.getLogger("collectives")
 
 _TICK_SECONDS = 0.1
-_LATE_SECONDS = 1.0
-"""After this long, and then again and again after as long, a flight that has not landed is looked into."""
+_SLOW_SECONDS = 1.0
+"""How long an operation is pending before the group first asks about the other ranks, and how often then."""
 
 
 class Watched(Protocol):
@@ -31,25 +31,25 @@ class Watched(Protocol):
     def tolerate_captures(self) -> None:
         """Prepares the thread for asking for events."""
 
-    def look_for_errors(self) -> None:
+    def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
 
-    def expire(self, flight: Flight) -> None:
-        """Fails a flight that passed its time limit."""
+    def expire(self, pending: PendingOperation) -> None:
+        """Fails an operation that passed its time limit."""
 
-    def look_into(self, late: Flight | None) -> None:
-        """Breaks the group if other ranks have ended it, or are gone; called with the oldest late flight.
+    def check_peers(self, slow: PendingOperation | None) -> None:
+        """Breaks the group if other ranks have ended it, or are gone; called for the oldest slow operation.
 
         Args:
-            late: the flight; ``None`` when none is late any more.
+            slow: the operation; ``None`` when none is slow any more.
         """
 
-    def note_device_error(self, flight: Flight, error: RuntimeError) -> None:
+    def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
         """Breaks the group after the device has met an error."""
 
 
 class Watchdog:
-    """Watches flights until they have ended.
+    """Watches pending operations until they have ended.
 
     Args:
         group: the group; not kept alive.
@@ -59,27 +59,27 @@ class Watchdog:
     def __init__(self, group: Watched, name: str) -> None:
         self._group = weakref.ref(group)
         self._name = name
-        self._flights: list[Flight] = []
+        self._pending: list[PendingOperation] = []
         self._changed = threading.Condition()
         self._stopped = False
         self._thread: threading.Thread | None = None
-        self._reported = False
-        self._next_look = 0.0
+        self._slow_reported = False
+        self._next_peer_check = 0.0
 
-    def watch(self, flight: Flight) -> None:
-        """Begins to watch a flight."""
+    def watch(self, pending: PendingOperation) -> None:
+        """Begins to watch an operation."""
         with self._changed:
-            self._flights.append(flight)
+            self._pending.append(pending)
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            elif len(self._flights) == 1:
+            elif len(self._pending) == 1:
                 self._changed.notify()
 
-    def flights(self) -> list[Flight]:
-        """Returns the flights that are not known to have ended, oldest first."""
+    def pending(self) -> list[PendingOperation]:
+        """Returns the operations that are not known to have ended, oldest first."""
         with self._changed:
-            return list(self._flights)
+            return list(self._pending)
 
     def stop(self) -> None:
         """Lets the thread end by itself, within a moment."""
@@ -100,43 +100,43 @@ class Watchdog:
             if group is None:
                 return
             try:
-                self._look(group)
+                self._check(group)
             except Exception:
                 logger.exception("%s: looking after operations failed; it goes on", self._name)
             del group
 
     def _wait(self) -> bool:
-        """Waits for the next look; returns whether there is to be one."""
+        """Waits for the next check; returns whether there is to be one."""
         with self._changed:
-            while not self._flights and not self._stopped:
+            while not self._pending and not self._stopped:
                 self._changed.wait()
             if not self._stopped:
                 self._changed.wait(_TICK_SECONDS)
             return not self._stopped
 
-    def _look(self, group: Watched) -> None:
-        for flight in self.flights():
+    def _check(self, group: Watched) -> None:
+        for pending in self.pending():
             try:
-                ended = flight.ended()
+                ended = pending.ended()
             except RuntimeError as error:
-                group.note_device_error(flight, error)
+                group.note_device_error(pending, error)
                 ended = True
             if ended:
                 with self._changed, contextlib.suppress(ValueError):
-                    self._flights.remove(flight)
-            elif time.monotonic() >= flight.deadline:
-                group.expire(flight)
-        group.look_for_errors()
-        self._look_for_late(group)
+                    self._pending.remove(pending)
+            elif time.monotonic() >= pending.deadline:
+                group.expire(pending)
+        group.check_communicators()
+        self._check_slow(group)
 
-    def _look_for_late(self, group: Watched) -> None:
+    def _check_slow(self, group: Watched) -> None:
         now = time.monotonic()
-        late = next((flight for flight in self.flights() if now - flight.began >= _LATE_SECONDS), None)
-        if late is None:
-            if self._reported:
-                group.look_into(None)
-                self._reported = False
-        elif now >= self._next_look or not self._reported:
-            self._reported = True
-            self._next_look = now + _LATE_SECONDS
-            group.look_into(late)
+        slow = next((pending for pending in self.pending() if now - pending.began >= _SLOW_SECONDS), None)
+        if slow is None:
+            if self._slow_reported:
+                group.check_peers(None)
+                self._slow_reported = False
+        elif now >= self._next_peer_check or not self._slow_reported:
+            self._slow_reported = True
+            self._next_peer_check = now + _SLOW_SECONDS
+            group.check_peers(slow)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
-from collectives.backends._shared.forwarding import ForwardingGroup
 from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin.work import BarrierWork, LaneWork, tell_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.types import BarrierOptions
 from collectives.core.work import CoalescedWork, CompletedWork
@@ -45,7 +45,6 @@ __all__ = [
     "round_robin_process_groups",
 ]
 
-_T = TypeVar("_T")
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 _SHORTEST = timedelta(milliseconds=1)
 _BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
@@ -168,8 +167,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._turn = 0
         parts = [lane.capabilities for lane in self._lanes]
         self._capabilities = _of_lanes(parts)
-        # A lane that takes more than the composition would do so on the short way.
-        self._short = all(part == self._capabilities for part in parts)
+        # A lane that takes more than the composition would do so on the fast path.
+        self._fast_path = all(part == self._capabilities for part in parts)
         # Where no lane tells of different calls, a barrier need not find them before it takes all lanes.
         self._tells = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
@@ -228,40 +227,18 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             failed(error)
             raise
 
-    def plain(
+    def fast_collective(
         self,
-        kind: int,
-        output: object = None,
-        input: object = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
-    ) -> bool:
-        """Runs a collective where the lane whose turn it is takes the arguments as they are."""
-        return bool(
-            self._attempt(kind, lambda n: self._lanes[n].plain(kind, output, input, op_code, root, listed))
-        )
-
-    def plain_launch(
-        self,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        op_code: int = 0,
-        root: object = 0,
-        listed: bool = False,
+        reduce_op: int = 0,
+        root: Any = 0,
+        list_form: bool = False,
+        async_op: bool = False,
     ) -> Work | None:
-        """Issues a collective where the lane whose turn it is takes the arguments as they are."""
-
-        def issue(lane: int) -> Work | None:
-            work = self._lanes[lane].plain_launch(kind, output, input, op_code, root, listed)
-            return None if work is None else LaneWork(work, partial(self._failed, lane))
-
-        return self._attempt(kind, issue) or None
-
-    def _attempt(self, kind: int, issue: Callable[[int], _T]) -> _T | None:
-        """Returns what ``issue`` makes of the lane whose turn it is; takes the turn only if that is true."""
-        if not self._short or kind == BARRIER or self._cause is not None:
+        """Issues a collective where the lane whose turn it is takes the fast path."""
+        if not self._fast_path or opcode == BARRIER or self._cause is not None:
             return None
         self._cover()
         turn = self._turn
@@ -269,24 +246,29 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         # Before the call: it may block, and another thread issue the next collective meanwhile.
         self._turn = turn + 1
         try:
-            done = issue(lane)
+            work = self._lanes[lane].fast_collective(
+                opcode, output, input, reduce_op, root, list_form, async_op
+            )
         except DistError as error:
             self._failed(lane, error)
             raise
-        if not done:
+        if work is None:
             self._turn = turn
             return None
-        return done
+        return LaneWork(work, partial(self._failed, lane)) if async_op else work
 
-    def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Sends or receives a tensor where the first lane takes the arguments as they are."""
-        if not self._short or self._cause is not None:
-            return False
+    def fast_message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
+    ) -> Work | None:
+        """Sends or receives a tensor where the first lane takes the fast path."""
+        if not self._fast_path or self._cause is not None:
+            return None
         try:
-            return self._lanes[0].plain_message(sends, tensor, peer, tag)
+            work = self._lanes[0].fast_message(sends, tensor, peer, tag, async_op)
         except DistError as error:
             self._failed(0, error)
             raise
+        return LaneWork(work, partial(self._failed, 0)) if work is not None and async_op else work
 
     def _check_whole(self) -> None:
         cause = self._cause
@@ -313,8 +295,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if not isinstance(cause, PeerLostError):
             self._each(lambda lane: lane.abort())
 
-    def _together(self) -> AbstractContextManager[None]:
-        return self._lanes[0]._together()
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with self._lanes[0]._together():
+            yield
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._on(0, lambda lane: lane._send(tensor, dst, tag))

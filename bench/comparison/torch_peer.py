@@ -8,10 +8,10 @@ import torch
 import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 
-from collectives.bench.comparison.groups import LOCALHOST, TIMEOUT
 from collectives.bench.comparison.operations import Operation
 from collectives.bench.comparison.peers import Bind, function_peer
 from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.groups import LOCALHOST, TIMEOUT
 
 __all__ = ["NCCL", "PREFIX", "close", "initialize", "nccl_version", "open_peer", "why_not", "why_unavailable"]
 

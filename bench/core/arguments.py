@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.table import header_lines
+from collectives.bench.core.text import header_lines
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from collectives.backends.host import thresholds as host_tuning
-from collectives.bench.tuning.ranks import Probe, Rig
+from collectives.bench.tuning.worker import Probe, Rig
 
 __all__ = ["PLAN", "Comparison", "Outcome", "Step", "TooNoisyError", "compare", "search"]
 

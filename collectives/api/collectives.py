@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -49,7 +49,7 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.core.work import Work
+from collectives.core.work import COMPLETED, Work
 
 __all__ = [
     "all_gather",
@@ -88,13 +88,14 @@ def all_reduce(
     target = member_group(group, "all_reduce")
     if target is None:
         return None
-    op = _reduction(target, "all_reduce", op)
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "all_reduce", op)
     if pending and keep_back(target, "all_reduce", op, tensor):
         return KeptBackWork() if async_op else None
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(ALL_REDUCE, tensor, None, op.code):
-        return _answer(work)
-    return _finish(target.allreduce(tensor, AllreduceOptions(None, async_op, op)), async_op)
+    work = target.fast_collective(ALL_REDUCE, tensor, reduce_op=op.code, async_op=async_op)
+    if work is None:
+        work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
+    return _finish(work, async_op)
 
 
 def broadcast(
@@ -117,10 +118,9 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(BROADCAST, tensor, None, 0, root):
-        return _answer(work)
-    work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
+    work = target.fast_collective(BROADCAST, tensor, root=root, async_op=async_op)
+    if work is None:
+        work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
     return _finish(work, async_op)
 
 
@@ -146,11 +146,11 @@ def reduce(
     if target is None:
         return None
     root = group_rank(target, "reduce", dst, group_dst, "dst")
-    op = _reduction(target, "reduce", op)
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(REDUCE, tensor, None, op.code, root):
-        return _answer(work)
-    work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "reduce", op)
+    work = target.fast_collective(REDUCE, tensor, reduce_op=op.code, root=root, async_op=async_op)
+    if work is None:
+        work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
     return _finish(work, async_op)
 
 
@@ -171,12 +171,11 @@ def all_gather(
     target = member_group(group, "all_gather")
     if target is None:
         return None
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(ALL_GATHER, tensor_list, tensor, 0, 0, True):
-        return _answer(work)
-    # Inside a list of one, so that a list for a group of size 1 is not taken for a tensor list "per device".
-    outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
-    work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
+    work = target.fast_collective(ALL_GATHER, tensor_list, tensor, list_form=True, async_op=async_op)
+    if work is None:
+        # In a list of one, so that the list of a group of size 1 is not taken for one "per device".
+        outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
+        work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
     return _finish(work, async_op)
 
 
@@ -200,10 +199,9 @@ def all_gather_single(
         return None
     if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
         return KeptBackWork() if async_op else None
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(ALL_GATHER, output_tensor, input_tensor):
-        return _answer(work)
-    work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
+    work = target.fast_collective(ALL_GATHER, output_tensor, input_tensor, async_op=async_op)
+    if work is None:
+        work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
     return _finish(work, async_op)
 
 
@@ -229,11 +227,10 @@ def gather(
     if target is None:
         return None
     root = root_rank(target, "gather", dst, group_dst, "dst")
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(GATHER, gather_list, tensor, 0, root, True):
-        return _answer(work)
-    outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
-    work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
+    work = target.fast_collective(GATHER, gather_list, tensor, root=root, list_form=True, async_op=async_op)
+    if work is None:
+        outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
+        work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
     return _finish(work, async_op)
 
 
@@ -259,11 +256,10 @@ def scatter(
     if target is None:
         return None
     root = root_rank(target, "scatter", src, group_src, "src")
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(SCATTER, tensor, scatter_list, 0, root, True):
-        return _answer(work)
-    inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
-    work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
+    work = target.fast_collective(SCATTER, tensor, scatter_list, root=root, list_form=True, async_op=async_op)
+    if work is None:
+        inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
+        work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
     return _finish(work, async_op)
 
 
@@ -286,12 +282,14 @@ def reduce_scatter(
     target = member_group(group, "reduce_scatter")
     if target is None:
         return None
-    op = _reduction(target, "reduce_scatter", op)
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(REDUCE_SCATTER, output, input_list, op.code, 0, True):
-        return _answer(work)
-    inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-    work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "reduce_scatter", op)
+    work = target.fast_collective(
+        REDUCE_SCATTER, output, input_list, reduce_op=op.code, list_form=True, async_op=async_op
+    )
+    if work is None:
+        inputs = check_list(target, "reduce_scatter", input_list, "input_list")
+        work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
 
 
@@ -314,13 +312,13 @@ def reduce_scatter_single(
     target = member_group(group, "reduce_scatter_single")
     if target is None:
         return None
-    op = _reduction(target, "reduce_scatter_single", op)
+    if op.__class__ is not ReduceOp:
+        op = _reduction(target, "reduce_scatter_single", op)
     if pending and keep_back(target, "reduce_scatter_single", op, output, input):
         return KeptBackWork() if async_op else None
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(REDUCE_SCATTER, output, input, op.code):
-        return _answer(work)
-    work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
+    work = target.fast_collective(REDUCE_SCATTER, output, input, reduce_op=op.code, async_op=async_op)
+    if work is None:
+        work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
     return _finish(work, async_op)
 
 
@@ -345,12 +343,12 @@ def all_to_all_single(
     target = member_group(group, "all_to_all_single")
     if target is None:
         return None
-    even = not (output_split_sizes or input_split_sizes)
-    attempt = target.plain_launch if async_op else target.plain
-    if even and (work := attempt(ALL_TO_ALL, output, input)):
-        return _answer(work)
-    options = AllToAllOptions(None, async_op)
-    work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
+    work = None
+    if not (output_split_sizes or input_split_sizes):
+        work = target.fast_collective(ALL_TO_ALL, output, input, async_op=async_op)
+    if work is None:
+        options = AllToAllOptions(None, async_op)
+        work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
     return _finish(work, async_op)
 
 
@@ -371,10 +369,11 @@ def all_to_all(
     target = member_group(group, "all_to_all")
     if target is None:
         return None
-    attempt = target.plain_launch if async_op else target.plain
-    if work := attempt(ALL_TO_ALL, output_tensor_list, input_tensor_list, 0, 0, True):
-        return _answer(work)
-    work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
+    work = target.fast_collective(
+        ALL_TO_ALL, output_tensor_list, input_tensor_list, list_form=True, async_op=async_op
+    )
+    if work is None:
+        work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
     return _finish(work, async_op)
 
 
@@ -395,10 +394,10 @@ def barrier(
     target = member_group(group, "barrier")
     if target is None:
         return None
-    usual = timeout is None and device_ids is None
-    attempt = target.plain_launch if async_op else target.plain
-    if usual and (work := attempt(BARRIER)):
-        return _answer(work)
+    if timeout is None and device_ids is None:
+        work = target.fast_collective(BARRIER, async_op=async_op)
+        if work is not None:
+            return _finish(work, async_op)
     _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)
     if device_ids is not None:
@@ -455,14 +454,12 @@ def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
         fail(group, operation, str(error), TypeError)
 
 
-def _answer(work: Work | Literal[True]) -> Work | None:
-    return None if work is True else work
-
-
 def _finish(work: Work, async_op: bool) -> Work | None:
+    """Returns what the user gets of an operation: its Work, or ``None`` after it is done."""
     if async_op:
         return work
-    work.wait()
+    if work is not COMPLETED:
+        work.wait()
     return None
 
 

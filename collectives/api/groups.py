@@ -17,7 +17,12 @@ import torch
 
 from collectives.api.coalescing import forget_coalescing
 from collectives.api.debug import checked
-from collectives.api.init_method import check_meeting, close_store, meet, meeting_place
+from collectives.api.init_method import (
+    check_arguments,
+    choose_init_method,
+    close_store,
+    join_default_group,
+)
 from collectives.api.world import (
     NON_GROUP_MEMBER,
     default_group,
@@ -32,7 +37,8 @@ from collectives.errors import DistBackendError
 from collectives.registry import backends as registry
 from collectives.registry.names import Backend, BackendConfig, default_timeout
 from collectives.store import PrefixStore
-from collectives.store.world_rendezvous import KEYS, join_group, leave_world, wait_for_leavers
+from collectives.store.group_rendezvous import join_group
+from collectives.store.world_rendezvous import KEYS, leave_world, wait_for_leavers
 
 __all__ = [
     "destroy_process_group",
@@ -94,7 +100,7 @@ def init_process_group(
                 f"[rank {world.default.rank()}] there is a default process group already "
                 f"({world.default.describe()}); call destroy_process_group before a second init_process_group"
             )
-        rank, world_size = check_meeting(init_method, store, rank, world_size)
+        rank, world_size = check_arguments(init_method, store, rank, world_size)
         device = _bound_device(device_id)
         if backend is None and device is not None:
             backend = Backend.default_device_backend_map.get(device.type)
@@ -102,8 +108,10 @@ def init_process_group(
         limit = limit_of(timeout, config)
         _check_usable(config, pg_options)
         try:
-            place = meeting_place(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number = meet(store, place, rank, world_size, limit, repr(config))
+            url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
+            base, rank, world_size, number = join_default_group(
+                store, url, rank, world_size, limit, repr(config)
+            )
             world.base = base
             world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None

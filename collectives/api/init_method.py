@@ -1,4 +1,4 @@
-"""Where the ranks of a new world meet: a store or an address that the user or the environment gives."""
+"""How ``init_process_group`` finds the other ranks: by a store, ``init_method`` or the environment."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.world_rendezvous import KEYS, join_world
 
-__all__ = ["check_meeting", "close_store", "meet", "meeting_place"]
+__all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
 
 _RETRY_SECONDS = 0.05
 """Pause before another try to reach rank 0 after a connection broke."""
 
 
-def check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
-    """Checks how the ranks are to meet, before anything is sent; returns rank and number of ranks as int."""
+def check_arguments(init_method: str | None, store: Any, rank: int, size: int) -> tuple[int, int]:
+    """Checks store, rank and number of ranks before anything is sent; returns the latter two as int."""
     if store is not None:
         if init_method is not None:
             raise ValueError(
@@ -51,8 +51,8 @@ def check_meeting(init_method: str | None, store: Any, rank: int, size: int) -> 
     return rank, size
 
 
-def meeting_place(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
-    """Returns where the ranks meet: as the user says, the environment, or else a backend of the group."""
+def choose_init_method(config: BackendConfig, init_method: str | None, rank: int, size: int) -> str:
+    """Returns the rendezvous URL: the user's, the environment's, or else that of a backend of the group."""
     if init_method is None:
         named = {
             name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if os.environ.get(name)
@@ -66,15 +66,19 @@ def meeting_place(config: BackendConfig, init_method: str | None, rank: int, siz
         scheme = init_method.partition("://")[0]
         for name in registry.backend_names():
             spec = registry.backend_spec(name)
-            if spec.meeting and spec.init_method == f"{scheme}://":
-                importlib.import_module(spec.meeting)
+            if spec.rendezvous_module and spec.init_method == f"{scheme}://":
+                importlib.import_module(spec.rendezvous_module)
     return init_method
 
 
-def meet(
+def join_default_group(
     store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
 ) -> tuple[Any, int, int, int]:
-    """Meets the other ranks; returns the store, this rank, the number of ranks and the world's number."""
+    """Finds the other ranks and joins a new world.
+
+    Returns:
+        The store, this rank, the number of ranks, and the number of the world.
+    """
     if store is not None:
         number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)
         return store, rank, size, number

@@ -42,7 +42,7 @@ def isend(
     target = member_group(group, "isend")
     if target is None:
         return None
-    return target.send(tensor, group_rank(target, "isend", dst, group_dst, "dst"), tag)
+    return _begin(target, True, tensor, group_rank(target, "isend", dst, group_dst, "dst"), tag)
 
 
 def irecv(
@@ -70,7 +70,7 @@ def irecv(
         return None
     if src is None and group_src is None:
         return target.recv_anysource(tensor, tag)
-    return target.recv(tensor, group_rank(target, "irecv", src, group_src, "src"), tag)
+    return _begin(target, False, tensor, group_rank(target, "irecv", src, group_src, "src"), tag)
 
 
 def send(
@@ -98,7 +98,7 @@ def send(
         return
     peer = group_rank(target, "send", dst, group_dst, "dst")
     not_self(target, "send", peer, "destination", "isend")
-    if not target.plain_message(True, tensor, peer, tag):
+    if target.fast_message(True, tensor, peer, tag) is None:
         target.send(tensor, peer, tag).wait()
 
 
@@ -135,9 +135,16 @@ def recv(
         return world_rank(target, work.source_rank())
     peer = group_rank(target, "recv", src, group_src, "src")
     not_self(target, "recv", peer, "source", "irecv")
-    if not target.plain_message(False, tensor, peer, tag):
+    if target.fast_message(False, tensor, peer, tag) is None:
         target.recv(tensor, peer, tag).wait()
     return world_rank(target, peer) if src is None else src
+
+
+def _begin(group: ProcessGroup, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    work = group.fast_message(sends, tensor, peer, tag, True)
+    if work is None:
+        work = (group.send if sends else group.recv)(tensor, peer, tag)
+    return work
 
 
 def not_self(group: ProcessGroup, operation: str, peer: int, role: str, instead: str) -> None:
@@ -220,9 +227,4 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         if op.group is not group:
             raise ValueError(f"a batch runs on one group, but this one names {group!r} and {op.group!r}")
     with group._together():
-        return [
-            group.send(op.tensor, op.group_peer, op.tag)
-            if op.op is isend
-            else group.recv(op.tensor, op.group_peer, op.tag)
-            for op in p2p_op_list
-        ]
+        return [_begin(group, op.op is isend, op.tensor, op.group_peer, op.tag) for op in p2p_op_list]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
-    "Record",
+    "GroupRecord",
     "World",
     "get_backend",
     "get_backend_config",
@@ -42,7 +42,7 @@ NON_GROUP_MEMBER: Any = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class GroupRecord:
     """What the world knows of a group that this process is a member of.
 
     Attributes:
@@ -98,7 +98,7 @@ class World:
     def clear(self) -> None:
         """Forgets everything; ends no group."""
         self.default: ProcessGroup | None = None
-        self.records: dict[ProcessGroup, Record] = {}
+        self.records: dict[ProcessGroup, GroupRecord] = {}
         self.types: set[type] = set()
         self.base: Any = None
         self.store: Any = None
@@ -198,7 +198,7 @@ def _own_rank() -> int:
     return -1 if world.default is None else world.default.rank()
 
 
-def record_of(group: ProcessGroup) -> Record:
+def record_of(group: ProcessGroup) -> GroupRecord:
     """Returns the record of a group.
 
     Raises:
@@ -398,4 +398,4 @@ def register(group: ProcessGroup, name: str, config: BackendConfig, ranks: Seque
     """Adds a group to the world."""
     ranks = tuple(ranks)
     world.types.add(type(group))
-    world.records[group] = Record(name, config, ranks, {g: i for i, g in enumerate(ranks)})
+    world.records[group] = GroupRecord(name, config, ranks, {g: i for i, g in enumerate(ranks)})

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from collectives.conformance.examination import Answer, Question, Verdict, examine, questions
+from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING
 
 __all__ = ["main", "short_table", "table"]
 
 _SHORT = {
-    Verdict.OK: "right",
-    Verdict.UNSUPPORTED: "refused",
-    Verdict.WRONG: "**wrong**",
-    Verdict.HANG: "**hang**",
+    Status.OK: "right",
+    Status.UNSUPPORTED: "refused",
+    Status.WRONG: "**wrong**",
+    Status.HANG: "**hang**",
 }
 
 
@@ -41,14 +41,12 @@ def table(answers: Mapping[Question, Answer]) -> list[str]:
     lines = []
     for function, some in by_function.items():
         title = function
-        for verdict in Verdict:
-            cells = [
-                _cell(question, answer) for question, answer in some.items() if answer.verdict is verdict
-            ]
+        for status in Status:
+            cells = [_cell(question, answer) for question, answer in some.items() if answer.status is status]
             if cells:
                 every = len(cells) == len(some) and len(some) > 1 and not any("(" in cell for cell in cells)
                 said = f"every data type ({len(some)})" if every else " ".join(cells)
-                lines.append(f"{title:32}{verdict.value:13}{said}")
+                lines.append(f"{title:32}{status.value:13}{said}")
                 title = ""
     return lines
 
@@ -64,8 +62,8 @@ def short_table(found: Mapping[str, Mapping[Question, Answer]]) -> list[str]:
     for title in titles:
         cells = []
         for answers in found.values():
-            some = {q.dtype: answer.verdict for q, answer in answers.items() if q.title == title}
-            counts = {verdict: [*some.values()].count(verdict) for verdict in Verdict}
+            some = {q.dtype: answer.status for q, answer in answers.items() if q.title == title}
+            counts = {status: [*some.values()].count(status) for status in Status}
             words = (_SHORT[v] if None in some else f"{n} {_SHORT[v]}" for v, n in counts.items() if n)
             cells.append(", ".join(words))
         lines.append(f"| {title} | {' | '.join(cells)} |")
@@ -76,7 +74,7 @@ def _cell(question: Question, answer: Answer) -> str:
     if question.dtype is None:
         return "-"
     name = str(question.dtype).removeprefix("torch.")
-    some = answer.verdict is Verdict.OK and answer.offered < answer.asked
+    some = answer.status is Status.OK and answer.offered < answer.asked
     return f"{name}({answer.offered}/{answer.asked})" if some else name
 
 
@@ -163,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(_records(found), indent=1))
     answers = [answer for answers in found.values() for answer in answers.values()]
-    return int(any(answer.verdict in {Verdict.WRONG, Verdict.HANG} for answer in answers))
+    return int(any(answer.status in {Status.WRONG, Status.HANG} for answer in answers))
 
 
 def _records(found: Mapping[str, Mapping[Question, Answer]]) -> list[dict[str, Any]]:
@@ -172,7 +170,7 @@ def _records(found: Mapping[str, Mapping[Question, Answer]]) -> list[dict[str, A
             "backend": backend,
             "function": question.title,
             "dtype": None if question.dtype is None else str(question.dtype),
-            "verdict": answer.verdict.value,
+            "verdict": answer.status.value,
             "offered": answer.offered,
             "asked": answer.asked,
             "details": answer.details,

@@ -9,13 +9,14 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from collectives.core.capabilities import Capabilities
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
@@ -35,7 +36,7 @@ from collectives.errors import (
     DistBackendError,
     DistStoreError,
 )
-from collectives.store.world_rendezvous import wait_for_keys
+from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
 
@@ -44,7 +45,7 @@ logger = logging.getLogger("collectives")
 _LIBRARIES = frozenset({"collectives", "torch"})
 
 
-class CheckedGroup(ProcessGroup):
+class CheckedGroup(ForwardingGroup):
     """Runs the operations of another group, and raises where ranks call different collectives.
 
     Before each collective, every rank leaves a fingerprint of it (function, shapes, data type, reduction,
@@ -92,26 +93,17 @@ class CheckedGroup(ProcessGroup):
         """``True``."""
         return True
 
-    def lost_ranks(self) -> list[int]:
-        """Returns the ranks that the inner group knows to have died."""
-        return self.inner.lost_ranks()
-
     def name(self) -> str:
         """Returns the inner group's backend."""
         return self.inner.name()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
-        super().set_timeout(timeout)
-        self.inner.set_timeout(timeout)
+    @property
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The inner group."""
+        return [self.inner]
 
-    def abort(self) -> None:
-        """Breaks the inner group."""
-        self.inner.abort()
-
-    def shutdown(self) -> None:
-        """Ends the inner group."""
-        self.inner.shutdown()
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
+        return issue(self.inner)
 
     # ---- the comparison ------------------------------------------------------------------------------------
 
@@ -192,32 +184,32 @@ class CheckedGroup(ProcessGroup):
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         self._compare("all_reduce", opts.timeout, op=repr(opts.reduceOp), **_tensor(tensor))
-        return self.inner._allreduce(tensor, opts)
+        return super()._allreduce(tensor, opts)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         self._compare("broadcast", opts.timeout, root=opts.rootRank, **_elements(tensor))
-        return self.inner._broadcast(tensor, opts)
+        return super()._broadcast(tensor, opts)
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
         self._compare("reduce", opts.timeout, op=repr(opts.reduceOp), root=opts.rootRank, **_tensor(tensor))
-        return self.inner._reduce(tensor, opts)
+        return super()._reduce(tensor, opts)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         counts = [output.numel() for output in outputs]
         self._compare("all_gather", opts.timeout, dtype=str(tensor.dtype), elements=counts)
-        return self.inner._allgather(outputs, tensor, opts)
+        return super()._allgather(outputs, tensor, opts)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         self._compare("all_gather_single", opts.timeout, **_elements(tensor))
-        return self.inner._allgather_single(output, tensor, opts)
+        return super()._allgather_single(output, tensor, opts)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
         self._compare("gather", opts.timeout, root=opts.rootRank, **_elements(tensor))
-        return self.inner._gather(outputs, tensor, opts)
+        return super()._gather(outputs, tensor, opts)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         self._compare("scatter", opts.timeout, root=opts.rootRank, **_elements(output))
-        return self.inner._scatter(output, inputs, opts)
+        return super()._scatter(output, inputs, opts)
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
@@ -226,20 +218,20 @@ class CheckedGroup(ProcessGroup):
         self._compare(
             "reduce_scatter", opts.timeout, op=repr(opts.reduceOp), dtype=str(output.dtype), elements=counts
         )
-        return self.inner._reduce_scatter(output, inputs, opts)
+        return super()._reduce_scatter(output, inputs, opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
         self._compare("reduce_scatter_single", opts.timeout, op=repr(opts.reduceOp), **_elements(output))
-        return self.inner._reduce_scatter_single(output, tensor, opts)
+        return super()._reduce_scatter_single(output, tensor, opts)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
         sent, received = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
         self._compare_exchange("all_to_all", opts.timeout, inputs[0].dtype, sent, received)
-        return self.inner._alltoall(outputs, inputs, opts)
+        return super()._alltoall(outputs, inputs, opts)
 
     def _alltoall_single(
         self,
@@ -250,20 +242,11 @@ class CheckedGroup(ProcessGroup):
         opts: AllToAllOptions,
     ) -> Work:
         self._compare_exchange("all_to_all_single", opts.timeout, tensor.dtype, input_splits, output_splits)
-        return self.inner._alltoall_single(output, tensor, output_splits, input_splits, opts)
+        return super()._alltoall_single(output, tensor, output_splits, input_splits, opts)
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         self._compare("barrier", opts.timeout)
         return self.inner._barrier(opts)
-
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        return self.inner._together()
-
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self.inner._send(tensor, dst, tag)
-
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        return self.inner._recv(tensor, src, tag)
 
 
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:

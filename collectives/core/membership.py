@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from collectives.core.arguments import validation as check
-from collectives.core.primitives import Primitives
+from collectives.core.backend_interface import BackendInterface
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import GroupAbortedError
 from collectives.forks import left_to_parent, tell_in_children
@@ -18,7 +18,7 @@ from collectives.forks import left_to_parent, tell_in_children
 __all__ = ["Membership"]
 
 
-class Membership(Primitives):
+class Membership(BackendInterface):
     """A group apart from its operations; arguments as :class:`~collectives.ProcessGroup`, which adds those.
 
     A child that was forked is no member: operations raise there, and ending the group ends nothing.

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
+from collectives.core.membership import Membership
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
-
-if TYPE_CHECKING:
-    from collectives.core.process_group import ProcessGroup
+from collectives.store.waiting import delete_keys
 
 __all__ = ["monitored_barrier"]
 
-_VERDICT_GRACE = timedelta(seconds=10)
-"""How much longer than rank 0 the others wait, so that they hear its verdict and not their own clock."""
+_OUTCOME_GRACE = timedelta(seconds=10)
+"""How much longer than rank 0 the others wait, so that they report its outcome and not their own timeout."""
 
 _POLL_SECONDS = 0.005
 
 
-def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ranks: bool) -> None:
     """Blocks until all ranks of ``group`` are here; see :meth:`collectives.ProcessGroup.monitored_barrier`.
 
-    Arrivals and rank 0's verdict are keys of the group's store, so that a rank stuck in a collective is found
-    on every backend, and the group is not broken by the time limit.
+    Arrivals and the outcome, which rank 0 writes, are keys of the group's store, so that a rank stuck in a
+    collective is found on every backend, and the group is not broken by the time limit.
     """
     store = group.get_group_store()
     if store is None:
@@ -33,23 +31,26 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
         )
     limit = group.timeout if timeout is None else timeout
     turn = group.next_monitored_barrier()
-    verdict = f"monitored_barrier/{turn}/verdict"
+    outcome = f"monitored_barrier/{turn}/outcome"
     if group.rank() != 0:
         store.set(f"monitored_barrier/{turn}/{group.rank()}", "here")
         try:
-            store.wait([verdict], limit + _VERDICT_GRACE)
+            store.wait([outcome], limit + _OUTCOME_GRACE)
         except (DistStoreError, RuntimeError) as error:
             raise CollectiveTimeoutError(
                 f"[rank {group.rank()}] monitored_barrier on {group.describe()}: rank 0 did not come within "
                 f"{limit.total_seconds():g} s; look at what rank 0 does, or raise the timeout"
             ) from error
-        message = store.get(verdict).decode()
+        message = store.get(outcome).decode()
         if message != "passed":
             raise CollectiveTimeoutError(f"[rank {group.rank()}] {message}")
         return
     missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
+    delete_keys(store, [f"monitored_barrier/{turn}/{r}" for r in range(1, group.size()) if r not in missing])
     if not missing:
-        store.set(verdict, "passed")
+        if turn:  # all ranks have come, so that none reads the outcome before this one
+            delete_keys(store, [f"monitored_barrier/{turn - 1}/outcome"])
+        store.set(outcome, "passed")
         return
     names = ", ".join(map(str, missing))
     plural = "s" if len(missing) > 1 else ""
@@ -62,12 +63,12 @@ def monitored_barrier(group: ProcessGroup, timeout: timedelta | None, wait_all_r
         f"did not come within {limit.total_seconds():g} s ({theirs})"
         + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
     )
-    store.set(verdict, message)
+    store.set(outcome, message)
     raise CollectiveTimeoutError(f"[rank 0] {message}")
 
 
 def _missing_ranks(
-    group: ProcessGroup, store: object, turn: int, deadline: float, wait_all_ranks: bool
+    group: Membership, store: object, turn: int, deadline: float, wait_all_ranks: bool
 ) -> list[int]:
     """Waits on rank 0; returns the ranks missing at the deadline, only the first unless all are asked for."""
     waiting = list(range(1, group.size()))

@@ -65,8 +65,8 @@ class ProcessGroup(Membership):
     the order among themselves.
 
     A backend derives from this class and implements the abstract methods of
-    :class:`~collectives.core.primitives.Primitives`, and any of its derived operations that it can do better.
-    Those get checked arguments.
+    :class:`~collectives.core.backend_interface.BackendInterface`, and any of its derived operations that it
+    can do better. Those get checked arguments.
 
     Args:
         rank: this process's rank within the group.

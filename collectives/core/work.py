@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from collectives.errors import CollectiveTimeoutError, DistNetworkError
 
-__all__ = ["CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult", "chain"]
+__all__ = ["COMPLETED", "CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult", "chain"]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -185,6 +185,10 @@ class CompletedWork(Work):
             future.set_result(self.result())
             self._future = future
         return self._future
+
+
+COMPLETED = CompletedWork()
+"""The Work of every synchronous operation that took the fast path; it knows no outputs."""
 
 
 class CoalescedWork(Work):

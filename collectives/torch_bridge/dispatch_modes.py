@@ -21,7 +21,7 @@ import collectives._native as _native
 from collectives.torch_bridge.option_records import plain_code
 from collectives.torch_bridge.work import TorchWork
 
-__all__ = ["note", "possible", "show", "show_plain"]
+__all__ = ["note", "possible", "show", "show_collective"]
 
 _LOCAL = threading.local()
 _depth = torch._C._len_torch_dispatch_stack
@@ -146,23 +146,23 @@ def _plain(options: Any) -> bool:
     return type(options).__module__.startswith("torch.") and (op is None or plain_code(op) is not None)
 
 
-def show_plain(
-    group: Any, options: Any, kind: int, output: Any, input: Any, listed: bool
+def show_collective(
+    group: Any, options: Any, opcode: int, output: Any, input: Any, list_form: bool
 ) -> TorchWork | None:
     """Does the same for a collective as ``TorchGroup`` normalises it.
 
     Args:
         group: the group.
         options: torch's option record.
-        kind: number of the collective, of :mod:`collectives.core.opcodes`.
+        opcode: the collective, one of :mod:`collectives.core.opcodes`.
         output: what is written, or read and written.
         input: what is only read.
-        listed: whether the larger operand is a list of a tensor for each rank.
+        list_form: whether the larger operand is a list of one tensor for each rank.
 
     Returns:
         As :func:`show`.
     """
-    name, arguments = _FORMS[kind, listed]
+    name, arguments = _FORMS[opcode, list_form]
     return show(group, name, *arguments(output, input), options)
 
 
@@ -172,8 +172,8 @@ def _list(entry: Any) -> list[Any]:
 
 
 _FORMS: dict[tuple[int, bool], tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
-    (_native.COLLECTIVES[kind], listed): (name, arguments)
-    for kind, listed, name, arguments in (
+    (_native.COLLECTIVES[kind], list_form): (name, arguments)
+    for kind, list_form, name, arguments in (
         ("all_reduce", False, "allreduce", lambda out, _: (_list(out),)),
         ("broadcast", False, "broadcast", lambda out, _: (_list(out),)),
         ("reduce", False, "reduce", lambda out, _: (_list(out),)),

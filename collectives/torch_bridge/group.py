@@ -39,19 +39,16 @@ from collectives.core.opcodes import (
 )
 from collectives.core.types import AllreduceOptions, GatherOptions, ReduceOp
 from collectives.core.work import Work
-from collectives.torch_bridge import dispatch_modes as onlookers
 from collectives.torch_bridge import sparse
-from collectives.torch_bridge.callers import SETS_LIMIT
-from collectives.torch_bridge.issuing import NO_LIMIT, UNREAD, Issuing, calling_frame
+from collectives.torch_bridge.issuing import Issuing
 from collectives.torch_bridge.operands import list_or_none, only
 from collectives.torch_bridge.option_records import PLAIN_CODES, plain_code, record, reduction
-from collectives.torch_bridge.work import DoneWork, TorchWork
+from collectives.torch_bridge.work import TorchWork
 
 __all__ = ["TorchGroup"]
 
 _AllreduceOptions: Any = c10d.AllreduceOptions
 _NO_INDICES = not hasattr(_AllreduceOptions, "sparseIndices")  # as before torch 2.15
-_profiler: Any = torch.autograd.profiler
 
 
 @leave_uncompiled
@@ -69,31 +66,11 @@ class TorchGroup(Issuing):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
         """Reduces a tensor over all ranks, in place; a sparse one too."""
-        if (
-            type(opts) is _AllreduceOptions
-            and type(tensors) is list
-            and len(tensors) == 1
-            and (_NO_INDICES or opts.sparseIndices is None)
-        ):
-            tensor = tensors[0]
-            code = PLAIN_CODES.get(hash(opts.reduceOp))
-            sets_limit = SETS_LIMIT.get(id(calling_frame(1).f_code))
-            if opts.asyncOp or code is None or onlookers.possible():
-                work = self._at_once(opts, ALL_REDUCE, tensor, None, code)
-                if work is not None:
-                    return work
-            # what `_at_once` does for a synchronous operation, for the call that programs wait for most
-            elif (
-                (sets_limit is False or opts.timeout <= NO_LIMIT)
-                and not (self._batches or _profiler._is_profiler_enabled)
-                and self._plain(ALL_REDUCE, tensor, None, code)
-            ):
-                self._sequence = next(self._issued)
-                if sets_limit is not None:
-                    return UNREAD
-                done: DoneWork = DoneWork()
-                done.outputs = tensor
-                return done
+        if type(opts) is _AllreduceOptions and (_NO_INDICES or opts.sparseIndices is None):
+            tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
+            work = self._fast_collective(opts, ALL_REDUCE, tensor, None, PLAIN_CODES.get(hash(opts.reduceOp)))
+            if work is not None:
+                return work
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
             options = record(opts)
@@ -114,7 +91,7 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place."""
         if type(opts) is c10d.BroadcastOptions and (
-            work := self._at_once(opts, BROADCAST, only(tensors), root=opts.rootRank)
+            work := self._fast_collective(opts, BROADCAST, only(tensors), root=opts.rootRank)
         ):
             return work
         call = self.inner.broadcast
@@ -131,7 +108,9 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
-            work := self._at_once(opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank)
+            work := self._fast_collective(
+                opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
+            )
         ):
             return work
         call = self.inner.reduce
@@ -149,7 +128,9 @@ class TorchGroup(Issuing):
         """Gathers every rank's tensor on all ranks."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllgatherOptions and (
-            work := self._at_once(opts, ALL_GATHER, only(output_tensors), only(source), listed=True)
+            work := self._fast_collective(
+                opts, ALL_GATHER, only(output_tensors), only(source), list_form=True
+            )
         ):
             return work
         call = self.inner.allgather
@@ -159,7 +140,9 @@ class TorchGroup(Issuing):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Gathers every rank's tensor into one, in rank order."""
-        if type(opts) is c10d.AllgatherOptions and (work := self._at_once(opts, ALL_GATHER, output, input)):
+        if type(opts) is c10d.AllgatherOptions and (
+            work := self._fast_collective(opts, ALL_GATHER, output, input)
+        ):
             return work
         call = self.inner.all_gather_single
         return self._issue("all_gather", input, call, output, input, record(opts), timeout)
@@ -202,8 +185,8 @@ class TorchGroup(Issuing):
         """Gathers every rank's tensor on the root."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.GatherOptions and (
-            work := self._at_once(
-                opts, GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, listed=True
+            work := self._fast_collective(
+                opts, GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, list_form=True
             )
         ):
             return work
@@ -245,8 +228,8 @@ class TorchGroup(Issuing):
         """Gives each rank one tensor of the root's list."""
         target = output_tensor if output_tensors is None else output_tensors
         if type(opts) is c10d.ScatterOptions and (
-            work := self._at_once(
-                opts, SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, listed=True
+            work := self._fast_collective(
+                opts, SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, list_form=True
             )
         ):
             return work
@@ -266,13 +249,13 @@ class TorchGroup(Issuing):
         """Reduces a list of tensors over all ranks; rank r keeps entry r."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.ReduceScatterOptions and (
-            work := self._at_once(
+            work := self._fast_collective(
                 opts,
                 REDUCE_SCATTER,
                 only(output_tensors),
                 only(source),
                 plain_code(opts.reduceOp),
-                listed=True,
+                list_form=True,
             )
         ):
             return work
@@ -286,7 +269,9 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
         if type(opts) is c10d.ReduceScatterOptions and (
-            work := self._at_once(opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp))
+            work := self._fast_collective(
+                opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp)
+            )
         ):
             return work
         call = self.inner.reduce_scatter_single
@@ -309,7 +294,7 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Sends entry r of the inputs to rank r and receives entry r of the outputs from it."""
         if type(opts) is c10d.AllToAllOptions and (
-            work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor, listed=True)
+            work := self._fast_collective(opts, ALL_TO_ALL, output_tensor, input_tensor, list_form=True)
         ):
             return work
         call = self.inner.alltoall
@@ -330,7 +315,7 @@ class TorchGroup(Issuing):
         if (
             type(opts) is c10d.AllToAllOptions
             and not (output_split_sizes or input_split_sizes)
-            and (work := self._at_once(opts, ALL_TO_ALL, output_tensor, input_tensor))
+            and (work := self._fast_collective(opts, ALL_TO_ALL, output_tensor, input_tensor))
         ):
             return work
         given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
@@ -343,7 +328,7 @@ class TorchGroup(Issuing):
         if (
             type(opts) is c10d.BarrierOptions
             and (opts.device is None or opts.device.type == "cpu")
-            and (work := self._at_once(opts, BARRIER))
+            and (work := self._fast_collective(opts, BARRIER))
         ):
             return work
         return self._issue("barrier", (), self.inner.barrier, record(opts), timeout)
@@ -360,11 +345,15 @@ class TorchGroup(Issuing):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to a rank."""
+        if work := self._fast_message(True, only(tensors), dstRank, tag):
+            return work
         seen = "send", tensors, dstRank, tag
         return self._issue("send", tensors, self.inner.send, only(tensors), dstRank, tag, seen=seen)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
+        if work := self._fast_message(False, only(tensors), srcRank, tag):
+            return work
         seen = "recv", tensors, srcRank, tag
         return self._issue("recv", tensors, self.inner.recv, only(tensors), srcRank, tag, seen=seen)
 

@@ -50,7 +50,6 @@ class Standing(_Group):
         self._torch_desc = inner.group_desc
         self._issued = itertools.count(1)
         self._sequence = 0
-        self._plain: Callable[..., bool] = inner.plain
         self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
         self._ended = weakref.finalize(self, ended)
         self._ended.atexit = False

@@ -1,35 +1,29 @@
-"""How operations of a group are issued: the short way that most can take, and the way of all others."""
+"""How operations of a group are issued: by the fast path, which most take, and by the ordinary methods."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from collectives.core.dynamo import leave_uncompiled
-from collectives.core.work import CoalescedWork, Work
+from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.errors import UnsupportedOperationError
-from collectives.torch_bridge import dispatch_modes as onlookers
-from collectives.torch_bridge import profiling
-from collectives.torch_bridge.callers import SETS_LIMIT
+from collectives.torch_bridge import dispatch_modes, profiling
 from collectives.torch_bridge.group_base import Standing, missing
 from collectives.torch_bridge.operands import arrived
 from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork
 
-__all__ = ["NO_LIMIT", "UNREAD", "Issuing", "calling_frame"]
+__all__ = ["Issuing"]
 
-NO_LIMIT = timedelta(0)
+_NO_LIMIT = timedelta(0)
 """The longest time in torch's records that stands for no limit of their own."""
 
-UNREAD: DoneWork = DoneWork()
-"""The Work of synchronous operations whose callers ask nothing of it."""
-UNREAD.outputs = ()
-
-calling_frame = sys._getframe
-"""Returns the frame so many calls above the one that asks."""
+_profiler: Any = torch.autograd.profiler
 
 
 @leave_uncompiled
@@ -49,7 +43,7 @@ class Issuing(Standing):
             seen: name and arguments of the method of this class, to be shown to dispatch modes.
             **kwargs: its keyword arguments.
         """
-        if seen is not None and onlookers.possible() and (done := onlookers.show(self, *seen)):
+        if seen is not None and dispatch_modes.possible() and (done := dispatch_modes.show(self, *seen)):
             return done
         work: Work | None
         try:
@@ -81,56 +75,60 @@ class Issuing(Standing):
                 return BatchedWork(work)
         return TorchWork(work)
 
-    def _at_once(
+    def _fast_collective(
         self,
         opts: Any,
-        kind: int,
+        opcode: int,
         output: Any = None,
         input: Any = None,
-        code: int | None = 0,
-        root: object = 0,
-        listed: bool = False,
+        reduce_op: int | None = 0,
+        root: Any = 0,
+        list_form: bool = False,
     ) -> TorchWork | None:
-        """Issues a collective where the inner group takes the arguments as they are, as it does most.
+        """Issues a collective by the fast path of the inner group.
 
-        The way of :meth:`_issue` reads all of torch's record into one of ours, which takes longer than a
-        small operation.
+        :meth:`_issue` converts torch's whole record into one of ours, which takes longer than a small
+        operation.
 
         Args:
             opts: torch's option record.
-            kind: number of the collective, of :mod:`collectives.core.opcodes`.
+            opcode: the collective, one of :mod:`collectives.core.opcodes`.
             output: what is written, or read and written.
             input: what is only read.
-            code: code of the reduction; ``None`` for one that has a factor.
+            reduce_op: code of the reduction; ``None`` for one that has a factor.
             root: the root.
-            listed: whether the larger operand is a list of a tensor for each rank.
+            list_form: whether the larger operand is a list of one tensor for each rank.
 
         Returns:
-            The Work; ``None`` with nothing done, to go the other way.
+            The Work; ``None`` with nothing done where :meth:`_issue` is to be called.
         """
-        if code is None:
+        if reduce_op is None:
             return None
-        if onlookers.possible() and (given := onlookers.show_plain(self, opts, kind, output, input, listed)):
-            return given
-        # of what calls the method that this one is called by; looked up before the operation, as its code and
-        # data are in the caches then
-        sets_limit = SETS_LIMIT.get(id(calling_frame(2).f_code))
-        if self._batches or profiling.possible() or (sets_limit is not False and opts.timeout > NO_LIMIT):
+        if dispatch_modes.possible() and (
+            shown := dispatch_modes.show_collective(self, opts, opcode, output, input, list_form)
+        ):
+            return shown
+        if self._batches or _profiler._is_profiler_enabled or opts.timeout > _NO_LIMIT:
             return None
-        if opts.asyncOp:
-            work = self.inner.plain_launch(kind, output, input, code, root, listed)
-            if work is None:
-                return None
-            self._sequence = next(self._issued)
-            return TorchWork(work)
-        if not self._plain(kind, output, input, code, root, listed):
+        work = self.inner.fast_collective(opcode, output, input, reduce_op, root, list_form, opts.asyncOp)
+        if work is None:
             return None
         self._sequence = next(self._issued)
-        if sets_limit is not None:
-            return UNREAD
+        if work is not COMPLETED:
+            return TorchWork(work)
         done: DoneWork = DoneWork()
         done.outputs = () if output is None else output
         return done
+
+    def _fast_message(self, sends: bool, tensor: Any, peer: int, tag: int) -> TorchWork | None:
+        """Begins a message by the fast path of the inner group, as :meth:`_fast_collective`."""
+        if dispatch_modes.possible() or self._batches or _profiler._is_profiler_enabled:
+            return None
+        work = self.inner.fast_message(sends, tensor, peer, tag, True)
+        if work is None:
+            return None
+        self._sequence = next(self._issued)
+        return TorchWork(work)
 
     def _start_coalescing(self, device: Any = None) -> None:  # noqa: ARG002
         left_open = self._batches.pop(threading.get_ident(), None)

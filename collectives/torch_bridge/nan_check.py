@@ -41,11 +41,12 @@ class NanCheckedGroup(TorchGroup):
         DistError: from the operation; names the element.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._plain = _never  # no operation goes by the place where tensors are looked at
+    # All operations pass where tensors are looked at.
 
-    def _at_once(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
+    def _fast_collective(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
+        return None
+
+    def _fast_message(self, *args: Any, **kwargs: Any) -> TorchWork | None:  # noqa: ARG002
         return None
 
     def _issue(
@@ -80,10 +81,6 @@ class NanCheckedGroup(TorchGroup):
             if root != self.rank():
                 return
         yield from profiling.flat([args[1] or () if event == "scatter" else shown])
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def _first_nan(tensor: torch.Tensor) -> int | None:

@@ -39,9 +39,6 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 class PassOwner(Protocol):
     """Who follows the tasks that deliver gradients."""
 
-    def autograd_hook(self, index: int) -> None:
-        """Called when the gradient of a parameter was accumulated."""
-
     def output_hook(self, forward: Any) -> None:
         """Called when the gradient of an output of forward was computed."""
 
@@ -78,37 +75,23 @@ class TaskGuard:
             self._owner.fail_task(self._task)
 
 
-def _gradient_hook(owner: PassOwner, index: int) -> Callable[[torch.Tensor], None]:
-    """Returns a hook on a parameter that tells an owner, held weakly, that its gradient was accumulated."""
-    reference = weakref.ref(owner)
-
-    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
-        live = reference()
-        if live is not None:
-            live.autograd_hook(index)
-
-    return hook
-
-
 class GradientHooks:
-    """Hooks on parameters that tell an owner, held weakly, that their gradients were accumulated.
+    """Hooks on parameters that are called when their gradients were accumulated.
 
     Args:
-        owner: who is told.
-        parameters: each parameter and the index that the owner is told.
+        hooks: each parameter and its hook.
     """
 
     __slots__ = ("_handles", "_places")
 
-    def __init__(self, owner: PassOwner, parameters: Iterable[tuple[torch.nn.Parameter, int]]) -> None:
+    def __init__(self, hooks: Iterable[tuple[torch.nn.Parameter, Callable[[torch.Tensor], None]]]) -> None:
         self._handles: list[Any] = []
         self._places: list[tuple[dict[int, Any], int]] = []
-        for parameter, index in parameters:
-            hook = _gradient_hook(owner, index)
+        for parameter, hook in hooks:
             handle: Any = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            self._places.append((hooks, handle.id))
+            registered: Any = parameter._post_accumulate_grad_hooks
+            self._places.append((registered, handle.id))
 
     def come_last(self) -> None:
         """Puts these hooks after those that were registered since: what others change goes into the average.

@@ -116,7 +116,7 @@ class JoinableModel(Joinable):
         self._divides_by_initial_world_size = by_initial
         return ModelJoinHook(
             self._follow_forward,
-            self.reducer.follow_backward,
+            self.reducer.shadow_backward,
             self.reducer.gradients.parameters,
             self._state,
             self.process_group,
@@ -175,10 +175,10 @@ class JoinableModel(Joinable):
         """Communicates what other ranks do in a forward; returns whether the backward pass comes at once."""
         plan = self._exchange_plans(None)
         if plan.averages:
-            self.reducer.before_forward()
+            self.reducer.prepare_for_forward()
         if plan.buffers:
             self._buffer_sync(plan.active[0])
         self.require_forward_param_sync = plan.averages
         if plan.averages:
-            self.reducer.follow_forward()
+            self.reducer.shadow_forward()
         return plan.averages and not getattr(self._join_config, "each_calls", False)

@@ -1,18 +1,17 @@
-"""The mean of a tensor over a group, by whatever reduction the group offers for it."""
+"""Averages tensors over a group, by whatever reduction the group offers for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, UnsupportedOperationError, Work
+from collectives.core.opcodes import ALL_REDUCE
 from collectives.core.work import CoalescedWork, FinishingWork
 
 __all__ = ["Averager", "average", "averaging_op"]
-
-_AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
-_SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 
 
 def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> ReduceOp:
@@ -39,11 +38,7 @@ def average(group: ProcessGroup, tensor: torch.Tensor) -> Work:
         group: the ranks.
         tensor: floating or complex tensor of the same shape and data type on every rank.
     """
-    wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if averaging_op(group, wire.dtype, wire.device) == ReduceOp.AVG:
-        return group.allreduce([wire], _AVERAGE)
-    size = group.size()
-    return FinishingWork(group.allreduce([wire], _SUM), lambda: _divide(wire, size), [tensor])
+    return Averager(group).start([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
 
 class Averager:
@@ -60,11 +55,11 @@ class Averager:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.divisor: int | None = None
-        self._ops: dict[tuple[torch.dtype, str], ReduceOp] = {}
+        self._ops: dict[tuple[torch.dtype, torch.device], ReduceOp] = {}
 
-    def check(self, dtype: torch.dtype, device: torch.device) -> ReduceOp:
+    def op_for(self, dtype: torch.dtype, device: torch.device) -> ReduceOp:
         """Returns the reduction for a data type; raises as :func:`averaging_op`."""
-        key = (dtype, device.type)
+        key = (dtype, device)
         op = self._ops.get(key)
         if op is None:
             op = self._ops[key] = averaging_op(self.group, dtype, device)
@@ -73,17 +68,23 @@ class Averager:
     def start(self, tensors: Sequence[torch.Tensor]) -> Work:
         """Averages tensors over all ranks, each in place; does not block.
 
+        Takes the group's fast path where there is one, which checks no arguments in Python.
+
         Args:
             tensors: at least one; floating, of the same sizes and data types in the same order on every rank.
         """
-        works = [self._start(tensor) for tensor in tensors]
+        works: list[Work] = []
+        for tensor in tensors:
+            op = self.op_for(tensor.dtype, tensor.device) if self.divisor is None else ReduceOp.SUM
+            work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
+            if work is None:
+                work = self.group.allreduce(tensor, AllreduceOptions(reduceOp=op))
+            if op != ReduceOp.AVG:
+                work = FinishingWork(
+                    work, partial(_divide, tensor, self.divisor or self.group.size()), [tensor]
+                )
+            works.append(work)
         return works[0] if len(works) == 1 else CoalescedWork(works)
-
-    def _start(self, wire: torch.Tensor) -> Work:
-        if self.divisor is None and self.check(wire.dtype, wire.device) == ReduceOp.AVG:
-            return self.group.allreduce([wire], _AVERAGE)
-        divisor = self.group.size() if self.divisor is None else self.divisor
-        return FinishingWork(self.group.allreduce([wire], _SUM), lambda: _divide(wire, divisor), [wire])
 
 
 def _divide(tensor: torch.Tensor, divisor: int) -> None:

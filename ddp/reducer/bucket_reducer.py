@@ -1,4 +1,4 @@
-"""The launcher: issues the reductions of full buckets in order, and waits for them."""
+"""Reduces ready buckets in their order, by all-reduces or by a communication hook, and waits for them."""
 
 from __future__ import annotations
 
@@ -11,65 +11,58 @@ from torch.futures import Future
 
 from collectives import Work
 from collectives.ddp.reducer.averaging import Averager, average
+from collectives.ddp.reducer.backward_pass import BackwardPass
 from collectives.ddp.reducer.buckets import Bucket, BucketState
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.reducer.gradients import Gradients
-from collectives.ddp.reducer.passes import Pass
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.timing import IterationClock, Mark
 from collectives.errors import DistError
 
-__all__ = ["Hook", "Launcher"]
+__all__ = ["BucketReducer", "Hook"]
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 """A communication hook: takes its state and a full bucket, returns a future of the averaged flat tensor."""
 
 
-class Launcher:
+class BucketReducer:
     """Issues reductions strictly in the order of the buckets, which is the same on all ranks.
 
     Attributes:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
         is_local: whether nothing communicates, because the hook does not.
-        clock: is told when the first bucket of a pass is launched; or ``None``.
         before_pass: is called before a pass of this rank communicates; or ``None``.
 
     Args:
         gradients: the gradients and their buckets.
         averager: averages over the ranks.
         sparse: the gradients that lie in no bucket.
+        clock: is told when the first bucket of a pass is launched.
+        write_signals: writes this rank's signals to the tail of the last bucket.
     """
 
     def __init__(
-        self, gradients: Gradients, averager: Averager, sparse: SparseGradients | None = None
+        self,
+        gradients: Gradients,
+        averager: Averager,
+        sparse: SparseGradients | None,
+        clock: IterationClock,
+        write_signals: Callable[[BackwardPass, torch.Tensor], None],
     ) -> None:
         self._gradients = gradients
         self._averager = averager
         self._sparse = sparse
-        self._fill_tail: Callable[[Pass, torch.Tensor], None] | None = None
+        self._clock = clock
+        self._write_signals = write_signals
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
-        self.clock: IterationClock | None = None
         self.before_pass: Callable[[], None] | None = None
         self._next = 0
-        self._stale: list[Work | Future[Any]] = []
+        self._abandoned: list[Work | Future[Any]] = []
 
-    def begin(self, fill_tail: Callable[[Pass, torch.Tensor], None]) -> None:
-        """Begins a synchronised pass.
-
-        Args:
-            fill_tail: writes this rank's signals to a tail; kept until :meth:`end`.
-        """
+    def reset(self) -> None:
+        """Begins or ends a synchronised pass."""
         self._next = 0
-        self._fill_tail = fill_tail
-        self._reset()
-
-    def end(self) -> None:
-        """Ends a synchronised pass."""
-        self._fill_tail = None
-        self._reset()
-
-    def _reset(self) -> None:
         self._gradients.reset()
         if self._sparse is not None:
             self._sparse.reset()
@@ -83,10 +76,10 @@ class Launcher:
             if bucket.indices
         ]
 
-    def lay_out(self, order: Sequence[int]) -> None:
+    def rebuild_buckets(self, order: Sequence[int]) -> None:
         """Lays the buckets out for gradients that come in ``order``; tells the hook what changes."""
         before = self.layouts()
-        if not self._gradients.lay_out(order) or self.hook is None:
+        if not self._gradients.rebuild_buckets(order) or self.hook is None:
             return
         for listener in self.hook[::-1]:
             tell = getattr(listener, "buckets_rebuilt", None)
@@ -104,7 +97,7 @@ class Launcher:
         return frozenset(index for bucket in skipped for index in bucket.indices)
 
     def mark_ready(self, index: int) -> bool:
-        """Counts one more gradient as there; returns whether that completes what it travels with."""
+        """Counts one more gradient as ready; returns whether its bucket is full by it."""
         bucket = self._gradients.bucket_of.get(index)
         if bucket is not None:
             return bucket.mark_ready()
@@ -113,27 +106,46 @@ class Launcher:
             return not self._sparse.pending
         return False
 
-    def launch_full(self, current: Pass) -> None:
-        """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper)."""
-        buckets = self._gradients.buckets
+    def launch_ready(self, current: BackwardPass) -> None:
+        """Launches full buckets in order, up to the first that is not full (Fig. 3(a) of the paper).
+
+        The last one carries the signals. Of an abandoned pass, all others are launched with zeros.
+        """
+        buckets, sparse = self._gradients.buckets, self._sparse
         # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket,
         # and so do those about sparse gradients.
-        early = (current.nested and not current.ending) or (self._sparse is not None and self._sparse.pending)
-        end = len(buckets) - bool(early)
+        early = (current.nested and not current.ending) or (sparse is not None and sparse.pending)
+        end = len(buckets) - bool(early and not current.abandoned)
         while self._next < end:
             bucket = buckets[self._next]
-            if bucket.pending or (bucket.delayed and not (current.triggered or current.ending)):
+            if not current.abandoned and (
+                bucket.pending or (bucket.delayed and not (current.triggered or current.ending))
+            ):
                 return
-            self._open(current)
-            if not bucket.skipped:
-                self._fill(current, bucket)
+            self._begin_communication(current)
+            if not bucket.skipped and current.abandoned:
+                self._gradients.fill_with_zeros(bucket)
+            elif not bucket.skipped:
+                current.report.errors += self._gradients.fill_bucket(bucket, current.unused)
             if bucket.tail is not None:
-                self._announce(current)
-            self._launch(current, bucket)
+                self._announce_sparse(current)
+            self._next += 1
+            self._clock.mark(Mark.COMMUNICATION_BEGIN)
+            try:
+                if self.hook is None:
+                    if bucket.tail is not None:
+                        self._write_signals(current, bucket.tail)
+                    tensors = bucket.tensors()
+                    bucket.mark_launched(work=self._averager.start(tensors) if tensors else None)
+                elif bucket.indices and not bucket.skipped:
+                    self._run_hook(current, *self.hook, bucket)
+            except BaseException:
+                current.broken = True
+                raise
 
-    def _open(self, current: Pass) -> None:
-        """Tells that the pass is about to communicate, once."""
-        if self._next or self.before_pass is None or self.is_local or current.follows:
+    def _begin_communication(self, current: BackwardPass) -> None:
+        """Calls :attr:`before_pass` before the first bucket."""
+        if self._next or self.before_pass is None or self.is_local or current.shadow:
             return
         try:
             self.before_pass()
@@ -141,66 +153,37 @@ class Launcher:
             current.broken = True
             raise
 
-    def _announce(self, current: Pass) -> None:
+    def _announce_sparse(self, current: BackwardPass) -> None:
         if self._sparse is not None and not self.is_local:
-            absent = {index for index in current.absent if not current.used_before[index]}
-            self._sparse.announce(absent, trouble=bool(current.report), silent=current.silent)
+            unused = {index for index in current.unused if not current.used_before[index]}
+            self._sparse.announce(unused, error=bool(current.report), zeros_only=current.zeros_only)
 
-    def _fill(self, current: Pass, bucket: Bucket) -> None:
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            with torch.no_grad():
-                bad = self._gradients.fill(bucket, current.absent)
-        else:
-            bad = self._gradients.fill(bucket, current.absent)
-        current.report.errors += bad
-
-    def _launch(self, current: Pass, bucket: Bucket) -> None:
-        """Starts the reduction of a bucket; the last one carries the signals."""
-        self._next = bucket.index + 1
-        if self.clock is not None:
-            self.clock.mark(Mark.COMMUNICATION_BEGIN)
-        try:
-            if self.hook is not None:
-                if bucket.indices and not bucket.skipped:
-                    self._run_hook(current, *self.hook, bucket)
-                return
-            if bucket.tail is not None and self._fill_tail is not None:
-                self._fill_tail(current, bucket.tail)
-            wires = bucket.wires()
-            bucket.mark_launched(work=self._averager.start(wires) if wires else None)
-        except BaseException:
-            current.broken = True
-            raise
-
-    def _run_hook(self, current: Pass, hook: Hook, state: Any, bucket: Bucket) -> None:
+    def _run_hook(self, current: BackwardPass, hook: Hook, state: Any, bucket: Bucket) -> None:
         """Calls the hook; what goes wrong is reported, and the pass goes on so that no peer waits."""
         later = self._gradients.buckets[bucket.index + 1 :]
         last = not any(other.indices and not other.skipped for other in later)
         try:
             future: Any = hook(state, GradBucket(bucket, self._names(bucket), last=last))
-        except Exception as error:  # noqa: BLE001 - told to all ranks
+            if not isinstance(future, torch._C.Future):
+                self._blame_hook(
+                    current,
+                    bucket,
+                    TypeError(
+                        "the communication hook must return a torch.futures.Future of a tensor, but returned "
+                        f"a value of type {type(future).__name__} for bucket {bucket.index}"
+                    ),
+                )
+                future = None
+            bucket.mark_launched(future=future)
+        except Exception as error:  # noqa: BLE001 - reported to all ranks
             self._blame_hook(current, bucket, error)
             # Peers whose hooks did not fail wait for a message about this bucket.
-            work = None if self.is_local else average(self._averager.group, bucket.buffer)
-            bucket.mark_launched(work=work)
-            return
-        if not isinstance(future, torch._C.Future):
-            self._blame_hook(
-                current,
-                bucket,
-                TypeError(
-                    "the communication hook must return a torch.futures.Future of a tensor, but returned a "
-                    f"value of type {type(future).__name__} for bucket {bucket.index}"
-                ),
-            )
-            bucket.mark_launched()
-            return
-        bucket.mark_launched(future=future)  # type: ignore[arg-type]
+            bucket.mark_launched(work=None if self.is_local else average(self._averager.group, bucket.buffer))
 
     def _names(self, bucket: Bucket) -> list[str]:
         return [self._gradients.names[index] for index in bucket.indices]
 
-    def _blame_hook(self, current: Pass, bucket: Bucket, error: Exception) -> None:
+    def _blame_hook(self, current: BackwardPass, bucket: Bucket, error: Exception) -> None:
         names = self._names(bucket)
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         current.report.errors.append(
@@ -210,7 +193,7 @@ class Launcher:
 
     # ---- the end of a pass -------------------------------------------------------------------------------
 
-    def collect(self, current: Pass) -> None:
+    def wait_for_hook(self, current: BackwardPass) -> None:
         """Waits for what the communication hook returned, where there is one, and reports what is wrong.
 
         Raises:
@@ -224,7 +207,7 @@ class Launcher:
                 bucket.wait()
             except DistError as error:
                 failure = failure or error
-            except Exception as error:  # noqa: BLE001 - told to all ranks
+            except Exception as error:  # noqa: BLE001 - reported to all ranks
                 self._blame_hook(current, bucket, error)
             bucket.state = BucketState.DONE
         if failure is not None and current.cause is not None:
@@ -233,7 +216,7 @@ class Launcher:
         if failure is not None:
             raise failure
 
-    def finish(self, current: Pass) -> None:
+    def finalize(self, current: BackwardPass) -> None:
         """Waits for all reductions and writes the averages to ``.grad``, where all is well so far.
 
         Raises:
@@ -248,7 +231,7 @@ class Launcher:
                     bucket.wait()
                 self._rescale(bucket)
                 if failure is None and not current.report:
-                    self._gradients.write_back(bucket, current.absent)
+                    self._gradients.finalize_bucket(bucket, current.unused)
             except Exception as error:  # noqa: BLE001, PERF203 - raised below, after the others ended
                 failure = failure or error
         if failure is not None:
@@ -262,24 +245,18 @@ class Launcher:
         if bucket.future is not None and divisor is not None and not self.is_local:
             bucket.buffer.mul_(self._averager.group.size() / divisor)
 
-    def abandon(self, current: Pass) -> None:
-        """Gives the peers of a pass that broke off here what they wait for, without waiting."""
-        self._open(current)
+    def abandon(self, current: BackwardPass) -> None:
+        """Gives the peers of an abandoned pass what they wait for, without waiting."""
         buckets = self._gradients.buckets
-        self._gradients.part_from(buckets[: self._next])
-        for bucket in buckets[self._next :]:
-            if not bucket.skipped:
-                self._gradients.fill_with_zeros(bucket)
-            if bucket.tail is not None:
-                self._announce(current)
-            self._launch(current, bucket)
-        self._stale += [
-            carrier for bucket in buckets if (carrier := bucket.work or bucket.future) is not None
+        self._gradients.release_grads(buckets[: self._next])
+        self.launch_ready(current)
+        self._abandoned += [
+            handle for bucket in buckets if (handle := bucket.work or bucket.future) is not None
         ]
 
-    def settle(self) -> None:
-        """Waits for what a pass that broke off has issued; its error was raised then."""
-        stale, self._stale = self._stale, []
-        for carrier in stale:
+    def wait_for_abandoned(self) -> None:
+        """Waits for what an abandoned pass has issued; its error was raised then."""
+        abandoned, self._abandoned = self._abandoned, []
+        for handle in abandoned:
             with contextlib.suppress(Exception):
-                carrier.wait()
+                handle.wait()

@@ -1,9 +1,8 @@
-"""Buckets: which gradients travel together, and one such set while it travels.
+"""Buckets: which gradients are reduced together, and the state of each such set in a backward pass.
 
-Words used here. A *bucket* is a flat tensor in which several gradients lie one after the other, so that one
-all-reduce averages them all (PyTorch Distributed, VLDB 2020, section 3.2.2). Its *wire* is the tensor given
-to the all-reduce: the bucket, complex numbers as pairs of real ones, and in the last bucket a *tail*, by
-which a rank tells the others how it fares.
+A bucket is a flat tensor in which gradients lie one after the other, so that one all-reduce averages them all
+(PyTorch Distributed, VLDB 2020, section 3.2.2). Which bucket comes first after the first iteration is decided
+in :mod:`collectives.ddp.reducer.bucket_order`.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _cap_bytes(name: str, cap: float) -> int:
 def assign_buckets(
     sizes: Sequence[int], kinds: Sequence[Hashable], limits: Sequence[int], order: Iterable[int]
 ) -> list[list[int]]:
-    """Returns which gradients travel together: for each bucket, in order of launch, the gradients' indices.
+    """Returns which gradients share a bucket: for each bucket, in order of launch, the gradients' indices.
 
     Gradients are taken in ``order``. Each joins the open bucket of its kind; a bucket closes as soon as it
     holds its cap or more, so that it passes its cap by less than its last gradient. Buckets launch in the
@@ -125,8 +124,17 @@ class BucketState(enum.Enum):
 class Bucket:
     """Gradients that are reduced together, through one backward pass after another.
 
-    Most lie one after the other in a flat buffer. Large ones may be left where they are and be reduced there,
-    *in place*, as messages of their own: copying them would cost more than another message.
+    Most are copied to their views of a flat buffer. Large ones may be reduced in place, where autograd put
+    them, as messages of their own: copying them would cost more than another message.
+
+    Attributes:
+        flat: what one all-reduce averages: the buffer, complex numbers as pairs of real ones, and the tail.
+        buffer: the gradients that are not reduced in place.
+        tail: the elements of the last bucket by which ranks signal each other; ``None`` in others.
+        views: the bucket view of each gradient, in the shape and the strides of its parameter; ``None`` for
+            those that are reduced in place.
+        in_place_tensors: flat tensors that are reduced besides :attr:`flat` in this pass.
+        skipped: whether the gradients are left out of this pass.
 
     Args:
         index: place in the order of launch.
@@ -135,25 +143,25 @@ class Bucket:
         dtype: data type of the buffer.
         device: device of the parameters.
         in_place: indices of the parameters whose gradients are reduced where they are.
-        tail: number of elements that the wire has after the gradients.
+        tail: number of elements after the gradients.
         delayed: whether the bucket waits for a gradient beyond its own.
     """
 
     __slots__ = (
         "buffer",
         "delayed",
+        "flat",
         "future",
         "in_place",
+        "in_place_tensors",
         "index",
         "indices",
-        "outside",
         "parameters",
         "pending",
         "skipped",
         "state",
         "tail",
         "views",
-        "wire",
         "work",
     )
 
@@ -174,19 +182,16 @@ class Bucket:
         self.parameters = list(parameters)
         self.in_place = [i for i in self.indices if i in in_place]
         self.delayed = delayed
-        packed = [p for i, p in zip(self.indices, self.parameters, strict=True) if i not in in_place]
-        numel = sum(parameter.numel() for parameter in packed)
+        copied = [p for i, p in zip(self.indices, self.parameters, strict=True) if i not in in_place]
+        numel = sum(parameter.numel() for parameter in copied)
         width = 2 if dtype.is_complex else 1
-        self.wire = torch.zeros(numel * width + tail, dtype=dtype.to_real(), device=device)
-        values = self.wire[: numel * width]
+        self.flat = torch.zeros(numel * width + tail, dtype=dtype.to_real(), device=device)
+        values = self.flat[: numel * width]
         self.buffer = torch.view_as_complex(values.view(numel, 2)) if dtype.is_complex else values
-        """The gradients that are not reduced in place, flat; shares its memory with the wire."""
-        self.tail = self.wire[numel * width :] if tail else None
-        places = iter(layout(packed, self.buffer))
+        self.tail = self.flat[numel * width :] if tail else None
+        places = iter(layout(copied, self.buffer))
         self.views = [None if i in in_place else next(places) for i in self.indices]
-        """The gradients in the buffer, each in the shape and the strides of its parameter."""
-        self.outside: list[torch.Tensor] = []
-        """What is reduced besides the wire in this pass: flat tensors, for the gradients in place."""
+        self.in_place_tensors: list[torch.Tensor] = []
         self.work: Work | None = None
         self.future: Future[torch.Tensor] | None = None
         self.reset()
@@ -197,18 +202,22 @@ class Bucket:
         sizes = (p.numel() for i, p in zip(self.indices, self.parameters, strict=True) if i in self.in_place)
         return (self.buffer.numel() + sum(sizes)) * self.buffer.element_size()
 
-    def wires(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Returns what is reduced, tensors of real numbers."""
         if self.skipped:
             return [] if self.tail is None else [self.tail]
-        return [self.wire, *self.outside] if self.wire.numel() or not self.outside else self.outside
+        return (
+            [self.flat, *self.in_place_tensors]
+            if self.flat.numel() or not self.in_place_tensors
+            else self.in_place_tensors
+        )
 
     def reset(self) -> None:
         """Begins a pass: every gradient is pending."""
         self.pending = len(self.indices)
         self.state = BucketState.FILLING
         self.skipped = False
-        self.outside = []
+        self.in_place_tensors = []
         self.work = None
         self.future = None
 
@@ -227,7 +236,7 @@ class Bucket:
         return True
 
     def mark_launched(self, work: Work | None = None, future: Future[torch.Tensor] | None = None) -> None:
-        """Notes what carries the bucket."""
+        """Takes note of what ends the reduction."""
         self.work = work
         self.future = future
         self.state = BucketState.LAUNCHED
@@ -241,10 +250,10 @@ class Bucket:
         if self.work is not None:
             self.work.wait()
         elif self.future is not None:
-            self._take(self.future.wait())
+            self._copy_result(self.future.wait())
         self.state = BucketState.DONE
 
-    def _take(self, result: object) -> None:
+    def _copy_result(self, result: object) -> None:
         """Copies what a communication hook's future holds into the buffer."""
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]

@@ -1,10 +1,8 @@
-"""Gradients on their way between ``.grad`` and the buckets.
+"""Copies gradients from ``.grad`` to the buckets, and averages back.
 
-Words used here. A gradient is *packed* when it is copied into the buffer of its bucket, *in place* when it
-is reduced where it is, without a copy. A packed one is *collected* when it was copied: at once where it is
-large, so that it is still in the cache and its own memory can go, else with others when the bucket is full.
-A parameter is *absent* from a pass that gave it no gradient. A *stand-in* travels instead of a gradient in
-place that must not be touched.
+Most gradients are copied to their bucket views: large ones as they come, while they are in cache and so that
+their own memory can go, the others together when their bucket is full. The largest are reduced in place,
+without a copy, where nothing else shares their memory.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collectives.ddp.reducer.gradient_memory import flat, is_unshared
 __all__ = ["IN_PLACE_BYTES", "BadGradientError", "Gradients"]
 
 IN_PLACE_BYTES = 256 * 1024
-"""Gradients of so many bytes or more are reduced in place where they can be, and else copied as they come."""
+"""Gradients of so many bytes or more are reduced in place where they can be, else copied as they come."""
 
 
 class BadGradientError(Exception):
@@ -43,11 +41,11 @@ class Gradients:
         limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
         tail: number of elements of the last bucket's tail.
         as_views: whether ``.grad`` becomes the place in the bucket.
-        batched: whether all gradients are packed, and copied when their bucket is full.
+        batched: whether all gradients are copied, when their bucket is full.
         sparse: indices of the parameters with sparse gradients.
         delayed: indices of the parameters whose reduction is delayed.
         trigger: index of the parameter that the delayed ones come after.
-        wire_dtype: data type that real floating gradients have in the buckets; ``None`` for their own.
+        reduce_dtype: data type that real floating gradients have in the buckets; ``None`` for their own.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Gradients:
         sparse: Collection[int] = (),
         delayed: Collection[int] = (),
         trigger: int | None = None,
-        wire_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
@@ -72,26 +70,26 @@ class Gradients:
         self._tail = tail
         self._as_views = as_views
         self._batched = batched
-        self._all_packed = as_views or batched
-        self._wire_dtype = wire_dtype
-        self._kept: dict[int, torch.Tensor] = {}
-        self._moving: dict[int, tuple[torch.Tensor, bool]] = {}
-        self._silent: set[int] = set()
+        self._copies_all = as_views or batched
+        self._reduce_dtype = reduce_dtype
+        self._saved: dict[int, torch.Tensor] = {}
+        self._in_place: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._zeroed: set[int] = set()
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self._views: dict[int, torch.Tensor] = {}
-        self._at_once: frozenset[int] = frozenset()
-        self._viewed: frozenset[int] = frozenset()
-        self.lay_out(range(len(self.parameters) - 1, -1, -1))
+        self._copied_as_they_come: frozenset[int] = frozenset()
+        self._grad_views: frozenset[int] = frozenset()
+        self.rebuild_buckets(range(len(self.parameters) - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self.parameters)
 
     # ---- layout ------------------------------------------------------------------------------------------
 
-    def pack_all(self) -> None:
-        """Packs all gradients from now on, for a communication hook, which takes a flat buffer."""
-        self._all_packed = True
+    def copy_all(self) -> None:
+        """Reduces no gradient in place from now on, for a communication hook, which takes a flat buffer."""
+        self._copies_all = True
         self._make_buckets([(bucket.indices, bucket.delayed) for bucket in self.buckets])
 
     def set_tail(self, size: int) -> None:
@@ -99,7 +97,7 @@ class Gradients:
         self._tail = size
         self._make_buckets([(bucket.indices, bucket.delayed) for bucket in self.buckets])
 
-    def lay_out(self, order: Iterable[int]) -> bool:
+    def rebuild_buckets(self, order: Iterable[int]) -> bool:
         """Makes the buckets for gradients that come in ``order``; gradients that lie in the old ones move.
 
         Returns:
@@ -125,8 +123,8 @@ class Gradients:
         return assign_buckets(sizes, kinds, limits, order)
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if self._wire_dtype is not None and parameter.dtype.is_floating_point:
-            return self._wire_dtype
+        if self._reduce_dtype is not None and parameter.dtype.is_floating_point:
+            return self._reduce_dtype
         return parameter.dtype
 
     @torch.no_grad()
@@ -134,12 +132,14 @@ class Gradients:
         # Old buckets that no gradient lies in go before the new ones come: both at once may be the peak.
         moving = {i: v for i, v in self._views.items() if self.parameters[i].grad is v}
         self._views, self.bucket_of, self.buckets = {}, {}, []
-        self._moving.clear()
+        self._in_place.clear()
         large = {i for i, p in enumerate(self.parameters) if p.numel() * p.element_size() >= IN_PLACE_BYTES}
         in_place: set[int] = set()
-        if not self._all_packed:
+        if not self._copies_all:
             in_place = {i for i in large if self._dtype(self.parameters[i]) is self.parameters[i].dtype}
-        self._at_once = frozenset() if self._batched else frozenset(large - in_place).difference(self.sparse)
+        self._copied_as_they_come = (
+            frozenset() if self._batched else frozenset(large - in_place).difference(self.sparse)
+        )
         last = len(plan) - 1
         for place, (indices, delayed) in enumerate(plan or [((), False)]):
             parameters = [self.parameters[index] for index in indices]
@@ -163,34 +163,34 @@ class Gradients:
                 if index in moving:  # an old bucket is free with the last gradient that leaves it
                     parameter.grad = view.copy_(moving.pop(index))
         if self._as_views:
-            self._viewed = frozenset(
+            self._grad_views = frozenset(
                 index for index, view in self._views.items() if view.dtype is self.parameters[index].dtype
             )
 
     # ---- into the buckets --------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begins or ends a pass: no gradient is collected, and none in place is held."""
-        self._kept.clear()
-        self._moving.clear()
-        self._silent.clear()
+        """Begins or ends a pass."""
+        self._saved.clear()
+        self._in_place.clear()
+        self._zeroed.clear()
         for bucket in self.buckets:
             bucket.reset()
 
-    def came(self, index: int) -> None:
-        """Collects a gradient that just came, where that is not better done with others.
+    def copy_to_bucket(self, index: int) -> None:
+        """Copies a gradient that just came to its bucket view, unless that is done when the bucket is full.
 
         Raises:
             BadGradientError: it cannot be averaged.
         """
-        if index not in self._at_once:
+        if index not in self._copied_as_they_come:
             return
         parameter = self.parameters[index]
         grad, view = parameter.grad, self._views[index]
         if grad is view:
             return
         self._copy(index, grad, view)
-        if index in self._viewed:
+        if index in self._grad_views:
             parameter.grad = view
 
     def _copy(self, index: int, grad: torch.Tensor | None, place: torch.Tensor) -> None:
@@ -199,12 +199,12 @@ class Gradients:
         except Exception as error:
             raise BadGradientError(self._what_is_bad(index, grad, error)) from error
 
-    def fill(self, bucket: Bucket, absent: Collection[int]) -> list[str]:
-        """Collects what is left of a bucket before its reduction; what is bad is sent as zeros.
+    def fill_bucket(self, bucket: Bucket, unused: Collection[int]) -> list[str]:
+        """Copies what is left of a bucket before its reduction; what is bad is sent as zeros.
 
         Args:
             bucket: the bucket.
-            absent: indices of the parameters absent so far, for which :meth:`collect_absent` was called.
+            unused: indices of the parameters for which :meth:`fill_unused` was called.
 
         Returns:
             What is bad, in words.
@@ -213,10 +213,10 @@ class Gradients:
         indices, views, grads = [], [], []
         for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
             if view is None:
-                bucket.outside.append(self._outside(index, parameter, absent, bad))
+                bucket.in_place_tensors.append(self._in_place_tensor(index, parameter, unused, bad))
                 continue
             grad = parameter.grad
-            if grad is view or index in absent or index in self._at_once:
+            if grad is view or index in unused or index in self._copied_as_they_come:
                 continue
             if grad is None or grad.layout is not torch.strided:
                 bad.append(self._what_is_bad(index, grad, None))
@@ -236,31 +236,31 @@ class Gradients:
                     bad.append(str(error))
         if self._as_views:
             for index, view in zip(indices, views, strict=True):
-                if index in self._viewed:
+                if index in self._grad_views:
                     self.parameters[index].grad = view
         return bad
 
-    def _outside(
-        self, index: int, parameter: torch.nn.Parameter, absent: Collection[int], bad: list[str]
+    def _in_place_tensor(
+        self, index: int, parameter: torch.nn.Parameter, unused: Collection[int], bad: list[str]
     ) -> torch.Tensor:
-        """Returns what is reduced for a gradient in place: itself, or a stand-in."""
+        """Returns what is reduced for a gradient in place: itself, or a copy where it must not be touched."""
         grad = parameter.grad
-        if grad is not None and index not in absent and is_unshared(grad, parameter):
-            self._moving[index] = grad, False
+        if grad is not None and index not in unused and is_unshared(grad, parameter):
+            self._in_place[index] = grad, False
             return flat(grad)
-        stand_in = torch.empty_strided(
+        copied = torch.empty_strided(
             parameter.shape, strides_of(parameter), dtype=parameter.dtype, device=parameter.device
         )
         try:
-            if index in absent and (grad is None or index in self._silent):
-                stand_in.zero_()
+            if index in unused and (grad is None or index in self._zeroed):
+                copied.zero_()
             else:
-                self._copy(index, grad, stand_in)
+                self._copy(index, grad, copied)
         except BadGradientError as error:
-            stand_in.zero_()
+            copied.zero_()
             bad.append(str(error))
-        self._moving[index] = stand_in, True
-        return flat(stand_in)
+        self._in_place[index] = copied, True
+        return flat(copied)
 
     def _what_is_bad(self, index: int, grad: torch.Tensor | None, error: Exception | None) -> str:
         name = self.names[index]
@@ -274,56 +274,56 @@ class Gradients:
             )
         return f"the gradient of {name} could not be put into its bucket: {error}"
 
-    def collect_absent(self, index: int, *, silent: bool = False) -> None:
-        """Contributes for an absent parameter: what was accumulated in ``.grad`` before, else zeros.
+    def fill_unused(self, index: int, *, zeros_only: bool = False) -> None:
+        """Contributes for an unused parameter: what was accumulated in ``.grad`` before, else zeros.
 
         Args:
             index: the parameter.
-            silent: whether it is zeros in any case.
+            zeros_only: whether it is zeros in any case.
 
         Raises:
             BadGradientError: what was accumulated cannot be averaged.
         """
-        if silent:
-            self._silent.add(index)
+        if zeros_only:
+            self._zeroed.add(index)
         view = self._views.get(index)
         if view is None:
-            return  # fill() makes a stand-in
+            return  # fill_bucket() makes a copy
         grad = self.parameters[index].grad
         if grad is view:
-            self._kept[index] = grad.clone()
-        if grad is None or silent:
+            self._saved[index] = grad.clone()
+        if grad is None or zeros_only:
             view.zero_()
         elif grad is not view:
             self._copy(index, grad, view)
 
     def fill_with_zeros(self, bucket: Bucket) -> None:
         """Makes a bucket of zeros, which leaves every ``.grad`` alone."""
-        bucket.wire.zero_()
-        bucket.outside = [
-            bucket.wire.new_zeros(parameter.numel() * (2 if parameter.is_complex() else 1))
+        bucket.flat.zero_()
+        bucket.in_place_tensors = [
+            bucket.flat.new_zeros(parameter.numel() * (2 if parameter.is_complex() else 1))
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
             if index in bucket.in_place
         ]
 
-    def part_from(self, buckets: Iterable[Bucket]) -> None:
-        """Gives parameters another ``.grad`` where it is being reduced, so that that may go on unheeded."""
+    def release_grads(self, buckets: Iterable[Bucket]) -> None:
+        """Gives parameters another ``.grad`` where it is being reduced, so that nobody need wait for that."""
         for bucket in buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                moving = view if view is not None else self._moving.get(index, (None, False))[0]
-                if parameter.grad is not None and parameter.grad is moving:
+                reduced = view if view is not None else self._in_place.get(index, (None, False))[0]
+                if parameter.grad is not None and parameter.grad is reduced:
                     parameter.grad = parameter.grad.clone()
 
     # ---- out of the buckets ------------------------------------------------------------------------------
 
-    def write_back(self, bucket: Bucket, absent: Collection[int]) -> None:
-        """Writes the averages of a reduced bucket to ``.grad``, but for those of absent parameters."""
+    def finalize_bucket(self, bucket: Bucket, unused: Collection[int]) -> None:
+        """Writes the averages of a reduced bucket to ``.grad``, but for those of unused parameters."""
         views, grads, moved = [], [], []
         for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-            if index in absent or index in self._viewed:
+            if index in unused or index in self._grad_views:
                 continue
             grad = parameter.grad
-            average, is_copy = (view, True) if view is not None else self._moving[index]
+            average, is_copy = (view, True) if view is not None else self._in_place[index]
             if not is_copy:
                 moved.append(average)
                 if grad is not average:
@@ -338,8 +338,8 @@ class Gradients:
         if moved:
             torch.autograd.graph.increment_version(moved)
 
-    def deliver_absent(self, index: int, *, used: bool) -> None:
-        """Writes the average of a parameter that was absent here, or leaves ``.grad`` as it was.
+    def finalize_unused(self, index: int, *, used: bool) -> None:
+        """Writes the average of a parameter that this rank left unused, or leaves ``.grad`` as it was.
 
         Args:
             index: the parameter.
@@ -350,12 +350,12 @@ class Gradients:
             return  # averaged as it is
         average = self._views.get(index)
         if not used:
-            if index in self._kept and average is not None:
-                average.copy_(self._kept[index])
+            if index in self._saved and average is not None:
+                average.copy_(self._saved[index])
             return
         if average is None:
-            average = self._moving[index][0]
-        if index in self._viewed:
+            average = self._in_place[index][0]
+        if index in self._grad_views:
             parameter.grad = average
         elif parameter.grad is None:
             parameter.grad = average.to(parameter.dtype, copy=True)

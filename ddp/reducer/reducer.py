@@ -1,20 +1,12 @@
 """The reducer: averages gradients over all ranks while the backward pass computes them.
 
-Words used here. A *task* is one run of the autograd engine; a task within a task (reentrant activation
-checkpointing) is *nested*. A *pass* is one backward pass of the user: the outermost task with those nested in
-it. A pass is *synchronised* where a forward that it belongs to ran outside ``no_sync``.
+Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is never searched: what
+is unused in a pass is what the autograd engine has not brought when it ends. The way of a gradient is in the
+docstring of :mod:`collectives.ddp.reducer`.
 
-Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2): one hook for each parameter puts the gradient
-into its bucket; full buckets are reduced asynchronously, strictly in the order of the buckets, which is the
-same on all ranks; the pass ends with a wait for all of them. Unlike there, the graph is never walked: what
-is absent from the pass is what the engine has not delivered when it ends.
-
-The life of a pass: the first hook that runs begins it (:meth:`Reducer._enter_task`); a synchronised one takes
-gradients (:mod:`collectives.ddp.reducer.intake`) and launches buckets
-(:mod:`collectives.ddp.reducer.bucket_reducer`); at the end of the outermost task it is finished
-(:meth:`Reducer._finish`), or abandoned where an exception broke it off. What the ranks tell each other about
-it is in :mod:`collectives.ddp.sync.consensus`, what it should have brought in
-:mod:`collectives.ddp.unused_parameters.usage`.
+A pass begins with the first hook that runs (:meth:`Reducer._enter_task`). It is finalized at the end of the
+outermost task (:meth:`Reducer._finalize_backward`), or abandoned where an exception broke it off. It is
+synchronised where a forward that it belongs to ran outside ``no_sync``.
 """
 
 from __future__ import annotations
@@ -22,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -37,39 +30,50 @@ from collectives.ddp.autograd.engine import (
     runs_backward,
     will_accumulate,
 )
+from collectives.ddp.mixed_precision import CastParameters
 from collectives.ddp.reducer.averaging import Averager
-from collectives.ddp.reducer.bucket_reducer import Hook, Launcher
+from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
+from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order
+from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
 from collectives.ddp.reducer.grad_bucket import BucketLayout
-from collectives.ddp.reducer.gradients import Gradients
-from collectives.ddp.reducer.intake import Intake
-from collectives.ddp.reducer.options import ReducerOptions
-from collectives.ddp.reducer.order import OrderTrace, agree_on_order
-from collectives.ddp.reducer.passes import Forward, Pass, Progress
+from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.sync.consensus import Consensus
-from collectives.ddp.sync.error_report import Report
+from collectives.ddp.sync.error_report import ErrorReport
 from collectives.ddp.timing import STATISTICS_LEVEL, IterationClock, Mark
-from collectives.ddp.unused_parameters.skipping import Skipping
-from collectives.ddp.unused_parameters.usage import Usage
+from collectives.ddp.unused_parameters.graph_search import GraphSearch
+from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
 __all__ = ["Hook", "Reducer"]
 
 _log = logging.getLogger(__name__)
 
-_ELSEWHERE = -1
+_OUTSIDE = -1
 """Stands for the index of a parameter that is not the model's."""
+
+
+def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
+    """Returns a hook that tells a reducer, held weakly, that the gradient of a parameter was accumulated."""
+    reference = weakref.ref(reducer)
+
+    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
+        live = reference()
+        if live is not None:
+            live.autograd_hook(index)
+
+    return hook
 
 
 class Reducer:
     """Averages the gradients of some parameters over a group, in place, at every synchronised pass.
 
-    All ranks make one with the same parameters in the same order. It holds hooks on the parameters until it
-    is deleted or closed; they hold it weakly.
+    All ranks make one with the same parameters in the same order, and the same options. It holds hooks on the
+    parameters until it is deleted or closed; they hold it weakly.
 
     Attributes:
         gradients: the gradients and their buckets.
         passes: number of synchronised passes that ended well.
-        usage: which parameters they used.
+        unused: which parameters they left unused.
         initial_bucket_bytes: sizes of the buckets before the first pass.
         has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients.
         clock: times of the iterations.
@@ -77,72 +81,98 @@ class Reducer:
     Args:
         parameters: parameters that need gradients, by name.
         group: the ranks.
-        options: the options.
+        model: the model in words, for messages.
+        limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
+        find_unused_parameters: whether parameters may be unused in a pass.
+        gradient_as_bucket_view: whether ``.grad`` shares its memory with the buckets.
+        static_graph: whether all passes use the parameters alike, so that the first one tells how.
+        batched_grad_copy: whether gradients are copied when their bucket is full, all at once.
+        skip_unused: whether buckets that no rank can fill are not sent.
+        sparse: names of the parameters with sparse gradients.
+        delayed: names of the parameters whose reduction waits for ``trigger``.
+        trigger: the parameter whose gradient the delayed ones wait for.
+        frozen: parameters that need no gradient, by name.
+        reduce_dtype: data type that floating gradients are averaged in; ``None`` for their own.
+        casts: what stands in for the parameters while forward and backward run.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], group: ProcessGroup, options: ReducerOptions
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: ProcessGroup,
+        *,
+        model: str,
+        limits: Sequence[int],
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        batched_grad_copy: bool = False,
+        skip_unused: bool = False,
+        sparse: Collection[str] = (),
+        delayed: Collection[str] = (),
+        trigger: torch.nn.Parameter | None = None,
+        frozen: Mapping[str, torch.nn.Parameter] | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        casts: CastParameters | None = None,
     ) -> None:
         self._group = group
-        self._model = options.model
-        self._frozen = options.frozen
-        self._casts = options.casts
-        self._device = next(iter(parameters.values())).device
+        self._model = model
+        self._frozen = frozen or {}
+        self._casts = casts
+        device = next(iter(parameters.values())).device
+        self._device = device
         self._averager = Averager(group)
         for parameter in parameters.values():
-            real = parameter.is_floating_point() and options.wire_dtype
-            self._averager.check(real or parameter.dtype, parameter.device)
-        self.usage = Usage(
-            list(parameters),
-            find_unused=options.find_unused_parameters or options.skip_unused,
-            static=options.static_graph,
+            real = parameter.is_floating_point() and reduce_dtype
+            self._averager.op_for(real or parameter.dtype, parameter.device)
+        self.unused = UnusedParameters(
+            parameters, find_unused=find_unused_parameters or skip_unused, static=static_graph
         )
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
-        self._consensus = Consensus(self._averager, options.model, self.usage, self._order, self._device)
+        self._consensus = Consensus(self._averager, model, self.unused, self._order, device)
         places = {id(parameter): index for index, parameter in enumerate(parameters.values())}
-        self._trigger = None if options.trigger is None else places.get(id(options.trigger), _ELSEWHERE)
+        self._trigger = None if trigger is None else places.get(id(trigger), _OUTSIDE)
         self.gradients = Gradients(
             parameters,
-            options.limits,
+            limits,
             tail=self._consensus.tail_size,
-            as_views=options.gradient_as_bucket_view,
-            batched=options.batched_grad_copy,
-            sparse=[index for index, name in enumerate(parameters) if name in options.sparse],
-            delayed=[index for index, name in enumerate(parameters) if name in options.delayed],
+            as_views=gradient_as_bucket_view,
+            batched=batched_grad_copy,
+            sparse=[index for index, name in enumerate(parameters) if name in sparse],
+            delayed=[index for index, name in enumerate(parameters) if name in delayed],
             trigger=self._trigger,
-            wire_dtype=options.wire_dtype,
+            reduce_dtype=reduce_dtype,
         )
-        self.clock = IterationClock(self._device)
+        self.clock = IterationClock(device)
         rows = {index: self.gradients.parameters[index] for index in self.gradients.sparse}
-        self._launcher = Launcher(
+        self._bucket_reducer = BucketReducer(
             self.gradients,
             self._averager,
-            SparseGradients(rows, self._averager, self._device) if rows else None,
+            SparseGradients(rows, self._averager, device) if rows else None,
+            self.clock,
+            self._consensus.write_signals,
         )
-        self._launcher.clock = self.clock
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
 
         self.passes = 0
         self.has_rebuilt_buckets = False
-        self._must_agree = False
+        self._must_rebuild = False
         self._latest: Forward | None = None
-        self._followed: list[Forward] = []
-        self._open: set[int] = set()
+        self._shadowed: list[Forward] = []
+        self._open_tasks: set[int] = set()
         self._task = NO_TASK
-        self._pass = Pass([], Report(), ())
+        self._pass = BackwardPass([], ErrorReport(), ())
 
         nodes = [accumulator(parameter) for parameter in self.gradients.parameters]
         self._accumulators = {node: index for index, node in enumerate(nodes)}
-        self._skipping: Skipping | None = None
-        if options.skip_unused:
-            self._skipping = Skipping(group, self.usage, self._accumulators, self._device)
-        self._intake = Intake(self.gradients, self._launcher, self.usage, self._skipping)
+        if skip_unused:
+            self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
-        hooked = [(parameter, index) for index, parameter in enumerate(self.gradients.parameters)]
-        if options.trigger is not None and self._trigger == _ELSEWHERE:
-            hooked.append((options.trigger, _ELSEWHERE))
-        self._hooks = GradientHooks(self, hooked)
+        hooked = [(p, _gradient_hook(self, index)) for index, p in enumerate(self.gradients.parameters)]
+        if trigger is not None and self._trigger == _OUTSIDE:
+            hooked.append((trigger, _gradient_hook(self, _OUTSIDE)))
+        self._hooks = GradientHooks(hooked)
 
     def __del__(self) -> None:
         if hasattr(self, "_hooks"):
@@ -157,16 +187,7 @@ class Reducer:
     @property
     def in_backward(self) -> bool:
         """Whether a backward pass is going on."""
-        return bool(self._open)
-
-    @property
-    def unused_bytes(self) -> int:
-        """Size of the gradients that were absent on this rank from the last synchronised pass."""
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter, count in zip(self.gradients.parameters, self.usage.counts, strict=False)
-            if not count
-        )
+        return bool(self._open_tasks)
 
     @property
     def ready_order(self) -> list[int]:
@@ -175,25 +196,25 @@ class Reducer:
 
     def register_hook(self, state: object, hook: Hook, *, is_local: bool) -> None:
         """Hands the reduction of full buckets to a communication hook."""
-        self._launcher.hook = hook, state
-        self._launcher.is_local = self._consensus.is_local = is_local
-        if self._skipping is not None:
-            self._skipping.is_local = is_local
-        self.gradients.pack_all()
+        self._bucket_reducer.hook = hook, state
+        self._bucket_reducer.is_local = self._consensus.is_local = is_local
+        if self.unused.search is not None:
+            self.unused.search.is_local = is_local
+        self.gradients.copy_all()
         if not is_local:
-            self._consensus.send_apart()
+            self._consensus.send_separately()
 
     def layouts(self) -> list[BucketLayout]:
         """Returns what lies in the buckets."""
-        return self._launcher.layouts()
+        return self._bucket_reducer.layouts()
 
     def set_static_graph(self) -> None:
         """Promises from now on that all passes use the parameters alike."""
-        self.usage.set_static()
+        self.unused.set_static()
         self._consensus.resize()
         self.gradients.set_tail(self._consensus.tail_size)
 
-    def before_forward(self) -> None:
+    def prepare_for_forward(self) -> None:
         """Lays the buckets out again where the ranks know that they should agree on the order of gradients.
 
         Hooks that others registered on the parameters run before the reducer's from now on.
@@ -201,17 +222,17 @@ class Reducer:
         Called before each synchronised forward, on all ranks.
         """
         self._hooks.come_last()
-        self._settle()
-        if not self._must_agree or self._open:
+        self._wait_for_abandoned()
+        if not self._must_rebuild or self._open_tasks:
             return
-        self._must_agree = False
-        if self._launcher.is_local:
+        self._must_rebuild = False
+        if self._bucket_reducer.is_local:
             order = self._order.latest
         else:
             order = agree_on_order(self._group, self._order.latest, self._device)
-        self._order.agreed()
+        self._order.mark_agreed()
         self.has_rebuilt_buckets = True
-        self._launcher.lay_out(order)
+        self._bucket_reducer.rebuild_buckets(order)
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool, *, training: bool) -> None:
         """Tells what the backward pass of the forward that just ran must do.
@@ -228,8 +249,8 @@ class Reducer:
         self._latest = forward = Forward(sync)
         hook = OutputHook(self, forward)
         tensors = [output for output in outputs if output.requires_grad and not output.is_leaf]
-        if sync and self._skipping is not None and self._skipping.walks:
-            self._skipping.walk(forward, tensors)
+        if sync:
+            self.unused.search_graph(forward, tensors)
         for output in tensors:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -245,40 +266,39 @@ class Reducer:
 
     def call_before_passes(self, call: Callable[[], None] | None) -> None:
         """Sets what is called before a pass communicates; an exception of it breaks the pass off."""
-        self._launcher.before_pass = call
+        self._bucket_reducer.before_pass = call
 
     def divide_by(self, divisor: int | None) -> None:
         """Sets what sums of gradients are divided by; ``None`` for the number of ranks, the default."""
         self._averager.divisor = divisor
 
-    def follow_forward(self) -> None:
+    def shadow_forward(self) -> None:
         """Takes part in a synchronised forward of other ranks, in place of :meth:`prepare_for_backward`."""
-        if self._skipping is not None and self._skipping.walks:
-            forward = Forward(sync=True)
-            self._skipping.walk(forward, ())
-            self._followed.append(forward)
+        forward = Forward(sync=True)
+        if self.unused.search_graph(forward, ()):
+            self._shadowed.append(forward)
 
-    def follow_backward(self) -> None:
+    def shadow_backward(self) -> None:
         """Takes part in a synchronised pass of other ranks; writes the averages to ``.grad``. Blocks.
 
         This rank contributes what it has accumulated under ``no_sync``, else zeros. Where no rank used a
         parameter, its ``.grad`` becomes ``None``.
 
         Raises:
-            GradientSyncError: a rank is in trouble; raised on all ranks.
+            GradientSyncError: something went wrong on a rank; raised on all ranks.
         """
-        if self._launcher.is_local:
+        if self._bucket_reducer.is_local:
             return
         with self._lock, torch.no_grad():
-            self._settle()
+            self._wait_for_abandoned()
             current = self._pass
-            current.follows = current.committed = True
-            current.silent = not self._consensus.progress.has_gradients()
-            current.forwards, self._followed = self._followed, []
+            current.shadow = current.committed = True
+            current.zeros_only = not self._consensus.progress.has_gradients()
+            current.forwards, self._shadowed = self._shadowed, []
             self._latest = None
             try:
                 self._begin_sync()
-                self._finish(current)
+                self._finalize_backward(current)
             finally:
                 self._reset()
 
@@ -286,20 +306,34 @@ class Reducer:
 
     def autograd_hook(self, index: int) -> None:
         """Called when the gradient of a parameter was accumulated in ``.grad``."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self.autograd_hook(index)
+            return
         with self._lock:
             if current_task() != self._task:
                 self._enter_task(None)
             current = self._pass
             if index == self._trigger:
                 current.triggered = True
-                if index == _ELSEWHERE:
+                if index == _OUTSIDE:
                     if current.sync:
-                        self._launcher.launch_full(current)
+                        self._bucket_reducer.launch_ready(current)
                     return
-            count = current.counts[index] + 1
-            current.counts[index] = count
+            current.counts[index] += 1
             if current.sync:
-                self._intake.gradient_came(current, index, count)
+                current.ready_order.append(index)
+                if self.unused.is_complete(current, index):
+                    self._mark_ready(current, index)
+
+    def _mark_ready(self, current: BackwardPass, index: int) -> None:
+        """Hands in a gradient to which nothing will be added; launches the buckets that are full by it."""
+        try:
+            self.gradients.copy_to_bucket(index)
+        except BadGradientError as error:
+            current.report.errors.append(str(error))
+        if self._bucket_reducer.mark_ready(index) and not current.ending:
+            self._bucket_reducer.launch_ready(current)
 
     def output_hook(self, forward: Forward) -> None:
         """Called when the gradient of an output of forward was computed.
@@ -323,19 +357,19 @@ class Reducer:
     def end_task(self, task: int) -> None:
         """Called when a task is complete; what is raised here, ``backward()`` raises."""
         with self._lock:
-            self._open.discard(task)
+            self._open_tasks.discard(task)
             self._task = NO_TASK
-            if self._open:
+            if self._open_tasks:
                 return
             current = self._pass
             try:
                 if not current.took_part():
                     return
-                self.usage.add(current.counts)
+                self.unused.add(current.counts)
                 if current.sync:
                     self._latest = None
                     with torch.no_grad():
-                        self._finish(current)
+                        self._finalize_backward(current)
                 elif current.forwards:
                     self._consensus.progress.unsynced += 1
             finally:
@@ -344,9 +378,9 @@ class Reducer:
     def fail_task(self, task: int) -> None:
         """Called when an exception broke a task off."""
         with self._lock:
-            self._open.discard(task)
+            self._open_tasks.discard(task)
             self._task = NO_TASK
-            if self._open:
+            if self._open_tasks:
                 return
             current = self._pass
             try:
@@ -363,105 +397,124 @@ class Reducer:
         """Ends the pass."""
         if self._pass.sync:
             if self._pass.took_part():
-                self.usage.clear()
                 self._consensus.progress = Progress()
                 for forward in self._pass.forwards:
                     forward.averaged = True
-                if self._skipping is not None:
-                    self._skipping.forget_averaged()
-            self._launcher.end()
-        self._open.clear()
+                self.unused.clear()
+            self._bucket_reducer.reset()
+        self._open_tasks.clear()
         self._task = NO_TASK
-        if self._casts is not None and self._pass.entered:
+        if self._casts is not None and self._pass.casts_active:
             self._casts.leave()
             if self._pass.took_part():
                 self._casts.forget()
         count = len(self.gradients)
-        self._pass = Pass([0] * count, Report(total=count), self.usage.used)
+        self._pass = BackwardPass([0] * count, ErrorReport(count), self.unused.used)
 
     def _enter_task(self, forward: Forward | None) -> None:
-        """Notes that hooks now run in another task than before; the first task of all begins a pass."""
+        """Takes note that hooks now run in another task than before; the first task of all begins a pass."""
         task = current_task()
-        if task not in self._open:
-            begins = not self._open
+        if task not in self._open_tasks:
+            begins = not self._open_tasks
             TaskGuard(self, task)
-            self._open.add(task)
+            self._open_tasks.add(task)
             self._pass.nested = not begins
             if begins:
-                self._settle()
+                self._wait_for_abandoned()
                 if self._casts is not None:
                     self._casts.enter()
-                    self._pass.entered = True
+                    self._pass.casts_active = True
                 forward = forward or self._latest
                 if forward is not None and forward.sync:
                     self._begin_sync()
         self._task = task
 
+    @torch.no_grad()
     def _begin_sync(self) -> None:
-        """Makes the pass a synchronised one; gradients that came before are taken now."""
+        """Makes the pass a synchronised one; takes the gradients that came before.
+
+        Blocks where the ranks' searches of their graphs have no results yet.
+        """
         current = self._pass
         current.sync = True
         self.clock.mark(Mark.BACKWARD_BEGIN)
-        self._launcher.begin(self._consensus.fill_tail)
+        self._bucket_reducer.reset()
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             current.report.errors.append(
                 f"{', '.join(thawed)} needed no gradient when the module was wrapped, but need one now; wrap "
                 "the module again after such a change"
             )
-        self._intake.begin(current)
+        current.skipped = self._bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
+        self._mark_unused(current, current.unused.difference(current.skipped))
+        current.unused.update(current.skipped)
+        for index, count in enumerate(current.counts):
+            if count:
+                current.ready_order.append(index)
+                if self.unused.is_complete(current, index):
+                    self._mark_ready(current, index)
 
-    def _abandon(self, current: Pass) -> None:
+    def _mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:
+        """Hands in something else for parameters to which this pass gives no gradient."""
+        for index in indices:
+            current.unused.add(index)
+            try:
+                self.gradients.fill_unused(index, zeros_only=current.zeros_only)
+            except BadGradientError as error:
+                current.report.errors.append(str(error))
+            self._bucket_reducer.mark_ready(index)
+
+    def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
+        current.abandoned = True
         current.report.errors.append(
             "its backward pass was broken off by an exception, which is raised there"
         )
-        if self._launcher.is_local:
+        if self._bucket_reducer.is_local:
             return
-        self._launcher.abandon(current)
+        self._bucket_reducer.abandon(current)
         self._consensus.abandon(current)
 
-    def _settle(self) -> None:
-        """Waits for what a pass that broke off has issued; its error was raised then."""
-        self._launcher.settle()
-        self._consensus.settle()
+    def _wait_for_abandoned(self) -> None:
+        """Waits for what an abandoned pass has issued; its error was raised then."""
+        self._bucket_reducer.wait_for_abandoned()
+        self._consensus.wait_for_abandoned()
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
 
-    def _finish(self, current: Pass) -> None:
+    def _finalize_backward(self, current: BackwardPass) -> None:
         """Gives the peers what is still owed, waits, writes ``.grad``, asks whether all ranks are well."""
         current.ending = True
         self.clock.mark(Mark.BACKWARD_END)
-        self._intake.complete(current)
-        self._launcher.launch_full(current)
-        self._launcher.collect(current)
-        self._consensus.start(current)
+        for index in self.unused.incomplete(current):
+            if current.counts[index]:
+                self._mark_ready(current, index)
+            else:
+                self._mark_unused(current, [index])
+        self.unused.report_missing(current)
+        self._bucket_reducer.launch_ready(current)
+        self._bucket_reducer.wait_for_hook(current)
+        self._consensus.send_signals(current)
         tail = self.gradients.buckets[-1].tail
-        if self._launcher.hook is None:
-            self._launcher.finish(current)
+        if self._bucket_reducer.hook is None:
+            self._bucket_reducer.finalize(current)
             timed = self.clock.end()
-            heard = self._consensus.hear(current, tail)
+            signals = self._consensus.read_signals(current, tail)
         else:  # the signals tell of the hooks; gradients of a bad pass stay as they are
-            heard = self._consensus.hear(current, tail)
-            self._launcher.finish(current)
+            signals = self._consensus.read_signals(current, tail)
+            self._bucket_reducer.finalize(current)
             timed = self.clock.end()
-        unused = {*self.usage.unused(heard.unused), *current.skipped}
-        for index in current.absent:
-            self.gradients.deliver_absent(index, used=index not in unused)
-            if current.silent and index in unused:  # as on ranks that zeroed their gradients
+        globally_unused = self.unused.globally_unused(current, signals.unused)
+        for index in current.unused:
+            self.gradients.finalize_unused(index, used=index not in globally_unused)
+            if current.zeros_only and index in globally_unused:  # as on ranks that zeroed their gradients
                 self.gradients.parameters[index].grad = None
-        self._must_agree = heard.wish or not self.passes
-        if current.follows:
-            self.usage.note_followed(heard.unused)
-        else:
-            self.usage.note(current.counts, heard.unused)
-            self._order.note(current.came)
+        self._must_rebuild = signals.relayout or not self.passes
+        self.unused.note(current, signals.unused)
+        if not current.shadow:
+            self._order.note(current.ready_order)
         self.passes += 1
-        if timed:
-            self._log_times()
-
-    def _log_times(self) -> None:
-        if _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.clock.latest()) is not None:
+        if timed and _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.clock.latest()) is not None:
             _log.log(
                 STATISTICS_LEVEL, "[rank %d] %s, iteration %d: %s",
                 self._group.rank(), self._model, self.passes, latest[0],

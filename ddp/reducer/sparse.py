@@ -24,7 +24,7 @@ class _Kind(enum.IntEnum):
     NOTHING = 0
     SPARSE = 1
     DENSE = 2
-    TROUBLE = 3
+    ERROR = 3
 
 
 _FIELDS = 4
@@ -58,7 +58,7 @@ class SparseGradients:
         self._rows = torch.empty(0, dtype=torch.int64)
         self._work: Work | None = None
         self._arriving: list[tuple[torch.nn.Parameter, _Gathered | _Dense]] = []
-        self._silent = False
+        self._zeros_only = False
         self.pending = 0
         self.reset()
 
@@ -67,21 +67,21 @@ class SparseGradients:
         self.pending = len(self._parameters)
         self._work = None
         self._arriving = []
-        self._silent = False
+        self._zeros_only = False
 
-    def announce(self, absent: Collection[int], *, trouble: bool, silent: bool = False) -> None:
+    def announce(self, unused: Collection[int], *, error: bool, zeros_only: bool = False) -> None:
         """Tells all ranks what this one has; called by all of them before the last bucket. Does not block.
 
         Args:
-            absent: indices of the parameters that this pass gave no gradient.
-            trouble: whether something went wrong here, so that nothing is to be exchanged.
-            silent: whether this rank contributes nothing, whatever stands in ``.grad``.
+            unused: indices of the parameters that this pass gave no gradient.
+            error: whether something went wrong here, so that nothing is to be exchanged.
+            zeros_only: whether this rank contributes nothing, whatever stands in ``.grad``.
         """
-        self._silent = silent
+        self._zeros_only = zeros_only
         rows = [
             field
             for index, parameter in self._parameters.items()
-            for field in _describe(self._grad(parameter), used=index not in absent, trouble=trouble)
+            for field in _describe(self._grad(parameter), used=index not in unused, error=error)
         ]
         mine = torch.tensor(rows, dtype=torch.int64, device=self._device)
         group = self._averager.group
@@ -95,7 +95,7 @@ class SparseGradients:
         self._work.wait()
         self._work = None
         table = self._rows.cpu().view(self._averager.group.size(), len(self._parameters), _FIELDS).tolist()
-        if any(row[0] == _Kind.TROUBLE for rank in table for row in rank):
+        if any(row[0] == _Kind.ERROR for rank in table for row in rank):
             return
         for place, parameter in enumerate(self._parameters.values()):
             rows = [rank[place] for rank in table]
@@ -112,7 +112,7 @@ class SparseGradients:
 
     def _grad(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Returns what this rank contributes."""
-        return None if self._silent else parameter.grad
+        return None if self._zeros_only else parameter.grad
 
     def finish(self) -> None:
         """Writes the averages to ``.grad``; blocks until they are here."""
@@ -125,9 +125,9 @@ class SparseGradients:
             self._work.wait()
 
 
-def _describe(grad: torch.Tensor | None, *, used: bool, trouble: bool) -> tuple[int, int, int, int]:
-    if trouble:
-        return _Kind.TROUBLE, 0, 0, 0
+def _describe(grad: torch.Tensor | None, *, used: bool, error: bool) -> tuple[int, int, int, int]:
+    if error:
+        return _Kind.ERROR, 0, 0, 0
     if grad is None:
         return _Kind.NOTHING, 0, 0, int(used)
     if grad.layout is not torch.sparse_coo:

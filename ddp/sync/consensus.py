@@ -1,6 +1,6 @@
-"""The end of a synchronised pass, the same on all ranks: averaged gradients, or one error.
+"""Consensus at the end of a synchronised pass: averaged gradients on all ranks, or one error on all of them.
 
-A rank in trouble takes part in every reduction all the same and says so by its signals
+A rank with an error takes part in every reduction all the same and tells the others by its signals
 (:mod:`collectives.ddp.sync.signals`); where one of them did, all ranks exchange their reports
 (:mod:`collectives.ddp.sync.error_report`).
 """
@@ -12,11 +12,11 @@ import contextlib
 import torch
 
 from collectives.ddp.reducer.averaging import Averager
-from collectives.ddp.reducer.order import OrderTrace
-from collectives.ddp.reducer.passes import Pass, Progress
+from collectives.ddp.reducer.backward_pass import BackwardPass, Progress
+from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.sync.error_report import ReportExchange, sync_error
-from collectives.ddp.sync.signals import Heard, SignalExchange, Signals
-from collectives.ddp.unused_parameters.usage import Usage
+from collectives.ddp.sync.signals import ReducedSignals, SignalExchange, Signals
+from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
 __all__ = ["Consensus"]
 
@@ -25,34 +25,39 @@ class Consensus:
     """What the ranks tell each other about their passes.
 
     Attributes:
-        is_local: whether nothing communicates, so that this rank hears itself only.
+        is_local: whether nothing communicates, so that this rank reads its own signals only.
         progress: what this rank did since the last synchronised pass.
 
     Args:
         averager: averages over the ranks.
         model: the model in words, for messages.
-        usage: what this rank uses of the parameters.
+        unused: which parameters this rank uses.
         order: the order of their gradients.
         device: device of tensors that the group takes.
     """
 
     def __init__(
-        self, averager: Averager, model: str, usage: Usage, order: OrderTrace, device: torch.device
+        self,
+        averager: Averager,
+        model: str,
+        unused: UnusedParameters,
+        order: OrderTrace,
+        device: torch.device,
     ) -> None:
         self._averager = averager
         self._model = model
-        self._usage = usage
+        self._unused = unused
         self._order = order
         self._device = device
         self.is_local = False
         self.progress = Progress()
         self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
-        self._stale: list[SignalExchange | ReportExchange] = []
+        self._abandoned: list[SignalExchange | ReportExchange] = []
         self._signals = self._new_signals()
 
     def _new_signals(self) -> Signals:
-        counted = self._usage.find_unused or self._usage.static
-        return Signals(len(self._usage.used) if counted else 0)
+        counted = self._unused.find_unused or self._unused.static
+        return Signals(len(self._unused.used) if counted else 0)
 
     @property
     def tail_size(self) -> int:
@@ -60,71 +65,71 @@ class Consensus:
         return self._signals.size
 
     def resize(self) -> None:
-        """Adapts the tail to what the ranks now tell each other about their usage."""
+        """Adapts the tail to what the ranks now tell each other about unused parameters."""
         self._signals = self._new_signals()
         if self._exchange is not None:
-            self.send_apart()
+            self.send_separately()
 
-    def send_apart(self) -> None:
+    def send_separately(self) -> None:
         """Sends the signals in a message of their own from now on, and not with the last bucket."""
         self._exchange = SignalExchange(self._averager, self._signals, self._device)
 
     # ---- what a pass does --------------------------------------------------------------------------------
 
-    def fill_tail(self, current: Pass, tail: torch.Tensor) -> None:
+    def write_signals(self, current: BackwardPass, tail: torch.Tensor) -> None:
         """Writes this rank's signals."""
-        self._signals.fill(
+        self._signals.write(
             tail,
-            trouble=bool(current.report),
-            wish=self._order.wish,
+            error=bool(current.report),
+            relayout=self._order.requests_relayout,
             position=current.position(self.progress),
-            used=self._usage.tell(current.counts),
+            used=self._unused.local_used_map(current.counts),
         )
 
-    def start(self, current: Pass) -> None:
-        """Sends the signals where they go apart; called after the launch of all buckets."""
+    def send_signals(self, current: BackwardPass) -> None:
+        """Sends the signals where they go separately; called after the launch of all buckets."""
         if self._exchange is not None:
-            self.fill_tail(current, self._exchange.tail)
+            self.write_signals(current, self._exchange.tail)
             self._exchange.start()
 
-    def hear(self, current: Pass, tail: torch.Tensor | None) -> Heard:
-        """Returns what the ranks signalled; blocks where the signals went apart.
+    def read_signals(self, current: BackwardPass, tail: torch.Tensor | None) -> ReducedSignals:
+        """Returns what the ranks signalled; blocks where the signals went separately.
 
         Args:
             current: the pass.
-            tail: of the last bucket, which came back.
+            tail: of the last bucket, after its reduction.
 
         Raises:
-            GradientSyncError: a rank is in trouble; raised on all ranks.
+            GradientSyncError: something went wrong on a rank; raised on all ranks.
         """
         if self.is_local or tail is None:
-            heard = self._signals.alone(self._usage.used if self._usage.is_told else ())
+            signals = self._signals.local(self._unused.used if self._unused.is_reported else ())
         else:
             if self._exchange is not None:
                 self._exchange.wait()
                 tail = self._exchange.tail
-            heard = self._signals.read(tail)
+            signals = self._signals.read(tail)
         group = self._averager.group
-        if heard.out_of_step and not current.follows:
+        if signals.out_of_step and not current.shadow:
             current.report.position = str(current.position(self.progress))
-        if heard.trouble or heard.out_of_step:
+        if signals.error or signals.out_of_step:
             error = ReportExchange(group, current.report, self._device).error(self._model)
             raise error from current.cause
         if current.report:  # only this rank knows: nothing communicates, or the signals had left already
             report = {group.rank(): current.report.encode()}
             raise sync_error(group, self._model, report) from current.cause
-        return heard
+        return signals
 
-    def abandon(self, current: Pass) -> None:
+    def abandon(self, current: BackwardPass) -> None:
         """Sends signals and report of a pass that broke off here, without waiting."""
-        self.start(current)
+        self.send_signals(current)
         if self._exchange is not None:
-            self._stale.append(self._exchange)
-        self._stale.append(ReportExchange(self._averager.group, current.report, self._device))
+            self._abandoned.append(self._exchange)
+        self._abandoned.append(ReportExchange(self._averager.group, current.report, self._device))
 
-    def settle(self) -> None:
-        """Waits for what a pass that broke off has issued; its error was raised then."""
-        stale, self._stale = self._stale, []
-        for item in stale:
+    def wait_for_abandoned(self) -> None:
+        """Waits for what an abandoned pass has issued; its error was raised then."""
+        abandoned, self._abandoned = self._abandoned, []
+        for exchange in abandoned:
             with contextlib.suppress(Exception):
-                item.wait()
+                exchange.wait()

@@ -1,12 +1,11 @@
 """Signals: what each rank tells all others at the end of a pass, in numbers that are averaged over the ranks.
 
-Words used here. A *signal* is a number that is zero on a rank that has nothing to say. Only whether the
-average is zero is looked at, which any floating type, any reduction and any number of ranks leaves exact. The
-signals follow each other in one flat tensor, the *tail*, which rides at the end of the last bucket where it
-can, so that they cost no message of their own.
+A signal is zero on a rank that has nothing to report. Only whether the average is zero is looked at, which
+any floating type, any reduction and any number of ranks leaves exact. The signals lie in the *tail* of the
+last bucket where they can, so that they cost no message of their own.
 
-What ranks must have in common is told by one number of several: each rank raises the one that names its
-value, and where two of them are up, the ranks differ.
+A value that the ranks must have in common has several signals, one for each value: each rank raises its own,
+and where two of them are up, the ranks differ.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 from collectives import ProcessGroup, Work
 from collectives.ddp.reducer.averaging import Averager
 
-__all__ = ["Heard", "Position", "SignalExchange", "Signals"]
+__all__ = ["Position", "ReducedSignals", "SignalExchange", "Signals"]
 
-_TROUBLE = 0
-_WISH = 1
+_ERROR = 0
+_RELAYOUT = 1
 _FIRST_GROUP = 2
 _MODULI = (4, 5, 7)
-"""A number is told by what remains of it: two that differ by less than the product differ in one of these."""
+"""A number is signalled by its remainders: two that differ by less than the product differ in one."""
 
 _GROUPS = (*_MODULI, *_MODULI, 2)
 """Number of signals for each part of a :class:`Position`."""
@@ -66,19 +65,19 @@ class Position:
 
 
 @dataclass
-class Heard:
-    """What the signals of all ranks say.
+class ReducedSignals:
+    """What the ranks signalled.
 
     Attributes:
-        trouble: whether a rank is in trouble.
+        error: whether something went wrong on a rank.
         out_of_step: whether the ranks stand at different positions.
-        wish: whether a rank wishes the buckets to be laid out again.
-        unused: indices of the parameters that no rank gave a gradient, where that was told.
+        relayout: whether a rank requests another layout of the buckets.
+        unused: indices of the parameters that no rank gave a gradient, where that is reported.
     """
 
-    trouble: bool = False
+    error: bool = False
     out_of_step: bool = False
-    wish: bool = False
+    relayout: bool = False
     unused: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -89,19 +88,19 @@ class Signals:
         size: number of elements of the tail.
 
     Args:
-        counted: number of parameters whose use is told; zero where all are used.
+        counted: number of parameters whose use is reported; zero where all are used.
     """
 
     def __init__(self, counted: int) -> None:
         self.size = _HEADER + counted
         self._counted = counted
 
-    def fill(
+    def write(
         self,
         tail: torch.Tensor,
         *,
-        trouble: bool,
-        wish: bool,
+        error: bool,
+        relayout: bool,
         position: Position | None,
         used: Sequence[int] | None,
     ) -> None:
@@ -109,14 +108,14 @@ class Signals:
 
         Args:
             tail: where to; floating, flat.
-            trouble: whether something went wrong on this rank.
-            wish: whether it wishes the buckets to be laid out again.
+            error: whether something went wrong on this rank.
+            relayout: whether it requests another layout of the buckets.
             position: where it stands; ``None`` where it is in step with any.
             used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
         """
         header = [0.0] * _HEADER
-        header[_TROUBLE] = float(trouble)
-        header[_WISH] = float(wish)
+        header[_ERROR] = float(error)
+        header[_RELAYOUT] = float(relayout)
         for place in () if position is None else position.raised():
             header[place] = 1.0
         if used is not None and self._counted:
@@ -125,8 +124,8 @@ class Signals:
             tail[:_HEADER].copy_(torch.tensor(header))
             tail[_HEADER:].fill_(1)
 
-    def read(self, tail: torch.Tensor) -> Heard:
-        """Returns what the signals of all ranks say; waits for the device that they are on."""
+    def read(self, tail: torch.Tensor) -> ReducedSignals:
+        """Returns what the ranks signalled; waits for the device that they are on."""
         values = tail.tolist()
         used = values[_HEADER:]
         out_of_step = False
@@ -134,18 +133,18 @@ class Signals:
         for width in _GROUPS:
             out_of_step |= sum(value != 0 for value in values[place : place + width]) > 1
             place += width
-        return Heard(
-            trouble=values[_TROUBLE] != 0,
+        return ReducedSignals(
+            error=values[_ERROR] != 0,
             out_of_step=out_of_step,
-            wish=values[_WISH] != 0,
+            relayout=values[_RELAYOUT] != 0,
             unused=frozenset(index for index, value in enumerate(used) if value == 0)
             if 0 in used
             else frozenset(),
         )
 
-    def alone(self, used: Collection[int]) -> Heard:
-        """Returns what a rank hears that listens to itself only."""
-        return Heard(unused=frozenset(index for index, value in enumerate(used) if not value))
+    def local(self, used: Collection[int]) -> ReducedSignals:
+        """Returns the signals of this rank alone."""
+        return ReducedSignals(unused=frozenset(index for index, value in enumerate(used) if not value))
 
 
 class SignalExchange:
@@ -153,7 +152,7 @@ class SignalExchange:
 
     Args:
         averager: averages over the ranks.
-        signals: what is told.
+        signals: the layout of the signals.
         device: device of tensors that the group takes.
     """
 

@@ -9,14 +9,14 @@ from multiprocessing import forkserver
 
 import pytest
 
-from collectives.bench.core import ranks
+from collectives.ranks import processes
 
 
 @pytest.fixture(scope="session")
 def _loaded() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "pytest", "collectives.bench.comparison.program", "collectives.backends.gloo"]
+        ["torch", "pytest", "collectives.bench.comparison.command", "collectives.backends.gloo"]
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # no thread of torch's or numpy's before the fork
@@ -27,12 +27,12 @@ def _loaded() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_ranks(_loaded: None) -> Iterator[None]:
-    """Forks the ranks of a :class:`SpawnedTeam`: starting them as users do costs seconds of import each.
+    """Forks the ranks of a :class:`SpawnedRanks`: starting them as users do costs seconds of import each.
 
     Not for tests of that start, of what ranks write, or of an environment of theirs: they keep the output and
     the environment of the first of all these tests.
     """
     with pytest.MonkeyPatch.context() as patch:
-        start = functools.partial(ranks.start_processes, start_method="forkserver")
-        patch.setattr(ranks, "start_processes", start)
+        start = functools.partial(processes.start_processes, start_method="forkserver")
+        patch.setattr(processes, "start_processes", start)
         yield

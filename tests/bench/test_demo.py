@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from collectives.bench import demo
-from collectives.bench.comparison import program as comparison
+from collectives.bench.comparison import measurement as comparison
+from collectives.bench.comparison.records import Record, Report, read_report
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import Record, Report, Skipped, Timing, read_report
+from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.digits import (
     Recipe,
     batches,

@@ -8,9 +8,9 @@ import io
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
-from collectives.bench.comparison import sweep
+from collectives.bench.comparison import measurement
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
-from collectives.bench.core.records import read_report
+from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -31,7 +31,7 @@ def full_run(tmp_path_factory, quick_ranks):
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(sweep, "ROUNDS", 1)
+        patch.setattr(measurement, "ROUNDS", 1)
         status = main(words)
     return status, output.getvalue(), read_report(folder / "out.json")
 
@@ -113,7 +113,7 @@ def test_arguments_that_do_not_fit(words, message, capsys):
 
 
 def test_sizes_are_rounded_up_to_parts_and_measured_once():
-    points = sweep.points_of("all_gather", (4, 8, 12, 16), 4, 4)
+    points = measurement.points_of("all_gather", (4, 8, 12, 16), 4, 4)
     assert [(point.count, point.size_bytes) for point in points] == [(4, 16)]
     assert rounded_count(OPERATIONS["broadcast"], 10, 4, 4) == 3
-    assert len(sweep.points_of("barrier", (4, 8), 4, 2)) == 1
+    assert len(measurement.points_of("barrier", (4, 8), 4, 2)) == 1

@@ -10,8 +10,8 @@ from harness import run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import hooks
-from collectives.bench.cost_model.counting import CountingGroup
 from collectives.bench.training import models
+from collectives.bench.training.counting import CountingGroup
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

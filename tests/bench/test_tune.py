@@ -13,7 +13,6 @@ import pytest
 
 from collectives.backends.host import thresholds as host_tuning
 from collectives.bench import tune
-from collectives.bench.tuning.ranks import Probe, Rig
 from collectives.bench.tuning.search import (
     PLAN,
     Comparison,
@@ -23,6 +22,7 @@ from collectives.bench.tuning.search import (
     compare,
     search,
 )
+from collectives.bench.tuning.worker import Probe, Rig
 from collectives.cli import CommandError, main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

@@ -55,10 +55,10 @@ def _in_group(
 ) -> Any:
     device = take_device(rank, size)
     from collectives.backends.nccl import ProcessGroupNCCL, create
-    from collectives.backends.nccl.library import providers
+    from collectives.backends.nccl.library import loading
     from collectives.registry.backends import GroupOptions
 
-    reason = providers.unavailable(provider)
+    reason = loading.unavailable(provider)
     if reason is not None:
         pytest.skip(reason)
     group = create(

@@ -144,7 +144,7 @@ def streams(group: ProcessGroup) -> None:
             torch.cuda._sleep(CYCLES)
             x.fill_(1.0 + me)
             work = group.allreduce([x], AllreduceOptions(asyncOp=asynchronous))
-            assert not work._flight.landed(), "the host waited"
+            assert not work._pending.completed(), "the host waited"
             work.wait()
             seen = x.clone()
         with torch.cuda.stream(other):

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
 from collectives.backends.nccl.library.calls import Groups
-from collectives.backends.nccl.library.check import ProviderError, install_command, the_loaded_file
 from collectives.backends.nccl.library.codes import NcclError, NcclStatus
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.library.libnccl_file import ProviderError, install_command, the_loaded_file
 from collectives.backends.nccl.library.symbols import Symbols
 
 __all__ = ["CupyLibrary", "load"]

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from collectives.backends.nccl.library.calls import Groups
-from collectives.backends.nccl.library.check import (
+from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
+from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.library.libnccl_file import (
     ProviderError,
     install_command,
     the_loaded_file,
     wheel_folder,
 )
-from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.library.symbols import Symbols
 
 __all__ = ["PyncclLibrary", "load"]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from collectives.core.arguments.overloads import inner_list
 from collectives.core.arguments.staging import repeats_elements
+from collectives.core.capabilities import Capabilities
 from collectives.core.dtypes import elements_per_byte
 from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
-
-if TYPE_CHECKING:
-    from collectives.core.membership import Membership
 
 __all__ = [
     "check_even",
@@ -45,12 +43,29 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that have memory of their own."""
 
 
-def fail(group: Membership, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
+class Group(Protocol):
+    """What the checks ask a group for."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the group can do."""
+
+    def rank(self) -> int:
+        """Returns this process's rank within the group."""
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+
+    def describe(self) -> str:
+        """Returns the group in words, for messages."""
+
+
+def fail(group: Group, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
     raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
 
 
-def check_tensor(group: Membership, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
+def check_tensor(group: Group, operation: str, value: object, what: str = "tensor") -> torch.Tensor:
     """Returns ``value`` where it is a tensor.
 
     Raises:
@@ -63,7 +78,7 @@ def check_tensor(group: Membership, operation: str, value: object, what: str = "
     return value
 
 
-def _check_memory(group: Membership, operation: str, tensor: torch.Tensor, what: str) -> None:
+def _check_memory(group: Group, operation: str, tensor: torch.Tensor, what: str) -> None:
     """Refuses what stands for a tensor without memory of its own: fake tensors, and those made of others."""
     try:
         with warnings.catch_warnings():
@@ -80,7 +95,7 @@ def _check_memory(group: Membership, operation: str, tensor: torch.Tensor, what:
         )
 
 
-def only_tensor(group: Membership, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
+def only_tensor(group: Group, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
     """Returns the tensor in a list of one, or a tensor given as it is."""
     if tensors.__class__ is torch.Tensor:
         return tensors
@@ -102,7 +117,7 @@ def only_tensor(group: Membership, operation: str, tensors: object, what: str = 
     return check_tensor(group, operation, tensors[0], what)
 
 
-def check_list(group: Membership, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
+def check_list(group: Group, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
     """Returns a list of tensors with one entry for each rank.
 
     Raises:
@@ -126,7 +141,7 @@ def check_list(group: Membership, operation: str, tensors: object, what: str) ->
 
 
 def check_outputs(
-    group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
+    group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
 ) -> None:
     """Checks that each element of strided tensors has memory of its own, so that it can be written.
 
@@ -150,7 +165,7 @@ def check_outputs(
             )
 
 
-def check_same_dtype(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+def check_same_dtype(group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Checks that all tensors have the data type and the device of the first."""
     if not tensors:
         return
@@ -171,7 +186,7 @@ def check_same_dtype(group: Membership, operation: str, tensors: Sequence[torch.
 
 
 def check_numel(
-    group: Membership, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
+    group: Group, operation: str, tensor: torch.Tensor, what: str, numel: int, because: str
 ) -> None:
     """Checks the number of elements of a tensor."""
     if tensor.numel() != numel:
@@ -182,7 +197,7 @@ def check_numel(
         )
 
 
-def check_rank(group: Membership, operation: str, rank: object, what: str) -> int:
+def check_rank(group: Group, operation: str, rank: object, what: str) -> int:
     """Returns ``rank`` where it is a rank of the group."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         fail(
@@ -196,13 +211,13 @@ def check_rank(group: Membership, operation: str, rank: object, what: str) -> in
     return rank
 
 
-def check_root_tensor(group: Membership, operation: str, index: int) -> None:
+def check_root_tensor(group: Group, operation: str, index: int) -> None:
     """Checks which of the root's tensors a record names; one process drives one device, so there is one."""
     if index:
         fail(group, operation, f"rootTensor is {index}, but there is only tensor 0")
 
 
-def check_tag(group: Membership, operation: str, tag: object) -> int:
+def check_tag(group: Group, operation: str, tag: object) -> int:
     """Returns ``tag`` where it is a non-negative 32-bit int, and 0 where the group has no tags."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         fail(group, operation, f"tag must be an int, but is {tag!r} of type {type(tag).__name__}", TypeError)
@@ -213,7 +228,7 @@ def check_tag(group: Membership, operation: str, tag: object) -> int:
     return tag
 
 
-def check_limit(group: Membership, operation: str, timeout: object) -> None:
+def check_limit(group: Group, operation: str, timeout: object) -> None:
     """Checks the time limit of one operation; ``None`` is the group's.
 
     Raises:
@@ -233,7 +248,7 @@ def check_limit(group: Membership, operation: str, timeout: object) -> None:
         fail(group, operation, f"timeout must be positive, but is {timeout.total_seconds()} s")
 
 
-def check_offered(group: Membership, operation: str, tensor: torch.Tensor, op: ReduceOp | None) -> None:
+def check_offered(group: Group, operation: str, tensor: torch.Tensor, op: ReduceOp | None) -> None:
     """Checks that the group's capabilities have an operation, with its reduction, for such a tensor.
 
     Raises:
@@ -249,7 +264,7 @@ def check_offered(group: Membership, operation: str, tensor: torch.Tensor, op: R
         fail(group, operation, reason, UnsupportedOperationError)
 
 
-def check_pair(group: Membership, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
+def check_pair(group: Group, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """Checks that input and output are tensors of one data type on one device."""
     check_tensor(group, operation, output, "output")
     check_tensor(group, operation, input, "input")
@@ -259,7 +274,7 @@ def check_pair(group: Membership, operation: str, output: torch.Tensor, input: t
         fail(group, operation, f"output is on {output.device}, but input on {input.device}")
 
 
-def check_even(group: Membership, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
+def check_even(group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
     """Checks that tensors are equal in size where the group takes no others."""
     if not group.capabilities.uneven and len({tensor.numel() for tensor in tensors}) > 1:
         sizes = [tensor.numel() for tensor in tensors]
@@ -271,14 +286,14 @@ def check_even(group: Membership, operation: str, tensors: Sequence[torch.Tensor
         )
 
 
-def check_lengths(group: Membership, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+def check_lengths(group: Group, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Checks that a list has an output for each input."""
     if len(outputs) != len(inputs):
         fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
 def check_rooted_list(
-    group: Membership, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
+    group: Group, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
 ) -> list[torch.Tensor] | None:
     """Checks the list that only the root gives; every entry has the size and data type of ``own``.
 
@@ -307,7 +322,7 @@ def check_rooted_list(
 
 
 def check_whole_bytes(
-    group: Membership, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
+    group: Group, operation: str, dtype: torch.dtype, counts: Sequence[int], what: str
 ) -> None:
     """Checks that parts of a tensor begin and end at bytes.
 
@@ -325,7 +340,7 @@ def check_whole_bytes(
 
 
 def check_splits(
-    group: Membership, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
+    group: Group, operation: str, tensor: torch.Tensor, splits: Sequence[int] | None, what: str
 ) -> list[int]:
     """Returns the number of ELEMENTS of each rank's part of ``tensor``; ``splits`` counts along dimension 0.
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpi_team import Teams
+from mpi_team import Teams, need_launcher_of
 
-from collectives.bench.core.records import Record, read_report
+from collectives.bench.comparison.records import Record, read_report
 
 
 def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
@@ -17,6 +17,7 @@ def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
     words = ["--backends", "host,mpi,gloo", "--sizes", "8,64K", "--iters", "3", "--warmup", "2"]
     environment = mpi.installation.environment(str(folder))
     environment["PATH"] = f"{mpi.installation.prefix / 'bin'}:{environment['PATH']}"
+    need_launcher_of(mpi.installation, environment["PATH"])
     done = subprocess.run(
         [
             *before, sys.executable, "-m", "collectives", "bench", "allreduce", *words, "--json", str(report),

@@ -43,7 +43,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(rank: int, size: int, path: Path) -> None:
     import ctypes
 
-    from collectives.backends.nccl.cuda_runtime import loaded_runtime
+    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
 
     library = ctypes.CDLL(str(path))
     found = loaded_runtime()
@@ -73,7 +73,7 @@ def test_events_are_asked_without_the_lock_of_python(runtime: Path) -> None:
 
 
 def nothing_there(rank: int, size: int) -> None:
-    from collectives.backends.nccl.cuda_runtime import loaded_runtime
+    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
 
     assert loaded_runtime() is None
 
@@ -89,7 +89,7 @@ def test_no_runtime(runtime: Path) -> None:
 def incomplete(rank: int, size: int, path: Path) -> None:
     import ctypes
 
-    from collectives.backends.nccl.cuda_runtime import loaded_runtime
+    from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
 
     ctypes.CDLL(str(path))
     assert loaded_runtime() is None

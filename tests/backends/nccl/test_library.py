@@ -10,7 +10,7 @@ import torch
 from nccl_double import LastCall, NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on
 
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.backends.nccl.library.codes import (
     DATA_TYPES,
     REDUCTIONS,
@@ -413,7 +413,7 @@ def test_nonblocking_communicators_are_refused(provider: str, nccl_library: Path
 
 def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
     NcclDouble(path)
-    library = providers.load(provider)
+    library = loading.load(provider)
     with pytest.raises(ValueError, match="NCCL_COMM_BLOCKING=0"):
         library.init(library.unique_id(), size, rank)
 

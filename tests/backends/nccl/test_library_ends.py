@@ -16,7 +16,7 @@ from harness import Died
 from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on, shared_id
 
-from collectives.backends.nccl.library import providers
+from collectives.backends.nccl.library import loading
 from collectives.backends.nccl.library.codes import (
     NcclDataType,
     NcclStatus,
@@ -180,7 +180,7 @@ def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
 
 def missing(rank: int, size: int, provider: str, path: Path) -> bool:
     NcclDouble(path)
-    library = providers.load(provider)
+    library = loading.load(provider)
     identifier = shared_id(library, rank)
     if rank == 1:
         return True  # never comes

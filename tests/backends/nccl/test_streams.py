@@ -61,7 +61,7 @@ def on_the_current_stream(group: ProcessGroup) -> None:
     with device.using(own):
         late(device, own, x, 1.0 + me)
         work = group.allreduce([x], AllreduceOptions(asyncOp=False))
-        assert not work._flight.landed()
+        assert not work._pending.completed()
         work.wait()
     device.synchronize(own)
     assert x.tolist() == [sum(range(1, size + 1))] * 16
@@ -239,7 +239,7 @@ def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
         late(device, own, x, 1.0)
         work = group.allreduce(x)
         work.wait()
-        assert work._flight.landed() is blocks
+        assert work._pending.completed() is blocks
         doubled = work.get_future().then(lambda done: done.value()[0] * 2)
     device.synchronize(own)
     assert doubled.wait().tolist() == [2.0 * group.size()] * 2

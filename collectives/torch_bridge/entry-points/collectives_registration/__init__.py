@@ -92,7 +92,7 @@ def _register_meeting() -> None:
     import importlib
 
     def meet(url: str, **options: Any) -> Any:
-        return importlib.import_module("collectives.backends.mpi.rendezvous").meet(url, **options)
+        return importlib.import_module("collectives.backends.mpi.rendezvous").handle_url(url, **options)
 
     handlers: Any = importlib.import_module("torch.distributed.rendezvous")
     handlers._rendezvous_handlers.setdefault("mpi", meet)

@@ -1,0 +1,48 @@
+"""What the ranks of a Gloo group agree on through the store before they connect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from collectives.backends.gloo.options import connects_on_demand
+from collectives.errors import DistBackendError
+from collectives.registry.backends import GroupOptions
+
+__all__ = ["agree_on_devices"]
+
+
+def agree_on_devices(options: GroupOptions, count: int) -> None:
+    """Raises on every rank where they would connect in different ways; called by all of them, and waits.
+
+    Gloo would wait for the connections that the others do not make.
+
+    Args:
+        options: what the group is made of.
+        count: number of devices of this rank.
+
+    Raises:
+        RuntimeError: a rank did not come.
+        DistBackendError: the ranks differ.
+    """
+    store: Any = torch_distributed.PrefixStore("devices", options.store)  # type: ignore[attr-defined]
+    store.set(str(options.rank), f"{count}{' on demand' if connects_on_demand() else ''}")
+    ranks = [str(rank) for rank in range(options.size)]
+    store.wait(ranks, options.timeout)
+    told = [store.get(rank).decode() for rank in ranks]
+    for rank, other in enumerate(told):
+        if other != told[0]:
+            raise DistBackendError(
+                f"[rank {options.rank}] gloo group {options.group_name!r}: all ranks must use the same "
+                "number of network interfaces and connect at the same time, but rank 0 has "
+                f"{_said(told[0])}, and rank {rank} {_said(other)}; set COLLECTIVES_SOCKET_IFNAME (or "
+                "GLOO_SOCKET_IFNAME) to as many names, and TORCH_GLOO_LAZY_INIT to the same "
+                "value, on every rank"
+            )
+
+
+def _said(told: str) -> str:
+    count, _, when = told.partition(" ")
+    plural = "" if count == "1" else "s"
+    return f"{count} interface{plural}, connected {when or 'at once'}"

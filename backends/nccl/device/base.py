@@ -1,0 +1,124 @@
+"""What a group needs of a device: streams, events and memory.
+
+A stream is a queue of work on a device, in order and behind the host. The current stream of a thread is where
+its tensor operations go. An event is a place in a stream, for which the host and other streams can wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+__all__ = ["Device", "Event", "Stream"]
+
+Stream = Any
+"""A stream of some :class:`Device`; compares equal to itself only."""
+Event = Any
+"""An event of some :class:`Device`."""
+
+
+class Device(ABC):
+    """A device, as far as a group needs to know it.
+
+    Methods may be called from any thread, and do not block unless they say so.
+
+    Args:
+        device: the device, with its index where it has one.
+    """
+
+    kind: ClassVar[str]
+    """Type of the device."""
+    _shared: ClassVar[dict[tuple[type[Device], torch.device], Device]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.issuing = threading.RLock()
+        """Held around calls of NCCL that issue operations: it takes one thread at a time for each device."""
+
+    @classmethod
+    def shared(cls, device: torch.device) -> Device:
+        """Returns the object of a device, the same for all groups of the process."""
+        key = cls, device
+        if key not in cls._shared:
+            cls._shared.setdefault(key, cls(device))
+        return cls._shared[key]
+
+    @classmethod
+    @abstractmethod
+    def current(cls) -> torch.device:
+        """Returns the calling thread's device."""
+
+    @staticmethod
+    @abstractmethod
+    def reduces_float8() -> bool:
+        """Returns whether NCCL can compute with 8-bit floats on the calling thread's device."""
+
+    @abstractmethod
+    def activate(self) -> AbstractContextManager[object]:
+        """Makes this the calling thread's device for the length of a ``with`` block."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Returns the calling thread's stream."""
+
+    @abstractmethod
+    def new_stream(self, high_priority: bool) -> Stream:
+        """Returns a stream that is not the default one; others may get the same."""
+
+    @abstractmethod
+    def handle(self, stream: Stream) -> int:
+        """Returns the number of a stream for NCCL."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Returns an event at the present end of a stream."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Lets what is issued to a stream from now on begin when the event is done."""
+
+    @abstractmethod
+    def done(self, event: Event) -> bool:
+        """Returns whether a stream has got to the event.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+
+    @abstractmethod
+    def run(self, stream: Stream, function: Callable[[], object]) -> None:
+        """Carries out tensor operations in the order of a stream, without tracking gradients.
+
+        Args:
+            stream: the stream.
+            function: the operations; called now, or when the stream gets there.
+        """
+
+    @abstractmethod
+    def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a flat tensor for use on a stream."""
+
+    @abstractmethod
+    def share(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Lets a tensor that belongs to another stream live until this one has passed what it now holds."""
+
+    @abstractmethod
+    def drop(self, stream: Stream, tensors: list[torch.Tensor]) -> None:
+        """Empties a list of tensors that a stream may still use, but that nothing later than it does."""
+
+    @abstractmethod
+    def future(self) -> torch.futures.Future[Any]:
+        """Returns a future whose values may be on this device."""
+
+    @abstractmethod
+    def capturing(self) -> bool:
+        """Returns whether the calling thread's stream on this device is being captured into a graph."""
+
+    @abstractmethod
+    def tolerate_captures(self) -> None:
+        """Lets the calling thread, which does nothing else, ask for events while others capture graphs."""

@@ -1,0 +1,118 @@
+"""Streams, events and memory of a CUDA device, as torch has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from collectives.backends.nccl.device.base import Device, Event, Stream
+from collectives.backends.nccl.device.cuda_runtime import loaded_runtime
+
+__all__ = ["CudaDevice", "why_no_cuda"]
+
+
+def why_no_cuda() -> str | None:
+    """Returns why torch has no CUDA device here, ``None`` where it has one."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build with it, see pytorch.org"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device; look at the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
+    return None
+
+
+class CudaDevice(Device):
+    """A CUDA device.
+
+    Args:
+        device: ``cuda`` with an index.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        torch.zeros(1, device=device)  # NCCL takes the device's context as it finds it, so there must be one
+
+    @classmethod
+    def current(cls) -> torch.device:
+        """Returns the current CUDA device."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @staticmethod
+    def reduces_float8() -> bool:
+        """Returns whether the device is of compute capability 9.0 or more."""
+        return torch.cuda.get_device_capability() >= (9, 0)
+
+    def activate(self) -> AbstractContextManager[object]:
+        """Makes this the calling thread's CUDA device."""
+        if torch.cuda.current_device() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
+
+    def current_stream(self) -> Stream:
+        """Returns the calling thread's stream on this device."""
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self, high_priority: bool) -> Stream:
+        """Returns a stream of torch's pool."""
+        return torch.cuda.Stream(self.device, -1 if high_priority else 0)  # type: ignore[no-untyped-call]
+
+    def handle(self, stream: Stream) -> int:
+        """Returns the ``cudaStream_t``."""
+        return int(stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        """Returns a new CUDA event without times."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Makes a stream wait for the event; the host goes on."""
+        stream.wait_event(event)
+
+    def done(self, event: Event) -> bool:
+        """Returns whether the event is done; the GIL is released."""
+        runtime = loaded_runtime()
+        return bool(event.query()) if runtime is None else runtime.event_done(event.cuda_event)
+
+    def run(self, stream: Stream, function: Callable[[], object]) -> None:
+        """Calls the function now, with the stream as the current one."""
+        with torch.cuda.stream(stream), torch.no_grad():
+            function()
+
+    def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory that the caching allocator gives out again only behind the stream's work."""
+        with torch.cuda.stream(stream):
+            return torch.empty(count, dtype=dtype, device=self.device)
+
+    def share(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Tells the caching allocator of the stream."""
+        tensor.record_stream(stream)
+
+    def drop(self, stream: Stream, tensors: list[torch.Tensor]) -> None:  # noqa: ARG002
+        """Empties the list now: the caching allocator gives memory out again in the order of its stream."""
+        tensors.clear()
+
+    def future(self) -> torch.futures.Future[Any]:
+        """Returns a future that makes its users' streams wait for the one that it was completed on."""
+        return torch.futures.Future(devices=[self.device])
+
+    def capturing(self) -> bool:
+        """Returns whether the current stream is being captured into a CUDA graph."""
+        with self.activate():
+            return torch.cuda.is_current_stream_capturing()
+
+    def tolerate_captures(self) -> None:
+        """Sets the thread's capture mode.
+
+        Makes this the thread's device for good, as calls would give every rank a context on the first one.
+        """
+        torch.cuda.set_device(self.device)
+        runtime = loaded_runtime()
+        if runtime is not None:
+            runtime.tolerate_captures()

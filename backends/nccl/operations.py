@@ -1,0 +1,312 @@
+"""How each operation is made of NCCL's calls, and of copies before and after them on the same stream.
+
+NCCL takes pointers to dense memory only, so that other tensors are copied into dense temporaries and back.
+
+NCCL has no gather, scatter or all-to-all, and no parts of different sizes: those are sends and receives, or
+broadcasts and reductions with a root for each part, in one group of calls (NCCL User's Guide, "Group Calls"
+and "Point-to-point communication"). What only moves goes as bytes, so that every data type can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
+from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.library.codes import NcclDataType, NcclRedOp
+from collectives.backends.nccl.library.interface import Communicator
+from collectives.backends.nccl.reductions import Reduction
+from collectives.core.arguments.staging import is_dense
+
+__all__ = [
+    "CallSequence",
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "receive",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+    "send",
+]
+
+_BYTE = NcclDataType.UINT8
+
+
+class CallSequence:
+    """The copies and calls of NCCL of one operation.
+
+    Args:
+        device: the device.
+        stream: where they run.
+        communicator: what NCCL's calls go to.
+
+    Attributes:
+        communicator: the communicator.
+        before: copies into temporaries.
+        calls: calls of NCCL.
+        after: copies out of temporaries.
+        kept: tensors that must live until the stream has passed the operation.
+    """
+
+    def __init__(self, device: Device, stream: Stream, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.before: list[Callable[[], object]] = []
+        self.calls: list[Callable[[], object]] = []
+        self.after: list[Callable[[], object]] = []
+        self.kept: list[torch.Tensor] = []
+        self._device = device
+        self._stream = stream
+        self._made_ops: list[int] = []
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a dense tensor to be read: this one, or a copy."""
+        self.kept.append(tensor)
+        if is_dense(tensor):
+            return tensor
+        stand_in = self.temporary(tensor.numel(), tensor.dtype).view(tensor.shape)
+        self.before.append(partial(stand_in.copy_, tensor.detach()))
+        return stand_in
+
+    def target(self, tensor: torch.Tensor, reads: bool = False) -> torch.Tensor:
+        """Returns a dense tensor to be written: this one, or one that is copied into it afterwards.
+
+        Args:
+            tensor: the output.
+            reads: whether its values are read, too.
+        """
+        self.kept.append(tensor)
+        if is_dense(tensor):
+            return tensor
+        stand_in = self.temporary(tensor.numel(), tensor.dtype).view(tensor.shape)
+        if reads:
+            self.before.append(partial(stand_in.copy_, tensor.detach()))
+        self.after.append(partial(tensor.detach().copy_, stand_in))
+        return stand_in
+
+    def temporary(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Returns a flat tensor that lives until the stream has passed the operation."""
+        made = self._device.empty(self._stream, count, dtype)
+        self.kept.append(made)
+        return made
+
+    def call(self, count: int, function: Callable[..., None], *arguments: int) -> None:
+        """Adds a call of NCCL; none where there are no elements, which is so on all ranks.
+
+        Args:
+            count: number of elements.
+            function: method of the communicator.
+            *arguments: its arguments but the stream, which is the last.
+        """
+        if count:
+            self.calls.append(partial(function, *arguments, self._device.handle(self._stream)))
+
+    def op(self, reduction: Reduction) -> int:
+        """Returns the code of a reduction, good until :meth:`clean`."""
+        if reduction.factor is None:
+            return reduction.op
+        made = self.communicator.premul_sum(reduction.factor, reduction.dtype)
+        self._made_ops.append(made)
+        return made
+
+    def clean(self) -> None:
+        """Gives back what the calls needed; after they were started."""
+        for op in self._made_ops:
+            self.communicator.destroy_op(op)
+
+
+def _copy(output: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copies bytes into a tensor."""
+    if is_dense(output):
+        as_bytes(output).copy_(flat)
+    else:
+        output.detach().copy_(flat.view(output.dtype).view(output.shape))
+
+
+def _pack(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copies a tensor into bytes."""
+    if is_dense(tensor):
+        flat.copy_(as_bytes(tensor))
+    else:
+        flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def _assign(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Copies a tensor into one of as many elements."""
+    if is_dense(given):
+        _copy(output, as_bytes(given))
+    else:
+        output.detach().copy_(given.detach().reshape(output.shape))
+
+
+def all_reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction) -> None:
+    """Reduces a tensor over all ranks, in place."""
+    own = seq.target(tensor, reads=True)
+    pointer, count = own.data_ptr(), own.numel() * reduction.width
+    seq.call(count, seq.communicator.all_reduce, pointer, pointer, count, reduction.dtype, seq.op(reduction))
+
+
+def reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
+    """Reduces a tensor to the root, in place there; other ranks' are only read."""
+    is_root = seq.communicator.rank == root
+    own = seq.target(tensor, reads=True) if is_root else seq.source(tensor)
+    _reduce_to(seq, own.data_ptr(), own.data_ptr(), own.numel() * reduction.width, reduction, root)
+
+
+def _reduce_to(seq: CallSequence, given: int, into: int, count: int, reduction: Reduction, root: int) -> None:
+    seq.call(count, seq.communicator.reduce, given, into, count, reduction.dtype, seq.op(reduction), root)
+
+
+def broadcast(seq: CallSequence, tensor: torch.Tensor, root: int) -> None:
+    """Copies the root's tensor to all ranks."""
+    is_root = seq.communicator.rank == root
+    own = seq.source(tensor) if is_root else seq.target(tensor)
+    _broadcast_from(seq, own.data_ptr(), own.data_ptr(), byte_count(own), root)
+
+
+def _broadcast_from(seq: CallSequence, given: int, into: int, count: int, root: int) -> None:
+    seq.call(count, seq.communicator.broadcast, given, into, count, _BYTE, root)
+
+
+def all_gather(seq: CallSequence, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Gathers every rank's tensor into a list: through one flat tensor, or part by part."""
+    given = seq.source(tensor).data_ptr()
+    if len({output.numel() for output in outputs}) > 1:
+        for root, output in enumerate(outputs):
+            into = seq.target(output).data_ptr()
+            from_ = given if root == seq.communicator.rank else into
+            _broadcast_from(seq, from_, into, byte_count(output), root)
+        return
+    count = byte_count(tensor)
+    flat = seq.temporary(count * len(outputs))
+    seq.kept.extend(outputs)
+    seq.call(count, seq.communicator.all_gather, given, flat.data_ptr(), count, _BYTE)
+    seq.after.extend(partial(_copy, output, part) for output, part in _parts(outputs, flat))
+
+
+def all_gather_single(seq: CallSequence, output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Gathers every rank's tensor into one."""
+    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
+    count = byte_count(tensor)
+    seq.call(count, seq.communicator.all_gather, given, into, count, _BYTE)
+
+
+def reduce_scatter(
+    seq: CallSequence, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
+) -> None:
+    """Reduces a list and keeps an entry: through one flat tensor, or entry by entry."""
+    into = seq.target(output).data_ptr()
+    if len({part.numel() for part in inputs}) > 1:
+        for root, part in enumerate(inputs):
+            given = seq.source(part).data_ptr()
+            target = into if root == seq.communicator.rank else given
+            _reduce_to(seq, given, target, part.numel() * reduction.width, reduction, root)
+        return
+    flat = seq.temporary(sum(map(byte_count, inputs)))
+    seq.kept.extend(inputs)
+    seq.before.extend(partial(_pack, part, given) for given, part in _parts(inputs, flat))
+    _reduce_scatter_flat(seq, flat.data_ptr(), into, output.numel() * reduction.width, reduction)
+
+
+def reduce_scatter_single(
+    seq: CallSequence, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction
+) -> None:
+    """Reduces a tensor and keeps a part."""
+    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
+    _reduce_scatter_flat(seq, given, into, output.numel() * reduction.width, reduction)
+
+
+def _reduce_scatter_flat(seq: CallSequence, given: int, into: int, count: int, reduction: Reduction) -> None:
+    seq.call(count, seq.communicator.reduce_scatter, given, into, count, reduction.dtype, seq.op(reduction))
+
+
+def gather(
+    seq: CallSequence, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int
+) -> None:
+    """Gathers every rank's tensor on the root, which copies its own."""
+    if outputs is None:
+        _send(seq, seq.source(tensor).data_ptr(), byte_count(tensor), root)
+        return
+    for rank, output in enumerate(outputs):
+        if rank != root:
+            _receive(seq, seq.target(output).data_ptr(), byte_count(output), rank)
+    seq.kept.extend((outputs[root], tensor))
+    seq.after.append(partial(_assign, outputs[root], tensor))
+
+
+def scatter(
+    seq: CallSequence, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
+) -> None:
+    """Gives each rank a tensor of the root's, which copies its own."""
+    if inputs is None:
+        _receive(seq, seq.target(output).data_ptr(), byte_count(output), root)
+        return
+    for rank, part in enumerate(inputs):
+        if rank != root:
+            _send(seq, seq.source(part).data_ptr(), byte_count(part), rank)
+    seq.kept.extend((inputs[root], output))
+    seq.after.append(partial(_assign, output, inputs[root]))
+
+
+def all_to_all(seq: CallSequence, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Exchanges lists of tensors, with itself too."""
+    for rank, (output, part) in enumerate(zip(outputs, inputs, strict=True)):
+        _send(seq, seq.source(part).data_ptr(), byte_count(part), rank)
+        _receive(seq, seq.target(output).data_ptr(), byte_count(output), rank)
+
+
+def all_to_all_single(
+    seq: CallSequence,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> None:
+    """Exchanges parts of tensors; splits count elements."""
+    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
+    sizes = zip(byte_splits(output, output_splits), byte_splits(tensor, input_splits), strict=True)
+    for rank, (received, sent) in enumerate(sizes):
+        _send(seq, given, sent, rank)
+        _receive(seq, into, received, rank)
+        given += sent
+        into += received
+
+
+def barrier(seq: CallSequence) -> None:
+    """Waits for all ranks."""
+    token = seq.temporary(1).data_ptr()
+    seq.call(1, seq.communicator.all_reduce, token, token, 1, _BYTE, NcclRedOp.MAX)
+
+
+def send(seq: CallSequence, tensor: torch.Tensor, peer: int) -> None:
+    """Sends a tensor; an empty one as a byte, so that it, too, arrives when it was sent."""
+    given = seq.source(tensor) if tensor.numel() else seq.temporary(1)
+    _send(seq, given.data_ptr(), byte_count(given), peer)
+
+
+def receive(seq: CallSequence, tensor: torch.Tensor, peer: int) -> None:
+    """Receives a tensor."""
+    into = seq.target(tensor) if tensor.numel() else seq.temporary(1)
+    _receive(seq, into.data_ptr(), byte_count(into), peer)
+
+
+def _send(seq: CallSequence, pointer: int, count: int, peer: int) -> None:
+    seq.call(count, seq.communicator.send, pointer, count, _BYTE, peer)
+
+
+def _receive(seq: CallSequence, pointer: int, count: int, peer: int) -> None:
+    seq.call(count, seq.communicator.recv, pointer, count, _BYTE, peer)
+
+
+def _parts(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the tensors with their parts of a concatenation of their bytes."""
+    return list(zip(tensors, torch.split(flat, [byte_count(tensor) for tensor in tensors]), strict=True))

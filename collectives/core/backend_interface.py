@@ -1,0 +1,263 @@
+"""What a backend implements: operations that it must, and others derived from those until it does better.
+
+All of them keep the contract of :class:`~collectives.ProcessGroup`, whose public methods check the arguments
+first. Costs are stated in S, the bytes of one rank's tensor, for n ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from collectives.core.capabilities import Capabilities
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.core.work import CoalescedWork, FinishingWork, Work
+
+__all__ = ["BackendInterface"]
+
+_TAG = 2**31 - 1
+"""Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
+
+
+class BackendInterface(ABC):
+    """The operations of one backend: ranks count within the group, arguments are checked."""
+
+    _rank: int
+    _size: int
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this group can do; constant over its life."""
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether ranks that call different collectives get an error instead of waiting for ever."""
+        return False
+
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks of this group that are known to have died, without waiting for news of any.
+
+        Empty where the backend does not watch its ranks.
+        """
+        return []
+
+    @abstractmethod
+    def name(self) -> str:
+        """Returns the backend's name, such as ``"host"``."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        """Copies the root's tensor to all ranks."""
+
+    @abstractmethod
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        """Reduces a tensor over all ranks, in place."""
+
+    @abstractmethod
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        """Gathers every rank's tensor on all ranks."""
+
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Sends a tensor; done when it may be overwritten."""
+
+    @abstractmethod
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        """Receives a tensor; from any rank when ``src`` is ``None``. The finished Work knows the sender."""
+
+    @abstractmethod
+    def _barrier(self, opts: BarrierOptions) -> Work:
+        """Completes when every rank has called it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Breaks the group at once: every operation waiting on this rank raises ``GroupAbortedError``.
+
+        May be called from any thread, any number of times, never blocks on peers. Peers that wait for this
+        rank raise as soon as the backend lets them know. Resources are freed.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the group in order: finishes what was issued, then frees threads, memory and connections.
+
+        Idempotent. All ranks call it; none waits for another beyond outstanding operations.
+        """
+
+    # ---- the fast path -----------------------------------------------------------------------------
+
+    def fast_collective(
+        self,
+        opcode: int,  # noqa: ARG002
+        output: Any = None,  # noqa: ARG002
+        input: Any = None,  # noqa: ARG002
+        reduce_op: int = 0,  # noqa: ARG002
+        root: Any = 0,  # noqa: ARG002
+        list_form: bool = False,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> Work | None:
+        """Issues a collective whose arguments need neither checks nor conversions in Python; optional.
+
+        Callers that want the shortest way try this first, once, and call the ordinary method where it returns
+        ``None``. Ranks may differ in that: both ways carry out the same operation. A backend takes the calls
+        that nearly all calls are, such as dense tensors of one data type with the group's own time limit, and
+        leaves the rest to the ordinary methods, wrong arguments among it. Here it takes none.
+
+        Args:
+            opcode: the collective, one of :mod:`collectives.core.opcodes`.
+            output: what is written, or read and written.
+            input: what is only read.
+            reduce_op: code of the :class:`~collectives.ReduceOp`.
+            root: the root, counted within the group.
+            list_form: whether the larger operand is a list of one tensor for each rank.
+            async_op: whether to return before the operation is done.
+
+        Returns:
+            The Work, for a synchronous operation :data:`~collectives.core.work.COMPLETED`; ``None`` with
+            nothing done.
+
+        Raises:
+            DistBackendError: the operation was taken, and failed.
+        """
+        return None
+
+    def fast_message(
+        self,
+        sends: bool,  # noqa: ARG002
+        tensor: torch.Tensor,  # noqa: ARG002
+        peer: int,  # noqa: ARG002
+        tag: int,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> Work | None:
+        """Sends or receives a tensor, as :meth:`fast_collective` issues a collective.
+
+        Args:
+            sends: whether to send it, else to receive it.
+            tensor: the message.
+            peer: the other rank, counted within the group.
+            tag: number that both sides name.
+            async_op: whether to return before the operation is done.
+
+        Returns:
+            The Work, as of :meth:`fast_collective`; ``None`` with nothing done.
+        """
+        return None
+
+    # ---- messages together, splits --------------------------------------------------------------------
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Lets the messages that this thread issues in a ``with`` block start together, at its end.
+
+        Their Works are good after the block. For groups whose messages wait for each other in the order of
+        their calls; here each starts by itself.
+        """
+        return nullcontext()
+
+    def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
+        """Takes part in making a group of other ranks, whose connections are split off this one's.
+
+        Called on the ranks that do not become members; here there is nothing to split.
+        """
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        """All-reduce of a copy; the root keeps the result. As much traffic as an all-reduce."""
+        scratch = tensor.detach().clone()
+        work = self._allreduce(scratch, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
+
+        def keep() -> None:
+            if self._rank == opts.rootRank:
+                _write(tensor, scratch)
+
+        return FinishingWork(work, keep, [tensor])
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        """All-gather into a list of dense parts, concatenated at the end."""
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._size)]
+        work = self._allgather(parts, tensor, opts)
+        return FinishingWork(
+            work, lambda: _write(output, torch.cat([p.reshape(-1) for p in parts])), [output]
+        )
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        """Every rank sends to the root: (n - 1) S into one rank."""
+        if outputs is None:
+            return self._send(tensor, opts.rootRank, _TAG)
+        works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank]
+        _write(outputs[self._rank], tensor)
+        return CoalescedWork(works)
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        """The root sends to every rank: (n - 1) S out of one rank."""
+        if inputs is None:
+            return self._recv(output, opts.rootRank, _TAG)
+        works = [self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank]
+        _write(output, inputs[self._rank])
+        return CoalescedWork(works)
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        """All-reduce of the concatenation, of which each rank keeps its part."""
+        flat = torch.cat([part.detach().reshape(-1) for part in inputs])
+        work = self._allreduce(flat, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
+        parts = torch.split(flat, [part.numel() for part in inputs])
+        return FinishingWork(work, lambda: _write(output, parts[self._rank]), [output])
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        """Reduce-scatter of the list of equal parts."""
+        parts = (
+            torch.split(tensor.detach().contiguous().view(-1), output.numel())
+            if output.numel()
+            else [output] * self._size
+        )
+        return self._reduce_scatter(output, list(parts), opts)
+
+    def _alltoall(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllToAllOptions,  # noqa: ARG002 - messages take the group's limit
+    ) -> Work:
+        """A message for every pair of ranks."""
+        works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank and out.numel()]
+        works += [
+            self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank and part.numel()
+        ]
+        _write(outputs[self._rank], inputs[self._rank])
+        return CoalescedWork(works)
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        """All-to-all of lists of dense parts; splits count elements."""
+        sent = list(torch.split(tensor.detach().contiguous().view(-1), list(input_splits)))
+        flat = torch.empty(output.numel(), dtype=output.dtype, device=output.device)
+        work = self._alltoall(list(torch.split(flat, list(output_splits))), sent, opts)
+        return FinishingWork(work, lambda: _write(output, flat), [output])
+
+
+def _write(output: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        output.copy_(values.view(output.shape))

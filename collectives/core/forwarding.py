@@ -1,0 +1,138 @@
+"""Base of the groups that wrap others: a group whose operations run on inner groups of the same ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import torch
+
+from collectives.core.process_group import ProcessGroup
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from collectives.core.work import Work
+
+__all__ = ["ForwardingGroup"]
+
+
+class ForwardingGroup(ProcessGroup):
+    """Gives every collective and message to one of several groups, which a derived class chooses."""
+
+    @property
+    @abstractmethod
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The groups, each once."""
+
+    @abstractmethod
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
+        """Issues a collective or a message on the group that it is for.
+
+        Args:
+            tensor: one of its tensors; all are on one device.
+            issue: issues it on a group.
+        """
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether all groups do."""
+        return all(group.detects_mismatch for group in self.inner_groups)
+
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks that any of the groups knows to have died."""
+        return sorted({rank for group in self.inner_groups for rank in group.lost_ranks()})
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        for group in self.inner_groups:
+            group.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Breaks every group."""
+        self._each(lambda group: group.abort())
+
+    def shutdown(self) -> None:
+        """Ends every group."""
+        self._each(lambda group: group.shutdown())
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for group in self.inner_groups:
+                stack.enter_context(group._together())
+            yield
+
+    def _each(self, end: Callable[[ProcessGroup], None]) -> None:
+        """Ends every group; an error of one is raised after the others have ended."""
+        first: Exception | None = None
+        for group in self.inner_groups:
+            try:
+                end(group)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised below
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
+        return self._forward(tensor, lambda group: group._broadcast(tensor, opts))
+
+    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
+        return self._forward(tensor, lambda group: group._allreduce(tensor, opts))
+
+    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+        return self._forward(tensor, lambda group: group._reduce(tensor, opts))
+
+    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        return self._forward(tensor, lambda group: group._allgather(outputs, tensor, opts))
+
+    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+        return self._forward(tensor, lambda group: group._allgather_single(output, tensor, opts))
+
+    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+        return self._forward(tensor, lambda group: group._gather(outputs, tensor, opts))
+
+    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+        return self._forward(output, lambda group: group._scatter(output, inputs, opts))
+
+    def _reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        return self._forward(output, lambda group: group._reduce_scatter(output, inputs, opts))
+
+    def _reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
+    ) -> Work:
+        return self._forward(tensor, lambda group: group._reduce_scatter_single(output, tensor, opts))
+
+    def _alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
+    ) -> Work:
+        return self._forward(inputs[0], lambda group: group._alltoall(outputs, inputs, opts))
+
+    def _alltoall_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        return self._forward(
+            tensor, lambda group: group._alltoall_single(output, tensor, output_splits, input_splits, opts)
+        )
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        return self._forward(tensor, lambda group: group._send(tensor, dst, tag))
+
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        return self._forward(tensor, lambda group: group._recv(tensor, src, tag))

@@ -1,0 +1,120 @@
+"""How the ranks of a world agree to make a group, and its members wait for each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as _torch_distributed
+
+from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
+from collectives.store.waiting import missing_text, wait_for_keys
+
+__all__ = ["join_group"]
+
+_AGREES = "here"
+
+_LOST_CHECK = timedelta(milliseconds=200)
+"""How often those who wait for the members of a group ask whether one of them has died."""
+
+_LOSS_LIMIT_S = 0.5
+"""How long after the store has failed a rank may be found dead."""
+
+
+def join_group(
+    store: Any,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    request: str,
+    timeout: timedelta,
+    lost_ranks: Callable[[], Sequence[int]] = tuple,
+) -> None:
+    """Checks that all ranks ask for the same group; members wait until all members are here.
+
+    The first rank publishes its request. A rank with a different one publishes the conflict and raises, so
+    that the members that wait for it raise as well: either all members join, or all raise.
+
+    Args:
+        store: the world's store.
+        key: prefix of the group's keys, equal on all ranks: they make groups in the same order.
+        rank: this rank in the default group.
+        members: ranks of the group's members in the default group.
+        request: what this rank asks for; must be equal on all ranks that take part.
+        timeout: time limit.
+        lost_ranks: which ranks are known to have died; asked again and again while members are missing.
+
+    Raises:
+        CollectiveMismatchError: another rank asks for a different group.
+        DistStoreError: a member did not come in time; names all that are missing.
+        PeerLostError: a member has died.
+    """
+    try:
+        conflict = _conflict(store, f"{key}/first", rank, request)
+        store.set(f"{key}/here/{rank}", conflict or _AGREES)
+        if not conflict and rank in members:
+            conflict = _wait_for_members(store, key, rank, members, timeout, lost_ranks)
+    except _torch_distributed.DistNetworkError:
+        # It may have gone with the member that kept it, whose end shows a little later.
+        end = time.monotonic() + _LOSS_LIMIT_S
+        while time.monotonic() < end:
+            _refuse_lost(rank, members, lost_ranks)
+            time.sleep(_LOSS_LIMIT_S / 20)
+        raise
+    if conflict:
+        raise CollectiveMismatchError(
+            f"[rank {rank}] new_group: {conflict}; all ranks must create the same groups in the same order"
+        )
+
+
+def _conflict(store: Any, key: str, rank: int, request: str) -> str:
+    """Returns how this rank's request differs from that of the first rank, if it does."""
+    mine = json.dumps([rank, request])
+    try:
+        first = store.compare_set(key, "", mine)
+    except (NotImplementedError, AttributeError):
+        # A user's store may lack compare_set. Then ranks that ask for different groups run into the time
+        # limit instead.
+        return ""
+    other, asked = json.loads(first)
+    if asked == request:
+        return ""
+    return f"rank {other} asks for {asked}, but rank {rank} for {request}"
+
+
+def _refuse_lost(rank: int, members: Sequence[int], lost_ranks: Callable[[], Sequence[int]]) -> None:
+    lost = next((member for member in lost_ranks() if member in members), None)
+    if lost is not None:
+        raise PeerLostError(
+            f"[rank {rank}] new_group: rank {lost}, a member of the group, has died; make the group of the "
+            "ranks that are left, or start all of them again",
+            lost,
+        )
+
+
+def _wait_for_members(
+    store: Any,
+    key: str,
+    rank: int,
+    members: Sequence[int],
+    timeout: timedelta,
+    lost_ranks: Callable[[], Sequence[int]],
+) -> str:
+    """Returns the conflict that one of the members came with; empty where all agree."""
+    keys = [f"{key}/here/{member}" for member in members]
+    end = time.monotonic() + timeout.total_seconds()
+    left = timeout
+    while not (all_here := wait_for_keys(store, keys, min(_LOST_CHECK, left))):
+        _refuse_lost(rank, members, lost_ranks)
+        left = timedelta(seconds=end - time.monotonic())
+        if left <= timedelta(0):
+            break
+    _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
+    if not all_here:
+        absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
+        raise DistStoreError(f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}")
+    values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
+    return next((value.decode() for value in values if value.decode() != _AGREES), "")

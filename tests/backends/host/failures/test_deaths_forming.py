@@ -1,0 +1,300 @@
+"""Ranks that die while a group forms or ends: those whom they met name them, and soon.
+
+Words. A *moment* is a place in the forming of a group: a function that the victim calls then, and whether it
+dies before or after the call. A victim that has *met* nobody when it dies can only be missed; the time limit
+says who did not come.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Died, current_store, run_ranks, run_world
+
+import collectives as dist
+from collectives.backends.host import ProcessGroupHost
+from collectives.backends.host import rendezvous as host_bootstrap
+from collectives.store import PrefixStore
+
+LIMIT = timedelta(seconds=20)
+SHORT = timedelta(seconds=1)
+"""Time limit of a group whose victim meets nobody."""
+NEWS_S = 1.0
+NEWS_BETWEEN_MACHINES_S = 3.0
+LATE_S = 0.25
+"""How much later than the victim the last rank comes, where there is one to wait for."""
+
+
+def die(store):
+    store.set("died", repr(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prepare(moment, store):
+    """Makes this process die at a moment such as ``"after _Attempt._share"``."""
+    when, path = moment.split()
+    names = path.split(".")
+    owner = host_bootstrap if names[0] == "_Attempt" else host_bootstrap._native
+    for name in names[:-1]:
+        owner = getattr(owner, name)
+    function = getattr(owner, names[-1])
+
+    def deadly(*arguments, **options):
+        if when == "before":
+            die(store)
+        result = function(*arguments, **options)
+        if names[-1] != "accept" or result == [2]:  # the others have come
+            die(store)
+        return result
+
+    setattr(owner, names[-1], deadly)
+
+
+def census():
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return {
+        "descriptors": len(links),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "segments": Path("/proc/self/maps").read_text().count("memfd:collectives"),
+    }
+
+
+def settled(before):
+    """Returns what there is more than before, once the kernel has tidied up."""
+    deadline = time.monotonic() + 3
+    while (now := census()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {name: count - before[name] for name, count in now.items() if count != before[name]}
+
+
+def form(rank, size, victim, moment, late, limit):
+    store = current_store()
+    store.check(["died"])  # opens the connection
+    before = census()
+    if rank == victim:
+        prepare(moment, store)
+    elif rank == late:
+        store.wait(["died"])
+        time.sleep(LATE_S)
+    begin = time.time()
+    group, error = None, None
+    try:
+        group = ProcessGroupHost(PrefixStore("group", store), rank, size, limit, group_name="group")
+        group.allreduce([torch.ones(3)]).wait()
+    except dist.DistError as caught:
+        error = caught
+    ended = time.time()
+    if group is not None:
+        group.shutdown()
+    assert error is not None, f"rank {rank} has a group without rank {victim}"
+    kind, text, lost = type(error), str(error), getattr(error, "rank", None)
+    group = error = None
+    died = float(store.get("died"))
+    return kind, lost, text, ended - max(died, begin), ended - begin, settled(before)
+
+
+def complaints_of(results, victim, kind, lost, said, limit):
+    found = []
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        is_kind, is_lost, text, after_death, _, left = result
+        if (is_kind, is_lost) != (kind, lost) or not re.search(said, text) or after_death > limit or left:
+            found.append(
+                f"rank {rank}, {after_death:.2f} s later, left {left}: {is_kind.__name__}({is_lost}): {text}"
+            )
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("placement", "victim", "moment", "late"),
+    [
+        ("aaa", 1, "before BootstrapGuest.answered", 2),
+        ("aaa", 1, "after BootstrapGuest.attach", None),
+        ("aaa", 1, "after BootstrapGuest.await_release", None),
+        ("aaa", 0, "after BootstrapHost.accept", 2),
+        ("aaa", 0, "before BootstrapHost.release", None),
+        ("aaa", 0, "after BootstrapHost.release", None),
+        ("aab", 1, "before BootstrapGuest.answered", 2),
+        ("aab", 1, "after BootstrapGuest.await_release", None),
+        ("aab", 0, "before _Attempt._check_interfaces", None),
+        ("aab", 1, "before _Attempt.link", None),
+        ("aab", 2, "before _Attempt.link", None),
+        ("abc", 0, "before _Attempt._check_interfaces", None),
+    ],
+)
+def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, moment, late):
+    arguments = (victim, moment, late, LIMIT)
+    results = run_ranks(form, 3, *arguments, isolated=True, lost=[victim], placement=placement)
+    assert results[victim] == Died(-signal.SIGKILL)
+    limit = NEWS_S if placement == "aaa" else NEWS_BETWEEN_MACHINES_S
+    if late is not None:
+        limit += LATE_S
+    complaints = complaints_of(results, victim, dist.PeerLostError, victim, f"rank {victim} ", limit)
+    assert not complaints, complaints
+
+
+@pytest.mark.parametrize(
+    ("placement", "victim", "moment"),
+    [
+        ("aaa", 1, "before _Attempt.follow"),
+        ("abc", 0, "before _Attempt.invite"),
+        ("abb", 1, "before _Attempt._find_machine"),
+    ],
+)
+def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, moment):
+    arguments = (victim, moment, None, SHORT)
+    results = run_ranks(form, 3, *arguments, isolated=True, lost=[victim], placement=placement)
+    assert results[victim] == Died(-signal.SIGKILL)
+    said = rf"rank {victim} did not (come|publish its address) within 0:00:01"
+    limit = SHORT.total_seconds() + 1.5  # the others give rank 0 a second to say who did not come
+    complaints = complaints_of(results, victim, dist.CollectiveTimeoutError, None, said, limit)
+    assert not complaints, complaints
+
+
+def aborted(group, store):
+    group.abort("rank 0 has had enough")
+
+
+def dead(group, store):
+    store.wait(["died"])
+
+
+def precede(rank, size, happens):
+    """Something happens on the machine of ranks 0 and 1 before rank 2 connects with its leader."""
+    store = current_store()
+    attempt, native_group = host_bootstrap._Attempt, host_bootstrap._native.HostGroup
+
+    def make(*arguments):
+        if rank == 2:
+            store.wait(["happened"])
+            time.sleep(LATE_S)  # the leader's thread looks every tenth of a second
+        group = native_group(*arguments)
+        if rank == 1 and happens is dead:
+            die(store)
+        if rank == 0:
+            happens(group, store)
+            store.set("happened", "")
+        return group
+
+    host_bootstrap._native.HostGroup = make
+    if rank != 2:
+        attempt.link = lambda *_: None  # it would end what this rank is to tell rank 2 of
+    error = None
+    try:
+        group = ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT, group_name="group")
+        if rank == 2:
+            group.allreduce([torch.ones(3)]).wait()
+    except dist.DistError as caught:
+        error = caught
+    store.set(f"done{rank}", "")
+    store.wait(["done2"])
+    return type(error), str(error), getattr(error, "rank", None), time.time()
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind", "said"),
+    [(aborted, dist.GroupAbortedError, "rank 0 has had enough"), (dead, dist.PeerLostError, "rank 1 ")],
+)
+def test_a_machine_that_links_up_late_hears_what_happened_before(happens, kind, said):
+    lost = [1] if happens is dead else []
+    begin = time.time()
+    results = run_ranks(precede, 3, happens, isolated=True, lost=lost, placement="aab")
+    found, text, rank, ended = results[2]
+    assert found is kind, text
+    assert said in text
+    assert rank == (1 if happens is dead else None)
+    assert ended - begin < LIMIT.total_seconds() / 2
+
+
+def make_another(rank, size, victim, delay, split):
+    """Makes a group within a world while, or after, one of its members dies; returns how that ends."""
+    store = current_store()
+    store.check(["died"])
+    dist.barrier()
+    if rank == victim:
+        time.sleep(delay)
+        die(store)
+    if delay == 0:
+        store.wait(["died"])
+    error = None
+    begin = time.time()
+    try:
+        dist.split_group(split_ranks=[[0, 1, 2]]) if split else dist.new_group([2, 1, 0])
+    except dist.DistError as caught:
+        error = caught
+    ended = time.time()
+    alone = dist.new_group([rank], use_local_synchronization=True)  # needs nobody who has died
+    assert alone.size() == 1
+    return type(error), getattr(error, "rank", None), str(error), ended - max(float(store.get("died")), begin)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "backend", "victim", "delay"),
+    [
+        ("aaa", "host", 2, 0.0),
+        ("aaa", "cpu:host", 0, 0.3),
+        ("aab", "host", 1, 0.3),
+        ("aab", "host", 2, 0.0),
+        ("aaa", "round_robin", 1, 0.0),
+    ],
+)
+def test_a_group_within_a_world_is_refused_where_a_member_has_died(placement, backend, victim, delay, split):
+    arguments = (victim, delay, split)
+    results = run_world(
+        make_another, 3, *arguments, backend=backend, isolated=True, lost=[victim], placement=placement
+    )
+    assert results[victim] == Died(-signal.SIGKILL)
+    limit = NEWS_S if placement == "aaa" else NEWS_BETWEEN_MACHINES_S
+    for rank, result in enumerate(results):
+        if rank != victim:
+            kind, lost, text, late = result
+            assert (kind, lost) == (dist.PeerLostError, victim), text
+            assert late < limit
+
+
+def leave(rank, size, victim, delay):
+    """Ends a group in which a rank dies meanwhile; returns what a survivor saw."""
+    store = current_store()
+    store.check(["died"])
+    before = census()
+    group = ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT, group_name="group")
+    group.barrier().wait()
+    if rank == victim:
+        threading.Timer(delay, die, (store,)).start()
+        group.allreduce([torch.ones(400_000)])
+        group.shutdown()
+        time.sleep(5)
+    work = group.allreduce([torch.ones(400_000)])
+    begin = time.monotonic()
+    group.shutdown()  # finishes what was issued, or fails it
+    took = time.monotonic() - begin
+    assert work.is_completed()
+    error = work.exception()
+    lost = error.rank if isinstance(error, dist.PeerLostError) else None
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    del work, group, error
+    return lost, told, took, settled(before)
+
+
+@pytest.mark.parametrize(
+    ("placement", "victim", "delay"), [("aaa", 0, 0.0), ("aaa", 1, 0.002), ("aab", 0, 0.001), ("abc", 1, 0.0)]
+)
+def test_rank_that_dies_while_the_group_ends_holds_nobody_up(placement, victim, delay):
+    results = run_ranks(leave, 3, victim, delay, isolated=True, lost=[victim], placement=placement)
+    limit = NEWS_S if placement == "aaa" else NEWS_BETWEEN_MACHINES_S
+    for rank, result in enumerate(results):
+        if rank != victim:
+            lost, told, took, left = result
+            assert took < limit, result
+            assert not left, result
+            assert told is None or lost == victim, result

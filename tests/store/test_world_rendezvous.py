@@ -1,0 +1,146 @@
+"""How ranks meet through a store: several times, after failures, and through the stores of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+
+import collectives as dist
+from collectives.store.group_rendezvous import join_group
+from collectives.store.world_rendezvous import join_world
+
+LIMIT = timedelta(seconds=30)
+
+
+def on_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs each call on a thread; returns what they return or raise."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def world_of(store: Any, size: int, **different: int) -> list[Any]:
+    """Lets ranks join; ``different`` has the sizes that single ranks give, as ``rank1=3``."""
+    return on_threads(
+        *(
+            lambda r=r: join_world(store, r, different.get(f"rank{r}", size), "x", LIMIT)  # type: ignore[misc]
+            for r in range(size)
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["host", "torch hash", "torch file", "torch prefix"])
+def test_every_world_of_a_store_has_a_number_of_its_own(kind: str, tmp_path: Path) -> None:
+    stores: dict[str, Callable[[], Any]] = {
+        "host": dist.HashStore,
+        "torch hash": torch_dist.HashStore,
+        "torch file": lambda: torch_dist.FileStore(str(tmp_path / "store"), 1),
+        "torch prefix": lambda: torch_dist.PrefixStore("a", torch_dist.HashStore()),
+    }
+    store = stores[kind]()
+    assert [world_of(store, size) for size in (3, 1, 2, 3)] == [[1] * 3, [2], [3] * 2, [4] * 3]
+
+
+def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
+    store = dist.HashStore()
+    # A process knocked as rank 1, of another number of ranks, and died.
+    store.add("join/attempts/1", 1)
+    store.set("join/attempt/1/1", "")
+    assert world_of(store, 2) == [1, 1]
+    # The same in the life after that: it was called, and died before it answered.
+    store.add("join/attempts/1", 1)
+    store.set("join/attempt/1/3", "")
+    (alone,) = on_threads(lambda: join_world(store, 0, 2, "x", timedelta(milliseconds=300)))
+    assert isinstance(alone, dist.DistStoreError)
+    assert str(alone).startswith("[rank 0] init_process_group: rank 1 did not come within 0.3 s")
+    assert world_of(store, 2) == [3, 3]
+
+
+def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
+    store = dist.HashStore()
+    for rank, error in enumerate(world_of(store, 3, rank2=4)):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            f"[rank {rank}] init_process_group: the ranks differ in world_size: rank 0 has 3, rank 2 has 4"
+        )
+    assert len(set(world_of(store, 3))) == 1
+
+
+def test_missing_ranks_are_named_to_those_who_came() -> None:
+    store = dist.HashStore()
+    short = timedelta(milliseconds=300)
+    errors = on_threads(*(lambda r=r: join_world(store, r, 5, "x", short) for r in (0, 2)))  # type: ignore[misc]
+    for rank, error in zip((0, 2), errors, strict=True):
+        assert isinstance(error, dist.DistStoreError)
+        assert str(error).startswith(
+            f"[rank {rank}] init_process_group: ranks 1, 3, 4 did not come within 0.3 s"
+        )
+
+
+class PoorStore(dist.HashStore):
+    """A store without the optional operations."""
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        raise NotImplementedError
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def multi_get(self, keys: Any) -> list[bytes]:
+        raise NotImplementedError
+
+
+def test_groups_need_no_more_of_a_store_than_every_store_has() -> None:
+    store = PoorStore()
+    calls = [lambda r=r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT) for r in range(3)]  # type: ignore[misc]
+    assert on_threads(*calls) == [None] * 3
+
+
+class LostStore(dist.HashStore):
+    """One whose keeper has died."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raise dist.DistNetworkError("the connection has ended")
+
+
+def test_a_member_that_died_with_its_store_is_named() -> None:
+    news = iter([[], [], [1, 2]])  # its end shows a little later
+    with pytest.raises(dist.PeerLostError, match=r"\[rank 0\] new_group: rank 2, a member .* died") as caught:
+        join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: next(news))
+    assert caught.value.rank == 2
+
+
+def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own() -> None:
+    with pytest.raises(dist.DistNetworkError, match="the connection has ended"):
+        join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: [1])
+
+
+def test_members_of_a_group_come_to_one_verdict() -> None:
+    store = dist.HashStore()
+    requests = ["this", "this", "that"]
+    errors = on_threads(
+        *(lambda r=r: join_group(store, "make/1", r, range(3), requests[r], LIMIT) for r in range(3))  # type: ignore[misc]
+    )
+    for rank, error in enumerate(errors):
+        assert isinstance(error, dist.CollectiveMismatchError)
+        assert str(error).startswith(f"[rank {rank}] new_group: rank ")
+        assert "that" in str(error)
+        assert "all ranks must create the same groups in the same order" in str(error)
