@@ -8,9 +8,13 @@ if __name__ != "collectives.ddp":
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
 from collectives.ddp.join.join import Join, Joinable, JoinHook
-from collectives.ddp.mixed_precision import MixedPrecision
+from collectives.ddp.module.mixed_precision import MixedPrecision
+from collectives.ddp.module.sync_batch_norm import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
-from collectives.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [
     "BucketLayout",

@@ -14,23 +14,24 @@ from torch import nn
 
 from collectives import ProcessGroup
 from collectives.core.dynamo import eager
-from collectives.ddp.arguments import check_delayed, check_hook, check_parameters, group_of
 from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
-from collectives.ddp.buffers import BufferSync, refuse_overlaps
 from collectives.ddp.default_group import resolve_group
-from collectives.ddp.devices import ModuleDevices
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
-from collectives.ddp.logging_data import construction_in_words, logging_data
-from collectives.ddp.mixed_precision import CastParameters, MixedPrecision, cast_buffers
+from collectives.ddp.module.arguments import check_delayed, check_hook, check_parameters, group_of
+from collectives.ddp.module.buffers import BufferSync, refuse_overlaps
+from collectives.ddp.module.devices import ModuleDevices
+from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
+from collectives.ddp.reducer.backward_pass import Forward
 from collectives.ddp.reducer.buckets import bucket_limits
 from collectives.ddp.reducer.grad_bucket import GradBucket
 from collectives.ddp.reducer.reducer import Hook, Reducer
 from collectives.ddp.reducer.sparse import sparse_parameters
+from collectives.ddp.statistics.logging_data import construction_in_words, logging_data
+from collectives.ddp.statistics.timing import Mark
 from collectives.ddp.sync.agreement import describe_model, verify_agreement
 from collectives.ddp.sync.broadcast import broadcast_coalesced
-from collectives.ddp.timing import Mark
 
 __all__ = ["DistributedDataParallel"]
 
@@ -263,38 +264,39 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     def _run_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs forward as a frame that is not traced, around a module that may be compiled."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._before_forward(inputs, kwargs)
+            forward, inputs, kwargs = self._before_forward(inputs, kwargs)
             casts = contextlib.nullcontext() if self._casts is None else self._casts.forward()
-            with splits_graphs(self._bucket_limits[-1]), casts:
-                output = run_module(self.module, inputs, kwargs)
-            return self._after_forward(output)
+            try:
+                with splits_graphs(self._bucket_limits[-1]), casts:
+                    output = run_module(self.module, inputs, kwargs)
+            finally:
+                self.reducer.end_forward()
+            return self._after_forward(forward, output)
 
     _run_forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller's graph ends
 
     @eager
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        root = self._tell_of_forward(averages=sync)
-        if sync:
-            self.reducer.clock.begin(self.reducer.passes)
-            self.reducer.prepare_for_forward()
+        root = self._notify_forward(averages=sync)
+        forward = Forward(self.require_backward_grad_sync)
+        if torch.is_grad_enabled():
+            forward = self.reducer.begin_forward(sync=sync)
         if self.will_sync_module_buffers():
             self._buffer_sync(root)
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
-        return moved if self._casts is None else self._casts.inputs(moved)
+        return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
 
     @eager
-    def _after_forward(self, output: Any) -> Any:
+    def _after_forward(self, forward: Forward, output: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
         output = self._devices.move_outputs(output)
         self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
             self.reducer.clock.mark(Mark.FORWARD_END)
-            self.reducer.prepare_for_backward(
-                tensors_in(output), self.require_backward_grad_sync, training=self.training
-            )
+            self.reducer.prepare_for_backward(forward, tensors_in(output), training=self.training)
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -1,8 +1,8 @@
 """Several collectives issued as one.
 
 Inside :func:`_coalescing_manager`, calls of ``all_reduce``, ``all_gather_single`` and
-``reduce_scatter_single`` by the same thread on the same group are kept back; at its end each run of calls of
-one kind is issued by one call of the group.
+``reduce_scatter_single`` by the same thread on the same group are deferred; at its end each run of calls of
+one function is issued by one call of the group.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["_CoalescingManager", "_coalescing_manager"]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call kept back: what it does, and its tensors in the order of the group's method."""
+    """A deferred call: its function, and its tensors in the order of the group's method."""
 
-    kind: str
+    function: str
     op: ReduceOp | None
     tensors: tuple[torch.Tensor, ...]
 
 
 pending: dict[tuple[int, ProcessGroup], list[_Call]] = {}
-"""Calls kept back, by thread and group; empty outside of every manager."""
+"""Deferred calls by thread and group; empty outside of every manager."""
 
 
 class _CoalescingManager:
@@ -65,7 +65,7 @@ class _CoalescingManager:
             raise first
 
 
-class KeptBackWork(Work):
+class DeferredWork(Work):
     """What an asynchronous call returns inside the manager: nothing runs yet, so every use is an error."""
 
     def _refuse(self) -> Any:
@@ -93,17 +93,17 @@ class KeptBackWork(Work):
         return self._refuse()
 
 
-def keep_back(group: ProcessGroup, kind: str, op: ReduceOp | None, *tensors: torch.Tensor) -> bool:
-    """Returns whether the caller is inside a manager of this group; the call is then kept."""
+def defer(group: ProcessGroup, function: str, op: ReduceOp | None, *tensors: torch.Tensor) -> bool:
+    """Defers a call inside a manager of this group; returns whether it did."""
     calls = pending.get((threading.get_ident(), group))
     if calls is None:
         return False
-    calls.append(_Call(kind, op, tensors))
+    calls.append(_Call(function, op, tensors))
     return True
 
 
-def forget_coalescing(group: ProcessGroup) -> None:
-    """Forgets calls kept back on a group that ends."""
+def drop_deferred(group: ProcessGroup) -> None:
+    """Drops the deferred calls of a group that ends."""
     for key in [key for key in pending if key[1] is group]:
         del pending[key]
 
@@ -154,10 +154,10 @@ def _coalescing_manager(
 
 
 def _runs(calls: list[_Call]) -> list[tuple[_Call, list[_Call]]]:
-    """Returns runs of calls of one kind and reduction; the order of all calls is kept."""
+    """Returns runs of calls of one function and reduction; the order of all calls is kept."""
     runs: list[tuple[_Call, list[_Call]]] = []
     for call in calls:
-        if runs and (runs[-1][0].kind, runs[-1][0].op) == (call.kind, call.op):
+        if runs and (runs[-1][0].function, runs[-1][0].op) == (call.function, call.op):
             runs[-1][1].append(call)
         else:
             runs.append((call, [call]))
@@ -180,7 +180,7 @@ def _issue(group: ProcessGroup, first: _Call, run: list[_Call], async_ops: bool)
             _reducing(ReduceScatterOptions, first, async_ops),
         ),
     }
-    return issue[first.kind]()
+    return issue[first.function]()
 
 
 def _reducing(record: Any, call: _Call, async_ops: bool) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.coalescing import KeptBackWork, keep_back, pending
+from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world import group_rank, member_group, root_rank
 from collectives.core.arguments.validation import check_list, fail, seconds
 from collectives.core.opcodes import (
@@ -90,8 +90,8 @@ def all_reduce(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "all_reduce", op)
-    if pending and keep_back(target, "all_reduce", op, tensor):
-        return KeptBackWork() if async_op else None
+    if pending and defer(target, "all_reduce", op, tensor):
+        return DeferredWork() if async_op else None
     work = target.fast_collective(ALL_REDUCE, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
         work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
@@ -197,8 +197,8 @@ def all_gather_single(
     target = member_group(group, "all_gather_single")
     if target is None:
         return None
-    if pending and keep_back(target, "all_gather_single", None, output_tensor, input_tensor):
-        return KeptBackWork() if async_op else None
+    if pending and defer(target, "all_gather_single", None, output_tensor, input_tensor):
+        return DeferredWork() if async_op else None
     work = target.fast_collective(ALL_GATHER, output_tensor, input_tensor, async_op=async_op)
     if work is None:
         work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
@@ -314,8 +314,8 @@ def reduce_scatter_single(
         return None
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce_scatter_single", op)
-    if pending and keep_back(target, "reduce_scatter_single", op, output, input):
-        return KeptBackWork() if async_op else None
+    if pending and defer(target, "reduce_scatter_single", op, output, input):
+        return DeferredWork() if async_op else None
     work = target.fast_collective(REDUCE_SCATTER, output, input, reduce_op=op.code, async_op=async_op)
     if work is None:
         work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
@@ -484,7 +484,7 @@ def _list_at_root(
     return [check_list(group, operation, tensors, name)]
 
 
-# ---- older names -------------------------------------------------------------------------------------------
+# ---- other names -------------------------------------------------------------------------------------------
 
 
 def all_gather_into_tensor(

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from collectives.api.collectives import all_gather_single, reduce_scatter_single
 from collectives.api.world import member_group
-from collectives.core.arguments.validation import check_tensor, fail
+from collectives.core.arguments.validation import check_tensor
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllgatherOptions, AllreduceCoalescedOptions, ReduceOp, make_premul_sum
 from collectives.core.work import Work
@@ -78,23 +78,8 @@ def all_gather_coalesced(
     if target is None:
         return None
     inputs = [check_tensor(target, "all_gather_coalesced", t, "input") for t in input_tensor_list]
-    if len(output_tensor_lists) != target.size():
-        fail(
-            target,
-            "all_gather_coalesced",
-            f"output_tensor_lists must have a list for each of {target.size()} ranks, but has "
-            f"{len(output_tensor_lists)}",
-        )
-    for rank, outputs in enumerate(output_tensor_lists):
-        if len(outputs) != len(inputs):
-            fail(
-                target,
-                "all_gather_coalesced",
-                f"output_tensor_lists[{rank}] has {len(outputs)} tensors, but input_tensor_list has "
-                f"{len(inputs)}",
-            )
-    by_tensor = [[outputs[i] for outputs in output_tensor_lists] for i in range(len(inputs))]
-    return _finish(target.allgather_coalesced(by_tensor, inputs, AllgatherOptions(None, async_op)), async_op)
+    work = target.allgather_coalesced(output_tensor_lists, inputs, AllgatherOptions(None, async_op))
+    return _finish(work, async_op)
 
 
 def _finish(work: Work, async_op: bool) -> Future[Any] | None:

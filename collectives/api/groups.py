@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.coalescing import forget_coalescing
+from collectives.api.coalescing import drop_deferred
 from collectives.api.debug import checked
 from collectives.api.init_method import (
     check_arguments,
@@ -280,7 +280,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
             return
         if group is not None and group is not world.default:
             record_of(group)
-            forget_coalescing(group)
+            drop_deferred(group)
             del world.records[group]
             try:
                 group.shutdown()
@@ -302,7 +302,7 @@ def _end_world(*, gracefully: bool) -> None:
     world.clear()
     try:
         while groups:
-            forget_coalescing(groups[-1])
+            drop_deferred(groups[-1])
             try:
                 if gracefully:
                     groups[-1].shutdown()

@@ -1,8 +1,8 @@
 """What every operation must give: inputs are a formula of rank and index, results are computed the naive way.
 
-Words. The *layout* of a tensor is how its elements lie in memory: ``dense``, ``offset`` (dense, at an odd
+The layout of a tensor is how its elements lie in memory: ``dense``, ``offset`` (dense, at an odd
 place of a larger buffer), ``strided`` (every third element), ``transposed``, ``scalar`` (no dimension). The
-rest of a buffer is its *margin*: no operation may write there.
+rest of a buffer is its margin: no operation may write there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps ``torch.compile`` away from code that communicates.
 
-Words used here. The *compiler* is TorchDynamo, the front end of ``torch.compile``. It is not imported here:
-nothing in this module costs anything until somebody else has done so.
+TorchDynamo, its front end, is not imported here: nothing in this module costs anything until somebody else
+has done so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collectives by their numbers in the native core, as the short ways into a group name them."""
+"""The collectives by their numbers in the native core, for the fast path."""
 
 from __future__ import annotations
 

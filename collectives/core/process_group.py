@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from collectives.core.arguments import validation as check
+from collectives.core.arguments.option_records import record
 from collectives.core.arguments.overloads import (
     first_given,
     inner_list,
@@ -94,11 +95,12 @@ class ProcessGroup(Membership):
 
     def allreduce(
         self,
-        tensors: Tensors,
+        tensors: Tensors | None = None,
         opts: AllreduceOptions | ReduceOp | None = None,
         timeout: timedelta | None = None,
         *,
         op: ReduceOp | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> Work:
         """Reduces a tensor over all ranks, in place; afterwards it is bitwise the same on every rank.
 
@@ -107,18 +109,19 @@ class ProcessGroup(Membership):
             opts: option record, or the reduction.
             timeout: time limit, for the form without a record.
             op: the reduction, for the form without a record.
+            tensor: other name of ``tensors``.
         """
-        tensor = check.only_tensor(self, "all_reduce", tensors)
-        record = with_reduction(AllreduceOptions, opts, op, timeout)
-        self._admit("all_reduce", tensor, record.reduceOp, record.timeout)
+        tensor = check.only_tensor(self, "all_reduce", tensor if tensors is None else tensors)
+        options = with_reduction(AllreduceOptions, opts, op, timeout)
+        self._admit("all_reduce", tensor, options.reduceOp, options.timeout)
         check.check_outputs(self, "all_reduce", [tensor])
-        return self._allreduce(tensor, record)
+        return self._allreduce(tensor, options)
 
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
     ) -> Work:
         """Reduces several tensors, as :meth:`allreduce` each; they may differ in shape and data type."""
-        opts = opts or AllreduceCoalescedOptions()
+        opts = record(opts) or AllreduceCoalescedOptions()
         opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
         for tensor in tensors:
             self._admit(
@@ -129,11 +132,12 @@ class ProcessGroup(Membership):
 
     def broadcast(
         self,
-        tensors: Tensors,
+        tensors: Tensors | None = None,
         opts: BroadcastOptions | int | None = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> Work:
         """Copies the root's tensor to all ranks, in place.
 
@@ -143,8 +147,9 @@ class ProcessGroup(Membership):
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
+            tensor: other name of ``tensors``.
         """
-        tensor = check.only_tensor(self, "broadcast", tensors)
+        tensor = check.only_tensor(self, "broadcast", tensor if tensors is None else tensors)
         opts = with_root(BroadcastOptions, opts, root, timeout)
         check.check_rank(self, "broadcast", opts.rootRank, "root")
         check.check_root_tensor(self, "broadcast", opts.rootTensor)
@@ -155,12 +160,13 @@ class ProcessGroup(Membership):
 
     def reduce(
         self,
-        tensors: Tensors,
+        tensors: Tensors | None = None,
         opts: ReduceOptions | int | None = None,
         op: ReduceOp | None = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> Work:
         """Reduces a tensor over all ranks to the root, in place there; other ranks' tensors are unchanged.
 
@@ -170,8 +176,10 @@ class ProcessGroup(Membership):
             op: the reduction, for the form without a record.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
+            tensor: other name of ``tensors``.
         """
-        tensor = check.only_tensor(self, "reduce", tensors)
+        tensor = check.only_tensor(self, "reduce", tensor if tensors is None else tensors)
+        opts = record(opts)
         if not isinstance(opts, ReduceOptions):
             opts = ReduceOptions(
                 timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=first_given(opts, root, 0)
@@ -186,9 +194,11 @@ class ProcessGroup(Membership):
     def allgather(
         self,
         output_tensors: TensorLists,
-        input_tensors: Tensors,
+        input_tensors: Tensors | None = None,
         opts: AllgatherOptions | timedelta | None = None,
         timeout: timedelta | None = None,
+        *,
+        input_tensor: torch.Tensor | None = None,
     ) -> Work:
         """Gathers every rank's tensor on all ranks.
 
@@ -198,9 +208,11 @@ class ProcessGroup(Membership):
             input_tensors: this rank's tensor.
             opts: option record, or the time limit.
             timeout: time limit, for the form without a record.
+            input_tensor: other name of ``input_tensors``.
         """
         what = "all_gather"
-        tensor = check.only_tensor(self, what, input_tensors, "input")
+        given = input_tensor if input_tensors is None else input_tensors
+        tensor = check.only_tensor(self, what, given, "input")
         outputs = check.check_list(self, what, inner_list(output_tensors), "output list")
         check.check_same_dtype(self, what, [tensor, *outputs], "input and outputs")
         check.check_numel(
@@ -251,15 +263,31 @@ class ProcessGroup(Membership):
         input_list: Sequence[torch.Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """Gathers several tensors, as :meth:`allgather` of each ``input_list[i]`` into ``output_lists[i]``.
+        """Gathers several tensors, as :meth:`allgather` each.
 
-        In the form of ``torch.distributed.all_gather_coalesced``, ``output_lists[r][i]`` of rank r, the user
-        function transposes.
+        Args:
+            output_lists: for each rank a list of tensors as that rank's ``input_list``.
+            input_list: this rank's tensors.
+            opts: option record.
         """
-        check.check_lengths(self, "all_gather", output_lists, input_list)
-        return CoalescedWork(
-            [self.allgather(list(o), i, opts) for o, i in zip(output_lists, input_list, strict=True)]
-        )
+        what = "all_gather_coalesced"
+        if len(output_lists) != self._size:
+            reason = (
+                f"output_lists must have a list for each of {self._size} ranks, but has {len(output_lists)}"
+            )
+            check.fail(self, what, reason)
+        for r, outputs in enumerate(output_lists):
+            if len(outputs) != len(input_list):
+                check.fail(
+                    self,
+                    what,
+                    f"output_lists[{r}] has {len(outputs)} tensors, but input_list has {len(input_list)}",
+                )
+        works = [
+            self.allgather([outputs[i] for outputs in output_lists], tensor, opts)
+            for i, tensor in enumerate(input_list)
+        ]
+        return CoalescedWork(works)
 
     def all_gather_single_coalesced(
         self,
@@ -276,11 +304,12 @@ class ProcessGroup(Membership):
     def gather(
         self,
         output_tensors: TensorLists | None,
-        input_tensors: Tensors,
+        input_tensors: Tensors | None = None,
         opts: GatherOptions | int | None = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
+        input_tensor: torch.Tensor | None = None,
     ) -> Work:
         """Gathers every rank's tensor on the root.
 
@@ -291,9 +320,11 @@ class ProcessGroup(Membership):
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
+            input_tensor: other name of ``input_tensors``.
         """
         what = "gather"
-        tensor = check.only_tensor(self, what, input_tensors, "input")
+        given = input_tensor if input_tensors is None else input_tensors
+        tensor = check.only_tensor(self, what, given, "input")
         opts = with_root(GatherOptions, opts, root, timeout)
         check.check_rank(self, what, opts.rootRank, "root")
         outputs = check.check_rooted_list(self, what, output_tensors, tensor, opts.rootRank, "output list")
@@ -303,12 +334,13 @@ class ProcessGroup(Membership):
 
     def scatter(
         self,
-        output_tensors: Tensors,
-        input_tensors: TensorLists | None,
+        output_tensors: Tensors | None = None,
+        input_tensors: TensorLists | None = None,
         opts: ScatterOptions | int | None = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
+        output_tensor: torch.Tensor | None = None,
     ) -> Work:
         """Gives each rank one tensor of the root's list.
 
@@ -319,9 +351,11 @@ class ProcessGroup(Membership):
             opts: option record, or the root.
             timeout: time limit, for the form without a record.
             root: the root, for the form without a record.
+            output_tensor: other name of ``output_tensors``.
         """
         what = "scatter"
-        tensor = check.only_tensor(self, what, output_tensors, "output")
+        given = output_tensor if output_tensors is None else output_tensors
+        tensor = check.only_tensor(self, what, given, "output")
         opts = with_root(ScatterOptions, opts, root, timeout)
         check.check_rank(self, what, opts.rootRank, "root")
         inputs = check.check_rooted_list(self, what, input_tensors, tensor, opts.rootRank, "input list")
@@ -331,12 +365,14 @@ class ProcessGroup(Membership):
 
     def reduce_scatter(
         self,
-        output_tensors: Tensors,
-        input_tensors: TensorLists,
+        output_tensors: Tensors | None = None,
+        input_tensors: TensorLists | None = None,
         opts: ReduceScatterOptions | ReduceOp | None = None,
         timeout: timedelta | None = None,
         *,
         op: ReduceOp | None = None,
+        output: torch.Tensor | None = None,
+        input: Sequence[torch.Tensor] | None = None,
     ) -> Work:
         """Reduces a list of tensors over all ranks; rank r keeps entry r.
 
@@ -347,19 +383,22 @@ class ProcessGroup(Membership):
             opts: option record, or the reduction.
             timeout: time limit, for the form without a record.
             op: the reduction, for the form without a record.
+            output: other name of ``output_tensors``.
+            input: other name of ``input_tensors``.
         """
         what = "reduce_scatter"
-        output = check.only_tensor(self, what, output_tensors, "output")
-        inputs = check.check_list(self, what, inner_list(input_tensors), "input list")
+        output = check.only_tensor(self, what, output if output_tensors is None else output_tensors, "output")
+        parts = input if input_tensors is None else input_tensors
+        inputs = check.check_list(self, what, inner_list(parts), "input list")
         check.check_same_dtype(self, what, [output, *inputs], "output and inputs")
         check.check_numel(
             self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
         )
         check.check_even(self, what, inputs, "inputs")
-        record = with_reduction(ReduceScatterOptions, opts, op, timeout)
-        self._admit(what, output, record.reduceOp, record.timeout)
+        options = with_reduction(ReduceScatterOptions, opts, op, timeout)
+        self._admit(what, output, options.reduceOp, options.timeout)
         check.check_outputs(self, what, [output], "output")
-        return self._reduce_scatter(output, inputs, record)
+        return self._reduce_scatter(output, inputs, options)
 
     def reduce_scatter_single(
         self,
@@ -386,10 +425,10 @@ class ProcessGroup(Membership):
         check.check_numel(
             self, what, inputTensor, "input", numel, f"{outputTensor.numel()} for each of {self._size} ranks"
         )
-        record = with_reduction(ReduceScatterOptions, opts, op, timeout)
-        self._admit(what, outputTensor, record.reduceOp, record.timeout)
+        options = with_reduction(ReduceScatterOptions, opts, op, timeout)
+        self._admit(what, outputTensor, options.reduceOp, options.timeout)
         check.check_outputs(self, what, [outputTensor], "output")
-        return self._reduce_scatter_single(outputTensor, inputTensor, record)
+        return self._reduce_scatter_single(outputTensor, inputTensor, options)
 
     def reduce_scatter_single_coalesced(
         self,

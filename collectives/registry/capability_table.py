@@ -1,9 +1,9 @@
 """The capability table: function x backend x device x data type, from the backends' own statements.
 
-Words. A *column* is a backend on a device type, written as in ``"cuda:nccl"``. A *moving* function hands data
-on as it is; a *reducing* one computes. What a backend states about data types holds for all its moving
-functions alike, and for all its reducing ones, so that three short tables tell the whole: functions,
-reductions of each data type, and data types that move.
+A column is a backend on a device type, written as in ``"cuda:nccl"``. A moving function hands data on as it
+is; a reducing one computes. What a backend states about data types holds for all its moving functions alike,
+and for all its reducing ones, so that three short tables tell the whole: functions, reductions of each data
+type, and data types that move.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils import _python_dispatch as dispatch
 
 import collectives._native as _native
-from collectives.torch_bridge.option_records import plain_code
+from collectives.core.arguments.option_records import reduce_op_code
 from collectives.torch_bridge.work import TorchWork
 
-__all__ = ["note", "possible", "show", "show_collective"]
+__all__ = ["issue_by_operator", "issue_collective_by_operator", "keep_work", "possible"]
 
 _LOCAL = threading.local()
 _depth = torch._C._len_torch_dispatch_stack
@@ -101,7 +101,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 """What issues each method's operation by its operator."""
 
 
-def show(group: Any, name: str, *args: Any) -> TorchWork | None:
+def issue_by_operator(group: Any, name: str, *args: Any) -> TorchWork | None:
     """Issues an operation by its operator, if a mode of this thread is to see it.
 
     Reductions that have a factor are not shown: the operators do not carry it.
@@ -130,8 +130,8 @@ def show(group: Any, name: str, *args: Any) -> TorchWork | None:
         _LOCAL.inside, _LOCAL.work = False, None
 
 
-def note(work: Any) -> Any:
-    """Keeps the Work that a kernel made for :func:`show`, and returns it.
+def keep_work(work: Any) -> Any:
+    """Keeps the Work that a kernel made for :func:`issue_by_operator`, and returns it.
 
     What comes back through C++ is a holder, which lacks ``_source_rank()``.
     """
@@ -143,10 +143,10 @@ def note(work: Any) -> Any:
 def _plain(options: Any) -> bool:
     """Returns whether an option record is one of torch's, and its reduction one that an operator takes."""
     op = getattr(options, "reduceOp", None)
-    return type(options).__module__.startswith("torch.") and (op is None or plain_code(op) is not None)
+    return type(options).__module__.startswith("torch.") and (op is None or reduce_op_code(op) is not None)
 
 
-def show_collective(
+def issue_collective_by_operator(
     group: Any, options: Any, opcode: int, output: Any, input: Any, list_form: bool
 ) -> TorchWork | None:
     """Does the same for a collective as ``TorchGroup`` normalises it.
@@ -160,10 +160,10 @@ def show_collective(
         list_form: whether the larger operand is a list of one tensor for each rank.
 
     Returns:
-        As :func:`show`.
+        As :func:`issue_by_operator`.
     """
     name, arguments = _FORMS[opcode, list_form]
-    return show(group, name, *arguments(output, input), options)
+    return issue_by_operator(group, name, *arguments(output, input), options)
 
 
 def _list(entry: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from collectives.core.arguments.option_records import REDUCE_OP_CODES, record, reduce_op_code, reduction
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.opcodes import (
@@ -42,7 +43,6 @@ from collectives.core.work import Work
 from collectives.torch_bridge import sparse
 from collectives.torch_bridge.issuing import Issuing
 from collectives.torch_bridge.operands import list_or_none, only
-from collectives.torch_bridge.option_records import PLAIN_CODES, plain_code, record, reduction
 from collectives.torch_bridge.work import TorchWork
 
 __all__ = ["TorchGroup"]
@@ -55,22 +55,32 @@ _NO_INDICES = not hasattr(_AllreduceOptions, "sparseIndices")  # as before torch
 class TorchGroup(Issuing):
     """One of our groups in the form of torch's.
 
-    Methods have the names, forms and meanings of ``torch.distributed.ProcessGroup``; those of the operations
-    are described in :class:`collectives.ProcessGroup`. Option records and reductions may be torch's or ours.
-    Arguments are those of :class:`~collectives.torch_bridge.group_base.Standing`.
+    Methods have the names, overloads and meanings of ``torch.distributed.ProcessGroup`` and ``Backend``.
+    Those of the operations are described in :class:`collectives.ProcessGroup`. Option records and reductions
+    may be torch's or ours. Arguments are those of
+    :class:`~collectives.torch_bridge.group_base.TorchGroupBase`.
     """
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
     def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+        self,
+        tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+        tensor: Any = None,
     ) -> TorchWork:
         """Reduces a tensor over all ranks, in place; a sparse one too."""
         if type(opts) is _AllreduceOptions and (_NO_INDICES or opts.sparseIndices is None):
-            tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
-            work = self._fast_collective(opts, ALL_REDUCE, tensor, None, PLAIN_CODES.get(hash(opts.reduceOp)))
+            one = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
+            work = self._fast_collective(
+                opts, ALL_REDUCE, one, None, REDUCE_OP_CODES.get(hash(opts.reduceOp))
+            )
             if work is not None:
                 return work
+        tensors = tensor if tensors is None else tensors
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
             options = record(opts)
@@ -78,43 +88,52 @@ class TorchGroup(Issuing):
                 options = AllreduceOptions(timeout, True, reduction(op or options or ReduceOp.SUM))
             return self._issue("all_reduce", tensors, sparse.allreduce, self.inner, tensor, options)
         call = self.inner.allreduce
-        return self._issue("all_reduce", tensors, call, tensors, record(opts), timeout, op=op)
+        return self._issue("all_reduce", tensors, call, tensors, opts, timeout, op=op)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduces several tensors over all ranks, in place."""
-        seen = "allreduce_coalesced", tensors, opts
+        operator_call = "allreduce_coalesced", tensors, opts
         call = self.inner.allreduce_coalesced
-        return self._issue("all_reduce", tensors, call, tensors, record(opts), seen=seen)
+        return self._issue("all_reduce", tensors, call, tensors, opts, operator_call=operator_call)
 
     def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+        self,
+        tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+        tensor: Any = None,
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place."""
         if type(opts) is c10d.BroadcastOptions and (
             work := self._fast_collective(opts, BROADCAST, only(tensors), root=opts.rootRank)
         ):
             return work
+        tensors = tensor if tensors is None else tensors
         call = self.inner.broadcast
-        return self._issue("broadcast", tensors, call, tensors, record(opts), timeout, root=root)
+        return self._issue("broadcast", tensors, call, tensors, opts, timeout, root=root)
 
     def reduce(
         self,
-        tensors: Any,
+        tensors: Any = None,
         opts: Any = None,
         op: Any = None,
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
+        tensor: Any = None,
     ) -> TorchWork:
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
             work := self._fast_collective(
-                opts, REDUCE, only(tensors), None, plain_code(opts.reduceOp), opts.rootRank
+                opts, REDUCE, only(tensors), None, reduce_op_code(opts.reduceOp), opts.rootRank
             )
         ):
             return work
+        tensors = tensor if tensors is None else tensors
         call = self.inner.reduce
-        return self._issue("reduce", tensors, call, tensors, record(opts), op, timeout, root=root)
+        return self._issue("reduce", tensors, call, tensors, opts, op, timeout, root=root)
 
     def allgather(
         self,
@@ -134,7 +153,7 @@ class TorchGroup(Issuing):
         ):
             return work
         call = self.inner.allgather
-        return self._issue("all_gather", source, call, output_tensors, source, record(opts), timeout)
+        return self._issue("all_gather", source, call, output_tensors, source, opts, timeout)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
@@ -145,7 +164,7 @@ class TorchGroup(Issuing):
         ):
             return work
         call = self.inner.all_gather_single
-        return self._issue("all_gather", input, call, output, input, record(opts), timeout)
+        return self._issue("all_gather", input, call, output, input, opts, timeout)
 
     def allgather_coalesced(
         self,
@@ -154,23 +173,26 @@ class TorchGroup(Issuing):
         opts: Any = None,
     ) -> TorchWork:
         """Gathers several tensors: ``output_lists[r][i]`` is what rank r gave as ``input_list[i]``."""
-        for r, outputs in enumerate(output_lists):
-            if len(outputs) != len(input_list):
-                raise ValueError(
-                    f"[rank {self.rank()}] all_gather_coalesced on {self!r}: output list {r} holds "
-                    f"{len(outputs)} tensors, but {len(input_list)} inputs were given"
-                )
-        by_input = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        call, seen = self.inner.allgather_coalesced, ("allgather_coalesced", output_lists, input_list, opts)
-        return self._issue("all_gather", input_list, call, by_input, input_list, record(opts), seen=seen)
+        given = output_lists, input_list
+        operator_call = "allgather_coalesced", *given, opts
+        call = self.inner.allgather_coalesced
+        return self._issue("all_gather", input_list, call, *given, opts, operator_call=operator_call)
 
     def all_gather_single_coalesced(
-        self, output_lists: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Gathers several tensors, each into one."""
         call = self.inner.all_gather_single_coalesced
-        seen = "all_gather_single_coalesced", output_lists, input_list, opts
-        return self._issue("all_gather", input_list, call, output_lists, input_list, record(opts), seen=seen)
+        operator_call = "all_gather_single_coalesced", outputs, inputs, opts
+        return self._issue(
+            "all_gather",
+            inputs,
+            call,
+            outputs,
+            inputs,
+            opts,
+            operator_call=operator_call,
+        )
 
     def gather(
         self,
@@ -191,7 +213,7 @@ class TorchGroup(Issuing):
         ):
             return work
         call = self.inner.gather
-        return self._issue("gather", source, call, output_tensors, source, record(opts), timeout, root=root)
+        return self._issue("gather", source, call, output_tensors, source, opts, timeout, root=root)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gathers every rank's tensor on the root into one; ``output`` is not looked at on other ranks."""
@@ -234,35 +256,37 @@ class TorchGroup(Issuing):
         ):
             return work
         call = self.inner.scatter
-        return self._issue("scatter", target, call, target, input_tensors, record(opts), timeout, root=root)
+        return self._issue("scatter", target, call, target, input_tensors, opts, timeout, root=root)
 
     def reduce_scatter(
         self,
-        output_tensors: Any,
+        output_tensors: Any = None,
         input_tensors: Any = None,
         opts: Any = None,
         timeout: timedelta | None = None,
         *,
         op: Any = None,
+        output: torch.Tensor | None = None,
+        input: Sequence[torch.Tensor] | None = None,
         input_tensor: Sequence[torch.Tensor] | None = None,
     ) -> TorchWork:
         """Reduces a list of tensors over all ranks; rank r keeps entry r."""
-        source = input_tensor if input_tensors is None else input_tensors
+        target = output if output_tensors is None else output_tensors
+        source = input if input_tensors is None else input_tensors
+        source = input_tensor if source is None else source
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._fast_collective(
                 opts,
                 REDUCE_SCATTER,
-                only(output_tensors),
+                only(target),
                 only(source),
-                plain_code(opts.reduceOp),
+                reduce_op_code(opts.reduceOp),
                 list_form=True,
             )
         ):
             return work
         call = self.inner.reduce_scatter
-        return self._issue(
-            "reduce_scatter", source, call, output_tensors, source, record(opts), timeout, op=op
-        )
+        return self._issue("reduce_scatter", source, call, target, source, opts, timeout, op=op)
 
     def reduce_scatter_single(
         self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
@@ -270,58 +294,70 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._fast_collective(
-                opts, REDUCE_SCATTER, outputTensor, inputTensor, plain_code(opts.reduceOp)
+                opts, REDUCE_SCATTER, outputTensor, inputTensor, reduce_op_code(opts.reduceOp)
             )
         ):
             return work
         call = self.inner.reduce_scatter_single
-        return self._issue("reduce_scatter", inputTensor, call, outputTensor, inputTensor, record(opts))
+        return self._issue("reduce_scatter", inputTensor, call, outputTensor, inputTensor, opts)
 
     def reduce_scatter_single_coalesced(
         self,
-        outputTensors: Sequence[torch.Tensor],
-        inputTensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         opts: Any = None,
     ) -> TorchWork:
         """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
         call = self.inner.reduce_scatter_single_coalesced
-        given = outputTensors, inputTensors
-        seen = "reduce_scatter_single_coalesced", *given, opts
-        return self._issue("reduce_scatter", inputTensors, call, *given, record(opts), seen=seen)
+        given = outputs, inputs
+        operator_call = "reduce_scatter_single_coalesced", *given, opts
+        return self._issue("reduce_scatter", inputs, call, *given, opts, operator_call=operator_call)
 
     def alltoall(
-        self, output_tensor: Any, input_tensor: Any, opts: Any = None, timeout: timedelta | None = None
+        self,
+        output_tensors: Any = None,
+        input_tensors: Any = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        output_tensor: Any = None,
+        input_tensor: Any = None,
     ) -> TorchWork:
         """Sends entry r of the inputs to rank r and receives entry r of the outputs from it."""
+        output_tensors = output_tensor if output_tensors is None else output_tensors
+        input_tensors = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllToAllOptions and (
-            work := self._fast_collective(opts, ALL_TO_ALL, output_tensor, input_tensor, list_form=True)
+            work := self._fast_collective(opts, ALL_TO_ALL, output_tensors, input_tensors, list_form=True)
         ):
             return work
         call = self.inner.alltoall
-        return self._issue(
-            "all_to_all", input_tensor, call, output_tensor, input_tensor, record(opts), timeout
-        )
+        return self._issue("all_to_all", input_tensors, call, output_tensors, input_tensors, opts, timeout)
 
     def all_to_all_single(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output: Any = None,
+        input: Any = None,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
         timeout: timedelta | None = None,
+        *,
+        output_tensor: Any = None,
+        input_tensor: Any = None,
     ) -> TorchWork:
         """Sends part r of a tensor to rank r and concatenates what the ranks send here."""
+        target = output_tensor if output is None else output
+        source = input_tensor if input is None else input
         if (
             type(opts) is c10d.AllToAllOptions
             and not (output_split_sizes or input_split_sizes)
-            and (work := self._fast_collective(opts, ALL_TO_ALL, output_tensor, input_tensor))
+            and (work := self._fast_collective(opts, ALL_TO_ALL, target, source))
         ):
             return work
-        given = output_tensor, input_tensor, output_split_sizes or [], input_split_sizes or []
+        given = target, source, output_split_sizes or [], input_split_sizes or []
         call = self.inner.alltoall_base
-        seen = "all_to_all_single", *given, opts
-        return self._issue("all_to_all", input_tensor, call, *given, record(opts), timeout, seen=seen)
+        operator_call = "all_to_all_single", *given, opts
+        return self._issue("all_to_all", source, call, *given, opts, timeout, operator_call=operator_call)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Completes when every rank has called it."""
@@ -331,7 +367,7 @@ class TorchGroup(Issuing):
             and (work := self._fast_collective(opts, BARRIER))
         ):
             return work
-        return self._issue("barrier", (), self.inner.barrier, record(opts), timeout)
+        return self._issue("barrier", (), self.inner.barrier, opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks."""
@@ -347,20 +383,26 @@ class TorchGroup(Issuing):
         """Sends a tensor to a rank."""
         if work := self._fast_message(True, only(tensors), dstRank, tag):
             return work
-        seen = "send", tensors, dstRank, tag
-        return self._issue("send", tensors, self.inner.send, only(tensors), dstRank, tag, seen=seen)
+        operator_call = "send", tensors, dstRank, tag
+        return self._issue(
+            "send", tensors, self.inner.send, only(tensors), dstRank, tag, operator_call=operator_call
+        )
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> TorchWork:
         """Receives a tensor from a rank."""
         if work := self._fast_message(False, only(tensors), srcRank, tag):
             return work
-        seen = "recv", tensors, srcRank, tag
-        return self._issue("recv", tensors, self.inner.recv, only(tensors), srcRank, tag, seen=seen)
+        operator_call = "recv", tensors, srcRank, tag
+        return self._issue(
+            "recv", tensors, self.inner.recv, only(tensors), srcRank, tag, operator_call=operator_call
+        )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         """Receives a tensor from whichever rank sends one with this tag."""
-        seen = "recv_anysource", tensors, tag
-        return self._issue("recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, seen=seen)
+        operator_call = "recv_anysource", tensors, tag
+        return self._issue(
+            "recvAnySource", tensors, self.inner.recv_anysource, tensors, tag, operator_call=operator_call
+        )
 
     # ---- second names --------------------------------------------------------------------------------------
 

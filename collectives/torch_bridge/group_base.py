@@ -1,4 +1,4 @@
-"""What a group is to torch apart from its operations: names, devices, life, and what it refuses."""
+"""Base of the torch group: names, devices, timeouts, shutdown, and what it does not offer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from collectives.errors import UnsupportedOperationError
 from collectives.registry.backends import why_unavailable
 from collectives.torch_bridge.work import _Group
 
-__all__ = ["Standing", "missing"]
+__all__ = ["TorchGroupBase", "why_not_served"]
 
 
 @leave_uncompiled
-class Standing(_Group):
+class TorchGroupBase(_Group):
     """The part of :class:`~collectives.torch_bridge.group.TorchGroup` that issues nothing.
 
     Args:
@@ -104,13 +104,13 @@ class Standing(_Group):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in sorted(self.inner.capabilities.devices)]
 
-    def _get_backend(self, device: torch.device | str) -> Standing:
+    def _get_backend(self, device: torch.device | str) -> TorchGroupBase:
         kind = torch.device(device).type
         if kind not in self.inner.capabilities.devices:
             # RuntimeError, because callers in torch ask with it whether a device is served
             raise RuntimeError(
                 f"No backend type associated with device type {kind}: {self!r} serves "
-                f"{', '.join(sorted(self.inner.capabilities.devices))}{missing(kind)}"
+                f"{', '.join(sorted(self.inner.capabilities.devices))}{why_not_served(kind)}"
             )
         return self
 
@@ -219,9 +219,9 @@ class Standing(_Group):
         raise UnsupportedOperationError(f"[rank {self.rank()}] {self!r} does not offer {what}; {instead}")
 
 
-def missing(kind: str) -> str:
+def why_not_served(device: str) -> str:
     """Returns what to say about tensors on a device that is not served."""
-    if kind != "cuda":
+    if device != "cuda":
         return ""
     reason = why_unavailable("nccl")
     return "; CUDA tensors need the nccl backend" + (

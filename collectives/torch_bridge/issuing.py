@@ -14,8 +14,8 @@ from collectives.core.dynamo import leave_uncompiled
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes, profiling
-from collectives.torch_bridge.group_base import Standing, missing
-from collectives.torch_bridge.operands import arrived
+from collectives.torch_bridge.group_base import TorchGroupBase, why_not_served
+from collectives.torch_bridge.operands import wait_for_async_tensors
 from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork
 
 __all__ = ["Issuing"]
@@ -27,46 +27,55 @@ _profiler: Any = torch.autograd.profiler
 
 
 @leave_uncompiled
-class Issuing(Standing):
+class Issuing(TorchGroupBase):
     """The part of :class:`~collectives.torch_bridge.group.TorchGroup` below its operations."""
 
     def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, seen: Any = None, **kwargs: Any
+        self,
+        event: str,
+        tensors: Any,
+        method: Callable[..., Work],
+        *args: Any,
+        operator_call: Any = None,
+        **kwargs: Any,
     ) -> TorchWork:
         """Issues an operation of the inner group.
 
         Args:
             event: name of the profiler event, without the backend.
-            shown: tensors whose shapes the event shows.
+            tensors: tensors whose shapes it records.
             method: method of the inner group.
             *args: its arguments; torch's option records among them are converted.
-            seen: name and arguments of the method of this class, to be shown to dispatch modes.
+            operator_call: name and arguments of the method of this class, for dispatch modes.
             **kwargs: its keyword arguments.
         """
-        if seen is not None and dispatch_modes.possible() and (done := dispatch_modes.show(self, *seen)):
+        if (
+            operator_call is not None
+            and dispatch_modes.possible()
+            and (done := dispatch_modes.issue_by_operator(self, *operator_call))
+        ):
             return done
         work: Work | None
         try:
             if profiling.possible() and profiling.enabled():
                 work = profiling.observed(
-                    f"{self._backend_name}:{event}", shown, lambda: method(*args, **kwargs)
+                    f"{self._backend_name}:{event}", tensors, lambda: method(*args, **kwargs)
                 )
             else:
                 work = method(*args, **kwargs)
         except TypeError:  # before any communication, as arguments are checked first
-            args, waited = arrived(args)
+            args, waited = wait_for_async_tensors(args)
             if not waited:
                 raise
             work = None
         except UnsupportedOperationError as error:
-            kinds = {
-                tensor.device.type for tensor in profiling.flat([shown])
-            } - self.inner.capabilities.devices
-            if kinds:
-                raise UnsupportedOperationError(f"{error}{missing(kinds.pop())}") from None
+            devices = {tensor.device.type for tensor in profiling.flat([tensors])}
+            devices -= self.inner.capabilities.devices
+            if devices:
+                raise UnsupportedOperationError(f"{error}{why_not_served(devices.pop())}") from None
             raise
         if work is None:
-            return self._issue(event, shown, method, *args, **kwargs)
+            return self._issue(event, tensors, method, *args, **kwargs)
         self._sequence = next(self._issued)
         if self._batches:
             batch = self._batches.get(threading.get_ident())
@@ -105,9 +114,11 @@ class Issuing(Standing):
         if reduce_op is None:
             return None
         if dispatch_modes.possible() and (
-            shown := dispatch_modes.show_collective(self, opts, opcode, output, input, list_form)
+            issued := dispatch_modes.issue_collective_by_operator(
+                self, opts, opcode, output, input, list_form
+            )
         ):
-            return shown
+            return issued
         if self._batches or _profiler._is_profiler_enabled or opts.timeout > _NO_LIMIT:
             return None
         work = self.inner.fast_collective(opcode, output, input, reduce_op, root, list_form, opts.asyncOp)
@@ -132,7 +143,7 @@ class Issuing(Standing):
 
     def _start_coalescing(self, device: Any = None) -> None:  # noqa: ARG002
         left_open = self._batches.pop(threading.get_ident(), None)
-        if left_open is not None:  # by an exception: what the group kept back of the block is dropped
+        if left_open is not None:  # by an exception: what the group deferred to its end is dropped
             left_open[1].__exit__(RuntimeError, RuntimeError("the block was left by an exception"), None)
         together = ExitStack()
         together.enter_context(self.inner._together())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collectives.core.arguments.option_records import record
 from collectives.core.arguments.overloads import first_given
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.types import BroadcastOptions
@@ -50,10 +51,10 @@ class NanCheckedGroup(TorchGroup):
         return None
 
     def _issue(
-        self, event: str, shown: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
+        self, event: str, tensors: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
     ) -> TorchWork:
         def checked(*args: Any, **kwargs: Any) -> Work:
-            for tensor in self._sent(event, shown, args, kwargs):
+            for tensor in self._sent(event, tensors, args, kwargs):
                 where = _first_nan(tensor)
                 if where is not None:
                     raise DistError(
@@ -63,16 +64,16 @@ class NanCheckedGroup(TorchGroup):
                     )
             return method(*args, **kwargs)
 
-        return super()._issue(event, shown, checked, *args, **kwargs)
+        return super()._issue(event, tensors, checked, *args, **kwargs)
 
     def _sent(
-        self, event: str, shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, event: str, tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[torch.Tensor]:
         """Yields the tensors that an operation sends."""
         if event in {"recv", "recvAnySource"}:
             return
         if event == "broadcast":
-            _, options, *_ = args
+            options = record(args[1])
             root = (
                 options.rootRank
                 if isinstance(options, BroadcastOptions)
@@ -80,7 +81,7 @@ class NanCheckedGroup(TorchGroup):
             )
             if root != self.rank():
                 return
-        yield from profiling.flat([args[1] or () if event == "scatter" else shown])
+        yield from profiling.flat([args[1] or () if event == "scatter" else tensors])
 
 
 def _first_nan(tensor: torch.Tensor) -> int | None:

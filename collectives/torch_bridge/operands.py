@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["arrived", "list_or_none", "only"]
+__all__ = ["list_or_none", "only", "wait_for_async_tensors"]
 
 
 def only(values: Any) -> Any:
@@ -19,7 +19,7 @@ def list_or_none(values: Any) -> Any:
     return None if type(entry) is list and not entry else entry
 
 
-def arrived(values: Any) -> tuple[Any, bool]:
+def wait_for_async_tensors(values: Any) -> tuple[Any, bool]:
     """Waits for what torch's functional collectives gave, and nobody waited for.
 
     An ``AsyncCollectiveTensor`` has no memory of its own. torch's operators wait for the tensor inside it and
@@ -33,15 +33,15 @@ def arrived(values: Any) -> tuple[Any, bool]:
         whether there were any.
     """
     functional = sys.modules.get("torch.distributed._functional_collectives")  # slow to load, and rarely used
-    return (values, False) if functional is None else _arrived(values, functional.AsyncCollectiveTensor)
+    return (values, False) if functional is None else _wait_for(values, functional.AsyncCollectiveTensor)
 
 
-def _arrived(values: Any, kind: type[Any]) -> tuple[Any, bool]:
+def _wait_for(values: Any, kind: type[Any]) -> tuple[Any, bool]:
     if isinstance(values, kind):
         return values.trigger_wait(), True
     if type(values) not in (list, tuple):
         return values, False
-    entries = [_arrived(value, kind) for value in values]
+    entries = [_wait_for(value, kind) for value in values]
     if not any(found for _, found in entries):
         return values, False
     return type(values)(value for value, _ in entries), True

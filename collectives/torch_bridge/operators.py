@@ -19,11 +19,11 @@ from torch import library as operators
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
+from collectives.core.arguments.option_records import reduction
 from collectives.core.work import CoalescedWork
 from collectives.errors import UnsupportedOperationError
-from collectives.torch_bridge import dispatch_modes as onlookers
+from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group import TorchGroup
-from collectives.torch_bridge.option_records import reduction
 from collectives.torch_bridge.work import TorchWork, held
 
 __all__ = ["acquire", "release"]
@@ -161,7 +161,7 @@ def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[An
     returns = len(operator._schema.returns)
 
     def runner(group: TorchGroup, arguments: list[Any]) -> Any:
-        work = onlookers.note(run(group, *arguments))
+        work = dispatch_modes.keep_work(run(group, *arguments))
         if work is None:
             return None
         boxed = held(work).boxed()

@@ -1,8 +1,8 @@
 """Profiler events of operations, named as torch names those of its own backends (``gloo:all_reduce``).
 
-Words. An *event* begins on the thread that issues an operation and *ends* when the operation does; between
-the two it is *open*. A *session* is what lies between the start and the stop of a profiler; it records what
-happens on the thread that started it, and on others only where they run with that thread's state.
+An event begins on the thread that issues an operation and ends when the operation does; between the two it is
+open. A session lies between the start and the stop of a profiler; it records what happens on the thread that
+started it, and on others only where they run with that thread's state.
 
 Ends have two rules. They carry the number of their thread, and torch shows an event as asynchronous where
 that is not the one where it began: so one thread of this module ends all events, with the state of the thread

@@ -1,8 +1,8 @@
 """Our Work in the form that torch's Python and C++ callers expect.
 
-Words: a *holder* is the C++ object that torch makes around a Work which a Python method returned; it keeps
-the Python object alive and forwards ``wait`` and ``get_future`` to it, nothing else. Python callers of a
-group get the Work itself.
+Around a Work that a Python method returns to C++, torch makes a holder: a C++ object that keeps the Python
+object alive and forwards ``wait`` and ``get_future`` to it, nothing else. Python callers of a group get the
+Work itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.futures import Future
 
+from collectives.core.arguments.option_records import limit
 from collectives.core.work import CompletedWork, Work
-from collectives.torch_bridge.option_records import limit
 
 if TYPE_CHECKING:
 

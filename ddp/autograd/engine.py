@@ -6,10 +6,8 @@ nested.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +21,7 @@ __all__ = [
     "accumulator",
     "current_task",
     "runs_backward",
+    "runs_dist_backward",
     "will_accumulate",
 ]
 
@@ -154,16 +153,33 @@ def will_accumulate(node: Any) -> bool:
 
 
 def runs_backward() -> bool:
-    """Returns whether ``backward()`` without ``inputs`` started the current task, as the call stack tells.
+    """Returns whether ``backward()`` without ``inputs`` started the current task.
 
-    False on the engine's own threads, which work for devices other than the CPU.
+    Only that accumulates at every leaf of the graph, unlike ``torch.autograd.grad`` and
+    ``torch.distributed.autograd.backward``. Called from a hook on a tensor; looks at the leaves below that
+    tensor, up to the first where nothing will accumulate.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.autograd.grad.__code__:
+    root: Any = torch._C._current_autograd_node()
+    if root is None:
+        return False
+    seen: set[Any] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.next_functions:
+            stack += [following for following, _ in node.next_functions]
+        elif not will_accumulate(node):
             return False
-        if frame.f_code is torch.autograd.backward.__code__:
-            inputs = frame.f_locals.get("inputs")
-            return inputs is None or (isinstance(inputs, tuple) and not inputs)
-        frame = frame.f_back
-    return False
+    return True
+
+
+def runs_dist_backward() -> bool:
+    """Returns whether ``torch.distributed.autograd.backward`` is at work in this process."""
+    agent: Any = getattr(torch._C, "_distributed_rpc", None)  # absent where torch was built without RPC
+    if agent is None or not agent._is_current_rpc_agent_set():
+        return False
+    info = torch._C._distributed_autograd._get_debug_info()
+    return int(info.get("num_current_backward_passes", 0)) > 0

@@ -4,7 +4,7 @@
 Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
 NeurIPS 2019; the arithmetic is in :mod:`collectives.ddp.hooks.support.low_rank`.
 
-Work in rounds, one for each bucket: :mod:`collectives.ddp.hooks.support.powersgd`.
+What happens to one bucket is in :mod:`collectives.ddp.hooks.support.powersgd`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.futures import Future
 from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, is_torch_bucket
 from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
-from collectives.ddp.hooks.support.powersgd import Division, Round, layer_by_layer, whole_bucket
+from collectives.ddp.hooks.support.powersgd import BucketCompression, Division, layer_by_layer, whole_bucket
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -116,7 +116,7 @@ class PowerSGDState(FeedbackState):
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._under_way: Round | None = None
+        self._under_way: BucketCompression | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks."""
@@ -190,12 +190,12 @@ class PowerSGDState(FeedbackState):
                 self.total_numel_after_compression, self.total_numel_before_compression,
             )  # fmt: skip
 
-    def enter(self, this: Round, *, drain: bool) -> None:
-        """Runs as much of all rounds as can be without waiting idly for messages.
+    def enter(self, this: BucketCompression, *, drain: bool) -> None:
+        """Runs as much of all compressions as can be without waiting idly for messages.
 
         Args:
-            this: the round to begin.
-            drain: whether no other round follows in this pass.
+            this: the compression to begin.
+            drain: whether no other one follows in this pass.
         """
         before, self._under_way = self._under_way, None
         if before is not None and before.index >= this.index:  # of a pass that was broken off
@@ -214,7 +214,7 @@ class PowerSGDState(FeedbackState):
             self._under_way = this
 
     def flush(self, index: int) -> None:
-        """Finishes the round under way, if any, so that its future is complete; waits for its messages.
+        """Finishes the compression under way, if any, so that its future is complete; waits for its messages.
 
         For who waits for a future before the next bucket's hook has run, as hooks around this one may. All
         ranks do so at the same place.
@@ -294,11 +294,11 @@ def _run(state: PowerSGDState, bucket: GradBucket, divide: Division) -> Future[t
         state.maybe_increase_iter(bucket)
         return average_exactly(group, bucket)
     try:
-        this = Round(state, bucket, buffer, group, divide)
+        this = BucketCompression(state, bucket, buffer, group, divide)
     except BaseException:
         state.flush(bucket.index())  # this may be the last bucket, and the reducer waits for the one before
         raise
-    # torch may leave out the last bucket, so that its rounds cannot wait for one another.
+    # torch may leave out the last bucket, so that its compressions cannot wait for one another.
     state.enter(this, drain=bucket.is_last() or is_torch_bucket(bucket))
     state.log_stats(bucket)
     state.maybe_increase_iter(bucket)

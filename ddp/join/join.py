@@ -1,18 +1,17 @@
-"""Join: training on uneven inputs, where ranks without further inputs go along with those that have some.
+"""Join: training on uneven inputs, where ranks that ran out of inputs shadow those that have some.
 
-Words used here. A *joinable* is an object that communicates in every iteration, such as a model or an
-optimizer. A rank has *joined* when it has left the training loop; before that it is *active*. A joined rank
-*shadows* the active ones: it runs hooks that communicate what they do.
+A rank has *joined* when it has left the training loop; before that it is active. Joined ranks shadow the
+active ones: their hooks communicate what those do.
 
-Before a joinable communicates, the active ranks *call*, and the joined ones answer, by an all-reduce. There
-are two kinds of call. Where all joinables are of this package, it is a *roll call* with a place for each rank
-(:mod:`collectives.ddp.join.protocol`). Else it is that of ``torch.distributed.algorithms.join``, a sum of
-ones, so that joinables of torch take part in a :class:`Join` of ours, and ours in one of torch.
+Before a joinable communicates, an all-reduce tells the joined ranks so. There are two protocols. Where all
+joinables are of this package, it has a place for each rank (:mod:`collectives.ddp.join.protocol`).
+Else it is that of ``torch.distributed.algorithms.join``, a sum of ones, so that joinables of torch take part
+in a :class:`Join` of ours, and ours in one of torch.
 
-By the contract of torch, the first joinable calls once in each iteration, and joined ranks then run the main
-hooks of all joinables in order. Joinables that *call themselves*, as those of this package do, call before
-all that they communicate, and joined ranks run the hook of the caller alone: so they may communicate in any
-order and as often as they like. That is done where all joinables do so.
+By the contract of torch, the first joinable notifies once in each iteration, and joined ranks then run the
+main hooks of all joinables in order. Joinables of this package notify before all that they communicate, and
+joined ranks run the hook of that one alone: so they may communicate in any order and as often as they like.
+That is done where all joinables do so.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
 from collectives.core.work import CompletedWork
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
-from collectives.ddp.join.protocol import Phase, RollCall
+from collectives.ddp.join.protocol import JoinProtocol, Phase
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
 __all__ = ["Join", "JoinConfig", "JoinHook", "Joinable"]
@@ -72,18 +71,18 @@ class JoinConfig:
     Attributes:
         enable: whether there is a context.
         throw_on_early_termination: whether all ranks raise when one of them joins.
-        is_first_joinable: whether the joinable calls.
+        is_first_joinable: whether the joinable notifies in the protocol of torch.
         place: its place among the joinables.
-        roll: carries the calls; ``None`` where they are those of torch.
-        each_calls: whether all joinables call themselves.
+        protocol: carries the notifications; ``None`` where it is that of torch.
+        each_notifies: whether all joinables notify before all that they communicate.
     """
 
     enable: bool = False
     throw_on_early_termination: bool = False
     is_first_joinable: bool = False
     place: int = 0
-    roll: RollCall | None = None
-    each_calls: bool = False
+    protocol: JoinProtocol | None = None
+    each_notifies: bool = False
 
 
 class Joinable(ABC):
@@ -92,8 +91,8 @@ class Joinable(ABC):
     A joinable calls :meth:`Join.notify_join_context` before it communicates in an iteration.
     """
 
-    _calls_itself: ClassVar[bool] = False
-    """Whether it calls before all that it communicates, which is more than the contract asks for."""
+    _notifies_always: ClassVar[bool] = False
+    """Whether it notifies before all that it communicates, which is more than the contract asks for."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Device of the tensors that calls are made with."""
+        """Device of the tensors of the protocol."""
 
     @property
     @abstractmethod
@@ -176,8 +175,8 @@ class Join:
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
         self._hooks: list[Any] = []
-        self._roll: RollCall | None = None
-        self._each_calls = False
+        self._protocol: JoinProtocol | None = None
+        self._each_notifies = False
         self._before: list[Any] = []
 
     # ---- the context -------------------------------------------------------------------------------------
@@ -196,18 +195,18 @@ class Join:
             self._configure()
             self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         except BaseException as error:
-            self._tell(error)
+            self._report_failure(error)
             self._leave()
             raise
 
     def _configure(self) -> None:
         """Tells the joinables of the context."""
         ours = all(isinstance(joinable, Joinable) for joinable in self._joinables)
-        self._each_calls = ours and all(joinable._calls_itself for joinable in self._joinables)
-        self._roll = None
+        self._each_notifies = ours and all(joinable._notifies_always for joinable in self._joinables)
+        self._protocol = None
         if ours:
             device = self._joinables[0].join_device
-            self._roll = RollCall(
+            self._protocol = JoinProtocol(
                 self._group, device, [_kind(j) for j in self._joinables], throws=self._throw
             )
         for place, joinable in enumerate(self._joinables):
@@ -216,14 +215,14 @@ class Join:
                 throw_on_early_termination=self._throw,
                 is_first_joinable=place == 0,
                 place=place,
-                roll=self._roll,
-                each_calls=self._each_calls,
+                protocol=self._protocol,
+                each_notifies=self._each_notifies,
             )
 
     def _leave(self) -> None:
         """Takes the joinables out of the context."""
-        if self._roll is not None:
-            self._roll.close()
+        if self._protocol is not None:
+            self._protocol.close()
         for joinable, config in zip(self._joinables, self._before, strict=True):
             joinable._join_config = config
         self._hooks = []
@@ -247,44 +246,48 @@ class Join:
             if error is None:
                 self._shadow()
             else:
-                self._tell(error)
+                self._report_failure(error)
         finally:
             self._leave()
 
     def _shadow(self) -> None:
         try:
-            last = self._follow_rolls(self._roll) if self._roll is not None else self._follow_counts()
+            last = (
+                self._shadow_by_protocol(self._protocol)
+                if self._protocol is not None
+                else self._shadow_by_counts()
+            )
             for hook in self._hooks:
                 hook.post_hook(last)
         except BaseException as error:
-            self._tell(error)
+            self._report_failure(error)
             raise
 
-    def _tell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Tells the other ranks of an error that only this one may know of; does not block."""
         known = isinstance(error, _KNOWN_TO_ALL) and not isinstance(error, UnsupportedOperationError)
-        if self._roll is not None and not known:
+        if self._protocol is not None and not known:
             with contextlib.suppress(Exception):
-                self._roll.fail()
+                self._protocol.announce_failure()
 
-    def _follow_rolls(self, roll: RollCall) -> bool:
-        """Shadows what the active ranks call out; returns whether this rank is one of the last."""
+    def _shadow_by_protocol(self, protocol: JoinProtocol) -> bool:
+        """Shadows what the active ranks announce; returns whether this rank is one of the last."""
         last, iterations = True, 0
-        while (called := roll.answer()) is not None:
+        while (active := protocol.announce_joined()) is not None:
             last = False
-            if called.phase is Phase.MAIN and called.place == 0:
+            if active.phase is Phase.MAIN and active.place == 0:
                 iterations += 1
                 self._warn_of_skew(iterations)
-            if not self._each_calls:
+            if not self._each_notifies:
                 self._run_main_hooks()
-            elif called.phase is Phase.MAIN:
-                self._hooks[called.place].main_hook()
+            elif active.phase is Phase.MAIN:
+                self._hooks[active.place].main_hook()
             else:
-                self._hooks[called.place].backward_hook()
+                self._hooks[active.place].backward_hook()
         return last
 
-    def _follow_counts(self) -> bool:
-        """Shadows whole iterations, by the calls of torch; returns whether this rank is one of the last."""
+    def _shadow_by_counts(self) -> bool:
+        """Shadows iterations, by the protocol of torch; returns whether this rank is one of the last."""
         device = self._joinables[0].join_device
         last, iterations = True, 0
         while True:
@@ -322,14 +325,14 @@ class Join:
     def notify_join_context(joinable: Any) -> Work | None:
         """Tells the joined ranks that this one is active; called by a joinable before it communicates.
 
-        Blocks until all ranks have told where the call is a roll call or where
+        Blocks until all ranks have notified where all joinables are of this package or where
         ``throw_on_early_termination`` is set. Does nothing outside of a context.
 
         Args:
             joinable: the caller.
 
         Returns:
-            The Work of the call where ``joinable`` is the first one of the :class:`Join`, else ``None``.
+            The Work of the notification where ``joinable`` is the first one, else ``None``.
 
         Raises:
             TypeError: ``joinable`` was made without the constructor of :class:`Joinable`.
@@ -343,10 +346,10 @@ class Join:
             )
         if not config.enable:
             return None
-        roll = getattr(config, "roll", None)  # torch's record has none
-        if roll is not None:
-            if config.is_first_joinable or config.each_calls:
-                roll.call(config.place, Phase.MAIN)
+        protocol = getattr(config, "protocol", None)  # torch's record has none
+        if protocol is not None:
+            if config.is_first_joinable or config.each_notifies:
+                protocol.announce_active(config.place, Phase.MAIN)
             return CompletedWork() if config.is_first_joinable else None
         if not config.is_first_joinable:
             return None
@@ -354,7 +357,7 @@ class Join:
 
 
 def _count(joinable: Any, *, throws: bool) -> Work:
-    """Calls as joinables of torch do."""
+    """Notifies as joinables of torch do."""
     group, device = resolve_group(joinable.join_process_group), joinable.join_device
     work = group.allreduce([torch.ones(1, device=device)], _SUM)
     if throws:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.ddp.buffers import BufferSync
 from collectives.ddp.join.join import Join, Joinable, JoinHook
 from collectives.ddp.join.protocol import Phase
 from collectives.ddp.join.shadow_collectives import (
+    ForwardCollectives,
     ModelJoinHook,
-    Plan,
-    exchange_plans,
+    agree_on_collectives,
     refuse_layers_that_communicate,
 )
+from collectives.ddp.module.buffers import BufferSync
 from collectives.ddp.reducer.bucket_reducer import Hook
 from collectives.ddp.reducer.reducer import Reducer
 
@@ -37,7 +37,7 @@ class JoinableModel(Joinable):
         require_forward_param_sync: whether the next forward may send buffers.
     """
 
-    _calls_itself = True
+    _notifies_always = True
 
     module: nn.Module
     process_group: ProcessGroup
@@ -115,7 +115,7 @@ class JoinableModel(Joinable):
         self.reducer.enter_join()
         self._divides_by_initial_world_size = by_initial
         return ModelJoinHook(
-            self._follow_forward,
+            self._shadow_forward,
             self.reducer.shadow_backward,
             self.reducer.gradients.parameters,
             self._state,
@@ -149,7 +149,7 @@ class JoinableModel(Joinable):
         parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         return [*parameters, *self._buffer_sync.named_buffers().values()]
 
-    def _tell_of_forward(self, *, averages: bool) -> int:
+    def _notify_forward(self, *, averages: bool) -> int:
         """Tells ranks that have joined what a forward communicates; returns whose buffers are sent."""
         config = self._join_config
         if not config.enable:
@@ -157,28 +157,28 @@ class JoinableModel(Joinable):
             self.reducer.divide_by(None)
             return 0
         Join.notify_join_context(self)
-        plan = self._exchange_plans(Plan(self.will_sync_module_buffers(), averages))
-        roll = getattr(config, "roll", None)  # the record of torch's context has none
+        agreed = self._agree_on_collectives(ForwardCollectives(self.will_sync_module_buffers(), averages))
+        protocol = getattr(config, "protocol", None)  # the record of torch's context has none
         call = None
-        if roll is not None and config.each_calls:
-            call = functools.partial(roll.call, config.place, Phase.BACKWARD)
+        if protocol is not None and config.each_notifies:
+            call = functools.partial(protocol.announce_active, config.place, Phase.BACKWARD)
         self.reducer.call_before_passes(call)
-        return plan.active[0]
+        return agreed.active[0]
 
-    def _exchange_plans(self, mine: Plan | None) -> Plan:
-        plan = exchange_plans(self.process_group, self.device, mine, self._in_words())
-        all_count = self._divides_by_initial_world_size or len(plan.active) == self.process_group.size()
-        self.reducer.divide_by(None if all_count else len(plan.active))
-        return plan
+    def _agree_on_collectives(self, mine: ForwardCollectives | None) -> ForwardCollectives:
+        agreed = agree_on_collectives(self.process_group, self.device, mine, self._in_words())
+        all_count = self._divides_by_initial_world_size or len(agreed.active) == self.process_group.size()
+        self.reducer.divide_by(None if all_count else len(agreed.active))
+        return agreed
 
-    def _follow_forward(self) -> bool:
+    def _shadow_forward(self) -> bool:
         """Communicates what other ranks do in a forward; returns whether the backward pass comes at once."""
-        plan = self._exchange_plans(None)
-        if plan.averages:
-            self.reducer.prepare_for_forward()
-        if plan.buffers:
-            self._buffer_sync(plan.active[0])
-        self.require_forward_param_sync = plan.averages
-        if plan.averages:
+        agreed = self._agree_on_collectives(None)
+        if agreed.averages:
+            self.reducer.rebuild_buckets()
+        if agreed.buffers:
+            self._buffer_sync(agreed.active[0])
+        self.require_forward_param_sync = agreed.averages
+        if agreed.averages:
             self.reducer.shadow_forward()
-        return plan.averages and not getattr(self._join_config, "each_calls", False)
+        return agreed.averages and not getattr(self._join_config, "each_notifies", False)

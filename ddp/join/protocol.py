@@ -1,4 +1,4 @@
-"""The roll call: every rank tells all others what it is about to communicate, or that it has joined.
+"""The join protocol: every rank tells all others what it is about to communicate, or that it has joined.
 
 Each rank adds its *code* to its own place of a sum: zero where it has joined, a number for what it
 communicates where it is active, and a negative one where it failed. So everyone knows who does what.
@@ -15,7 +15,7 @@ import torch
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
 from collectives.ddp.errors import JoinError, UnevenInputsError
 
-__all__ = ["Called", "Phase", "RollCall"]
+__all__ = ["Announcement", "JoinProtocol", "Phase"]
 
 _SUM = AllreduceOptions(reduceOp=ReduceOp.SUM)
 
@@ -27,13 +27,13 @@ class Phase(enum.IntEnum):
     """What a joinable communicates."""
 
     MAIN = 0
-    """All that belongs to an iteration; of a model that calls again before backward, only the forward."""
+    """All that belongs to an iteration; of a model that announces its backward passes, only the forward."""
     BACKWARD = 1
     """A backward pass."""
 
 
 @dataclass(frozen=True)
-class Called:
+class Announcement:
     """What the active ranks are about to communicate.
 
     Attributes:
@@ -49,14 +49,14 @@ class Called:
         return 1 + self.place * len(Phase) + self.phase
 
     @classmethod
-    def of(cls, code: int) -> Called:
+    def of(cls, code: int) -> Announcement:
         """Returns what a number stands for."""
         place, phase = divmod(code - 1, len(Phase))
         return cls(place, Phase(phase))
 
 
-class RollCall:
-    """The roll calls of one context.
+class JoinProtocol:
+    """The announcements of one context.
 
     Args:
         group: the ranks.
@@ -78,8 +78,8 @@ class RollCall:
         """Ends the context: later calls do nothing."""
         self._closed = True
 
-    def call(self, place: int, phase: Phase) -> None:
-        """Tells that this rank is active; blocks until all ranks have told.
+    def announce_active(self, place: int, phase: Phase) -> None:
+        """Tells that this rank is active; blocks until all ranks have announced.
 
         Args:
             place: place of the joinable that is about to communicate.
@@ -90,9 +90,9 @@ class RollCall:
             JoinError: a rank failed, or is about to communicate something else.
         """
         if not self._closed:
-            self._read(self._take(Called(place, phase).code()))
+            self._read(self._take(Announcement(place, phase).code()))
 
-    def answer(self) -> Called | None:
+    def announce_joined(self) -> Announcement | None:
         """Tells that this rank has joined; returns what the others do, ``None`` where all have joined.
 
         Raises:
@@ -101,7 +101,7 @@ class RollCall:
         """
         return self._read(self._take(_JOINED))
 
-    def fail(self) -> None:
+    def announce_failure(self) -> None:
         """Tells that this rank failed; does not wait for the others."""
         self._start(_FAILED)
 
@@ -117,7 +117,7 @@ class RollCall:
         codes: list[int] = row.tolist()
         return codes
 
-    def _read(self, codes: Sequence[int]) -> Called | None:
+    def _read(self, codes: Sequence[int]) -> Announcement | None:
         failed = [rank for rank, code in enumerate(codes) if code == _FAILED]
         if failed:
             raise JoinError(f"{self._here()} {_in_words(failed)} left it by an exception", failed)
@@ -135,20 +135,20 @@ class RollCall:
             if code != _JOINED:
                 by_code.setdefault(code, []).append(rank)
         if len(by_code) > 1:
-            lines = [f"{_in_words(ranks)}: {self._about(Called.of(code))}" for code, ranks in by_code.items()]
+            lines = [f"{_in_words(ranks)}: {self._about(Announcement.of(code))}" for code, ranks in by_code.items()]
             raise JoinError(
                 f"{self._here()} ranks are about to communicate different things: {'; '.join(lines)}. Run "
                 "forward, backward and step alike on all ranks that have inputs",
                 [rank for ranks in by_code.values() for rank in ranks],
             )
-        return Called.of(next(iter(by_code)))
+        return Announcement.of(next(iter(by_code)))
 
     def _here(self) -> str:
         return f"[rank {self._group.rank()}] Join over {self._group.describe()}:"
 
-    def _about(self, called: Called) -> str:
-        kind = self._kinds[called.place] if called.place < len(self._kinds) else f"joinable {called.place}"
-        return f"{kind}, backward" if called.phase is Phase.BACKWARD else kind
+    def _about(self, active: Announcement) -> str:
+        kind = self._kinds[active.place] if active.place < len(self._kinds) else f"joinable {active.place}"
+        return f"{kind}, backward" if active.phase is Phase.BACKWARD else kind
 
 
 def _in_words(ranks: Sequence[int]) -> str:

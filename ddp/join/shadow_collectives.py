@@ -1,9 +1,7 @@
 """DistributedDataParallel under Join: what ranks without inputs communicate in its place.
 
-Words used here. A rank's *plan* says what it communicates in and after a forward: whether buffers are sent,
-and whether gradients will be averaged. At each forward the active ranks tell theirs, joined ranks that they
-have none. From the plans all know which ranks are active, and so whose buffers are sent and what sums are
-divided by.
+At each forward the active ranks tell what they communicate, and the joined ones that they have none. So all
+know which ranks are active, whose buffers are sent, and what sums are divided by.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from torch import nn
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.join.join import JoinHook
+from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
 from collectives.ddp.sync.broadcast import broadcast_coalesced
-from collectives.ddp.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["ModelJoinHook", "Plan", "exchange_plans", "refuse_layers_that_communicate"]
+__all__ = ["ForwardCollectives", "ModelJoinHook", "agree_on_collectives", "refuse_layers_that_communicate"]
 
 _SUM = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
 _MAX = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.MAX)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ForwardCollectives:
     """What a forward and its backward pass communicate.
 
     Attributes:
@@ -45,7 +43,7 @@ class Plan:
         return 1 + 2 * self.buffers + 4 * self.averages
 
     @classmethod
-    def of(cls, code: int) -> Plan:
+    def of(cls, code: int) -> ForwardCollectives:
         """Returns what a number stands for."""
         return cls(buffers=bool((code - 1) & 2), averages=bool((code - 1) & 4))
 
@@ -55,8 +53,10 @@ class Plan:
         return f"{buffers} buffers and {gradients} gradients"
 
 
-def exchange_plans(group: ProcessGroup, device: torch.device, mine: Plan | None, model: str) -> Plan:
-    """Returns the plan that all active ranks have; called by all ranks, blocks.
+def agree_on_collectives(
+    group: ProcessGroup, device: torch.device, mine: ForwardCollectives | None, model: str
+) -> ForwardCollectives:
+    """Returns what all active ranks communicate; called by all ranks, blocks.
 
     Args:
         group: the ranks.
@@ -65,24 +65,24 @@ def exchange_plans(group: ProcessGroup, device: torch.device, mine: Plan | None,
         model: the model in words.
 
     Raises:
-        GradientSyncError: active ranks have different plans; raised on all ranks.
+        GradientSyncError: active ranks communicate different things; raised on all ranks.
     """
     codes = [0] * group.size()
     if mine is not None:
         codes[group.rank()] = mine.code()
     row = torch.tensor(codes, dtype=torch.int32, device=device)
     group.allreduce([row], _SUM).wait()
-    plans = {rank: Plan.of(code) for rank, code in enumerate(row.tolist()) if code}
-    if len(set(plans.values())) > 1:
-        reasons = {rank: f"its forward {plan}" for rank, plan in plans.items()}
+    by_rank = {rank: ForwardCollectives.of(code) for rank, code in enumerate(row.tolist()) if code}
+    if len(set(by_rank.values())) > 1:
+        reasons = {rank: f"its forward {agreed}" for rank, agreed in by_rank.items()}
         head = f"[rank {group.rank()}] {model} over {group.describe()}: ranks differ in a forward under join:"
         lines = [f"  rank {rank}: {reason}" for rank, reason in reasons.items()]
         advice = "Use no_sync() and torch.no_grad() alike on all ranks that have inputs."
         raise GradientSyncError("\n".join([head, *lines, advice]), reasons)
-    if not plans:
-        return Plan(buffers=False, averages=False)
-    plan = next(iter(plans.values()))
-    return Plan(plan.buffers, plan.averages, list(plans))
+    if not by_rank:
+        return ForwardCollectives(buffers=False, averages=False)
+    agreed = next(iter(by_rank.values()))
+    return ForwardCollectives(agreed.buffers, agreed.averages, list(by_rank))
 
 
 def refuse_layers_that_communicate(module: nn.Module, group: ProcessGroup) -> None:
@@ -108,9 +108,9 @@ class ModelJoinHook(JoinHook):
     """Stands in for a model on a rank that has joined.
 
     Args:
-        follow_forward: communicates what the active ranks do in a forward, and returns whether a backward
+        shadow_forward: communicates what the active ranks do in a forward, and returns whether a backward
             pass follows at once.
-        follow_backward: takes part in a backward pass.
+        shadow_backward: takes part in a backward pass.
         parameters: those whose gradients it leaves in ``.grad``.
         state: returns the tensors that all ranks must have in common in the end.
         group: the ranks.
@@ -119,15 +119,15 @@ class ModelJoinHook(JoinHook):
 
     def __init__(
         self,
-        follow_forward: Callable[[], bool],
-        follow_backward: Callable[[], None],
+        shadow_forward: Callable[[], bool],
+        shadow_backward: Callable[[], None],
         parameters: Sequence[nn.Parameter],
         state: Callable[[], Iterable[torch.Tensor]],
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._follow_forward = follow_forward
-        self._follow_backward = follow_backward
+        self._shadow_forward = shadow_forward
+        self._shadow_backward = shadow_backward
         self._parameters = parameters
         self._state = state
         self._group = group
@@ -135,14 +135,14 @@ class ModelJoinHook(JoinHook):
         self._has_gradients = False
 
     def main_hook(self) -> None:
-        """Follows a forward, and the backward pass where that does not call again."""
-        if self._follow_forward():
+        """Shadows a forward, and the backward pass where that does not announce itself."""
+        if self._shadow_forward():
             self.backward_hook()
 
     def backward_hook(self) -> None:
-        """Follows a backward pass."""
+        """Shadows a backward pass."""
         self._has_gradients = True
-        self._follow_backward()
+        self._shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives all ranks the model of the last one that joined, the highest of several.

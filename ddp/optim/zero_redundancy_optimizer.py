@@ -71,7 +71,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ModelMismatchError: ranks have different parameters; raised on all ranks.
     """
 
-    _calls_itself = True
+    _notifies_always = True
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class Averager:
             op = self.op_for(tensor.dtype, tensor.device) if self.divisor is None else ReduceOp.SUM
             work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
             if work is None:
-                work = self.group.allreduce(tensor, AllreduceOptions(reduceOp=op))
+                work = self.group.allreduce([tensor], AllreduceOptions(reduceOp=op))
             if op != ReduceOp.AVG:
                 work = FinishingWork(
                     work, partial(_divide, tensor, self.divisor or self.group.size()), [tensor]

@@ -16,7 +16,7 @@ from collectives.ddp.reducer.buckets import Bucket, BucketState
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
 from collectives.ddp.reducer.gradients import Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
-from collectives.ddp.timing import IterationClock, Mark
+from collectives.ddp.statistics.timing import IterationClock, Mark
 from collectives.errors import DistError
 
 __all__ = ["BucketReducer", "Hook"]

@@ -28,9 +28,10 @@ from collectives.ddp.autograd.engine import (
     accumulator,
     current_task,
     runs_backward,
+    runs_dist_backward,
     will_accumulate,
 )
-from collectives.ddp.mixed_precision import CastParameters
+from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order
@@ -38,9 +39,9 @@ from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
 from collectives.ddp.reducer.grad_bucket import BucketLayout
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
+from collectives.ddp.statistics.timing import STATISTICS_LEVEL, IterationClock, Mark
 from collectives.ddp.sync.consensus import Consensus
 from collectives.ddp.sync.error_report import ErrorReport
-from collectives.ddp.timing import STATISTICS_LEVEL, IterationClock, Mark
 from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
@@ -159,6 +160,7 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self._must_rebuild = False
         self._latest: Forward | None = None
+        self._running: Forward | None = None
         self._shadowed: list[Forward] = []
         self._open_tasks: set[int] = set()
         self._task = NO_TASK
@@ -214,7 +216,23 @@ class Reducer:
         self._consensus.resize()
         self.gradients.set_tail(self._consensus.tail_size)
 
-    def prepare_for_forward(self) -> None:
+    def begin_forward(self, *, sync: bool) -> Forward:
+        """Begins a forward that records a graph; passes that run within it are its own.
+
+        Args:
+            sync: whether gradients are averaged; ``False`` under ``no_sync``.
+        """
+        if sync:
+            self.clock.begin(self.passes)
+            self.rebuild_buckets()
+        self._running = Forward(sync)
+        return self._running
+
+    def end_forward(self) -> None:
+        """Ends a forward, also one that raised."""
+        self._running = None
+
+    def rebuild_buckets(self) -> None:
         """Lays the buckets out again where the ranks know that they should agree on the order of gradients.
 
         Hooks that others registered on the parameters run before the reducer's from now on.
@@ -234,22 +252,24 @@ class Reducer:
         self.has_rebuilt_buckets = True
         self._bucket_reducer.rebuild_buckets(order)
 
-    def prepare_for_backward(self, outputs: Iterable[torch.Tensor], sync: bool, *, training: bool) -> None:
+    def prepare_for_backward(
+        self, forward: Forward, outputs: Iterable[torch.Tensor], *, training: bool
+    ) -> None:
         """Tells what the backward pass of the forward that just ran must do.
 
         Called at the end of each forward that records a graph. The pass begins when the engine reaches one of
         the outputs; where it reaches a parameter without that, the pass is taken for the latest forward's.
 
         Args:
-            outputs: tensors that the forward returned.
-            sync: whether gradients are averaged; ``False`` under ``no_sync``.
+            forward: the forward.
+            outputs: tensors that it returned.
             training: whether the forward is one that all ranks run, as in training.
         """
         self._consensus.progress.forwards += training
-        self._latest = forward = Forward(sync)
+        self._latest = forward
         hook = OutputHook(self, forward)
         tensors = [output for output in outputs if output.requires_grad and not output.is_leaf]
-        if sync:
+        if forward.sync:
             self.unused.search_graph(forward, tensors)
         for output in tensors:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -353,6 +373,13 @@ class Reducer:
                 self._begin_sync()
             if not current.committed:
                 current.committed = any(map(will_accumulate, self._accumulators)) or runs_backward()
+            if not current.committed and runs_dist_backward():  # an error raised here would lose its words
+                current.committed = True
+                current.report.errors.append(
+                    "torch.distributed.autograd.backward() keeps gradients in its context, where they cannot "
+                    "be averaged; call loss.backward(), or run forward under no_sync() and average what "
+                    "get_gradients() returns"
+                )
 
     def end_task(self, task: int) -> None:
         """Called when a task is complete; what is raised here, ``backward()`` raises."""
@@ -424,6 +451,9 @@ class Reducer:
                 if self._casts is not None:
                     self._casts.enter()
                     self._pass.casts_active = True
+                if forward is None and self._running is not None:
+                    forward = self._running
+                    self._pass.forwards.append(forward)
                 forward = forward or self._latest
                 if forward is not None and forward.sync:
                     self._begin_sync()

@@ -137,6 +137,8 @@ class UnusedParameters:
         counts, report = current.counts, current.report
         if counts == self.expected or current.shadow:
             return
+        if report.errors and not any(counts):  # which says why
+            return
         if self.static and self.expected is not None:
             triples = zip(self._names, counts, self.expected, strict=True)
             report.faults[errors.CHANGED] = [name for name, count, before in triples if count != before]

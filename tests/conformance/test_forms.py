@@ -81,7 +81,7 @@ def forms(group: ProcessGroup) -> None:
             lambda t: group.allgather(t, mine, LIMIT),
             lambda t: group.allgather([t], [mine], timeout=LIMIT),
             lambda t: group.allgather(t, mine, AllgatherOptions(LIMIT)),
-            lambda t: group.allgather_coalesced([t], [mine], AllgatherOptions(LIMIT)),
+            lambda t: group.allgather_coalesced([[one] for one in t], [mine], AllgatherOptions(LIMIT)),
         ],
         lambda: [torch.zeros_like(mine) for _ in range(size)],
         everyones,

@@ -298,7 +298,7 @@ def coalesced(group: ProcessGroup) -> None:
 
     inputs = [torch.full((n + 1,), float(10 * me + n)) for n in range(3)]
     lists = [[torch.empty(n + 1) for _ in range(size)] for n in range(3)]
-    group.allgather_coalesced(lists, inputs).wait()
+    group.allgather_coalesced(list(zip(*lists, strict=True)), inputs).wait()
     for n in range(3):
         assert [out[0].item() for out in lists[n]] == [10.0 * rank + n for rank in range(size)]
 

@@ -1,4 +1,4 @@
-"""How ranks meet through a store: several times, after failures, and through the stores of others."""
+"""How ranks join_ranks through a store: several times, after failures, and through the stores of others."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from collectives.errors import UnsupportedOperationError
 
 __all__ = [
     "check_even",
+    "check_factor",
     "check_lengths",
     "check_limit",
     "check_list",
@@ -262,6 +263,12 @@ def check_offered(group: Group, operation: str, tensor: torch.Tensor, op: Reduce
         reason = group.capabilities.why_not(operation, device=tensor.device.type, dtype=tensor.dtype, op=op)
     if reason is not None:
         fail(group, operation, reason, UnsupportedOperationError)
+
+
+def check_factor(group: Group, operation: str, op: ReduceOp) -> None:
+    """Checks that a PREMUL_SUM has its factor."""
+    if op.factor is None and op.code == ReduceOp.PREMUL_SUM.code:
+        fail(group, operation, "PREMUL_SUM has no factor; make the reduction with make_premul_sum(factor)")
 
 
 def check_pair(group: Group, operation: str, output: torch.Tensor, input: torch.Tensor) -> None:

@@ -1,27 +1,23 @@
-"""Rounds of PowerSGD: how the gradients of one bucket become their approximate average.
+"""PowerSGD on one bucket: how its gradients become their approximate average.
 
 The arithmetic is in :mod:`collectives.ddp.hooks.support.low_rank`, settings and memory in
 :mod:`collectives.ddp.hooks.powerSGD_hook`.
-
-Words used here. A *round* takes one bucket from its gradients to their approximate average, in three phases
-with an all-reduce after the first and the second. Rounds overlap: while the messages of one travel, the next
-one computes. All ranks issue the messages of all rounds in the same order, which the order of the buckets
-fixes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch.futures import Future
 
 from collectives import ProcessGroup, Work
 from collectives.ddp.hooks.support.adapter import pending, widths
-from collectives.ddp.hooks.support.error_feedback import working_dtype
+from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys, working_dtype
 from collectives.ddp.hooks.support.low_rank import (
     is_worth_compressing,
     matrix_shape,
@@ -32,10 +28,7 @@ from collectives.ddp.hooks.support.low_rank import (
 from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
-if TYPE_CHECKING:
-    from collectives.ddp.hooks.powerSGD_hook import PowerSGDState
-
-__all__ = ["Division", "Round", "layer_by_layer", "whole_bucket"]
+__all__ = ["BucketCompression", "Division", "layer_by_layer", "whole_bucket"]
 
 _SEEDS = 2**31 - 1
 
@@ -110,8 +103,32 @@ class _Plan:
     plain: list[slice]
 
 
-class Round:
-    """One bucket on its way from gradients to averages; see the words of the module.
+class _State(Protocol):
+    """What the compression of a bucket needs of a ``PowerSGDState``."""
+
+    matrix_approximation_rank: int
+    min_compression_rate: float
+    use_error_feedback: bool
+    orthogonalization_epsilon: float
+    batch_tensors_with_same_shape: bool
+    total_numel_before_compression: int
+    total_numel_after_compression: int
+    rng: np.random.RandomState
+    keys: ParameterKeys
+    errors: ErrorMemory
+
+    def factor(self, key: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        """Returns the remembered Q of a matrix."""
+
+    def keep_factor(self, key: str, parameters: Collection[str], factor: torch.Tensor | None) -> None:
+        """Remembers the Q of a matrix."""
+
+
+class BucketCompression:
+    """One bucket on its way from gradients to averages, in three phases with an all-reduce between them.
+
+    The compressions of a pass overlap: while the messages of one travel, the next one computes. All ranks
+    issue the messages in the same order, which the order of the buckets fixes.
 
     Attributes:
         index: of the bucket.
@@ -120,7 +137,7 @@ class Round:
 
     def __init__(
         self,
-        state: PowerSGDState,
+        state: _State,
         bucket: GradBucket,
         buffer: torch.Tensor,
         group: ProcessGroup,
@@ -166,7 +183,7 @@ class Round:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Waits for the first message, computes each Q and sends it; failures are told by the future."""
+        """Waits for the first message, computes each Q and sends it; failures go to the future."""
         self._protected(self._advance)
 
     def _advance(self) -> None:
@@ -196,7 +213,7 @@ class Round:
             self.future.set_exception(self._failure)  # type: ignore[arg-type]
 
     def outcome(self) -> Future[torch.Tensor]:
-        """Returns the future of a finished round; raises what it failed with."""
+        """Returns the future of a finished compression; raises what it failed with."""
         if self._failure is not None:
             raise self._failure
         return self.future
@@ -267,7 +284,7 @@ class Round:
         self._state.total_numel_after_compression += self._message.numel() + factors
 
 
-def layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
+def layer_by_layer(state: _State, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
     """Makes a matrix of each gradient that is worth it."""
     plan = _Plan([], [])
     same: dict[tuple[int, int], _Batch] = {}
@@ -289,7 +306,7 @@ def layer_by_layer(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]
     return plan
 
 
-def whole_bucket(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
+def whole_bucket(state: _State, bucket: GradBucket, keys: Sequence[str]) -> _Plan:
     """Makes one square matrix of all gradients."""
     numel = sum(widths(bucket))
     if not numel:
@@ -300,5 +317,5 @@ def whole_bucket(state: PowerSGDState, bucket: GradBucket, keys: Sequence[str]) 
     return _Plan([_Batch(["; ".join(keys)], [list(keys)], [slice(0, numel)], shape, rank)], [])
 
 
-Division = Callable[["PowerSGDState", GradBucket, Sequence[str]], _Plan]
+Division = Callable[[_State, GradBucket, Sequence[str]], _Plan]
 """Decides what becomes of the gradients in a bucket with these keys of its parameters."""

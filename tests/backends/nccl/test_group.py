@@ -158,7 +158,7 @@ def several_at_once(group: Any) -> None:
     group.reduce_scatter_single_coalesced(parts, [torch.ones(2 * size), torch.ones(3 * size)]).wait()
     assert parts[1].tolist() == [size] * 3
     lists = [[torch.empty(1) for _ in range(size)], [torch.empty(2) for _ in range(size)]]
-    group.allgather_coalesced(lists, [torch.ones(1), torch.ones(2)]).wait()
+    group.allgather_coalesced(list(zip(*lists, strict=True)), [torch.ones(1), torch.ones(2)]).wait()
     assert lists[1][size - 1].tolist() == [1.0] * 2
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
+from collectives.core.opcodes import ALL_REDUCE
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
@@ -34,13 +35,19 @@ class Launches:
 
     def __init__(self, group) -> None:
         self.sizes: list[int] = []
-        plain = group.allreduce
+        checked, fast = group.allreduce, group.fast_collective
 
         def noted(tensors, *args, **kwargs):
             self.sizes.append(tensors[0].numel())
-            return plain(tensors, *args, **kwargs)
+            return checked(tensors, *args, **kwargs)
 
-        group.allreduce = noted
+        def noted_fast(opcode, output, *args, **kwargs):
+            work = fast(opcode, output, *args, **kwargs)
+            if work is not None and opcode == ALL_REDUCE:
+                self.sizes.append(output.numel())
+            return work
+
+        group.allreduce, group.fast_collective = noted, noted_fast
 
 
 # ---- delayed reductions ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from ddp_oracle import Chain, Marked, data, equal, grads, naive_average, naive_broadcast, pair
 from harness import run_ranks
 from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
 from torch.utils.checkpoint import checkpoint
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError
@@ -486,3 +489,104 @@ def deep_checkpoints(group, static):
 def test_checkpoints_on_several_threads_of_the_engine(static) -> None:
     for same in run_ranks(deep_checkpoints, 2, static, backend="host"):
         assert same == [True] * 2
+
+
+class Manual(nn.Module):
+    """Runs backward passes of its own within forward, as manual optimization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Chain(), Chain()
+
+    def forward(self, x: torch.Tensor, losses: str) -> torch.Tensor:
+        for name in losses:
+            loss = (self.first if name == "1" else self.second)(x).sum()
+            loss.backward()
+        return loss.detach()
+
+
+def within_forward(group, view, losses):
+    options = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+    ours, naive = pair(group, Manual, **options)
+    same = []
+    for step in range(3):
+        x = data(group.rank(), step)
+        if step == 1:
+            with ours.no_sync():
+                ours(x, losses)
+            naive(x, losses)
+            continue
+        ours(x, losses)
+        for name in losses:
+            naive(x, name)
+            naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+        ours.zero_grad()
+        naive.zero_grad()
+    return same, ours.reducer.passes
+
+
+@VIEWS
+@pytest.mark.parametrize("losses", ["1", "12"])
+def test_a_backward_pass_within_forward_is_averaged(view, losses) -> None:
+    for same, passes in run_ranks(within_forward, 2, view, losses, backend="host"):
+        assert same == [True, True]
+        assert passes == 2 * len(losses)
+
+
+def within_one_forward_only(group):
+    ours = DistributedDataParallel(Manual(), process_group=group)
+    try:
+        ours(data(group.rank()), "1")
+    except GradientSyncError as error:
+        return str(error)
+    return None
+
+
+def test_a_backward_pass_within_forward_is_checked() -> None:
+    for message in run_ranks(within_one_forward_only, 2, backend="host"):
+        assert "got no gradient: second." in message
+
+
+def on_one_rank_within_forward(group):
+    ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
+    ours.module.second.register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ours(data(group.rank()), "12")
+    loss = ours.module.first(data(group.rank())).sum()
+    loss.backward()  # of no forward: stays on this rank
+    return ours.reducer.passes
+
+
+def test_a_forward_that_raised_has_no_later_pass() -> None:
+    assert run_ranks(on_one_rank_within_forward, 2, backend="host") == [1, 1]
+
+
+def under_dist_autograd(group, folder, remote):
+    rank, size = group.rank(), group.size()
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", _transports=["uv"])
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    ours, naive = pair(group)
+    message = ""
+    with dist_autograd.context() as context:
+        output = ours(data(rank))
+        if remote:
+            output = rpc.rpc_sync(f"rank{(rank + 1) % size}", torch.square, (output,))
+        try:
+            dist_autograd.backward(context, [output.sum()])
+        except RuntimeError as error:
+            message = str(error)
+        group.barrier().wait()
+    rpc.shutdown()
+    ours(data(rank, 1)).sum().backward()
+    naive(data(rank, 1)).sum().backward()
+    naive_average(naive.parameters(), group)
+    return message, equal(grads(ours.module), grads(naive))
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_dist_autograd_is_refused(tmp_path, remote) -> None:
+    for message, same in run_ranks(under_dist_autograd, 2, str(tmp_path), remote, backend="host"):
+        assert "torch.distributed.autograd.backward() keeps gradients in its context" in message
+        assert same

@@ -114,6 +114,22 @@ def test_older_gradients_of_unused_parameters_keep_their_bits(view) -> None:
     assert run_ranks(untouched_older_gradient, 3, view, backend="host") == [(True, False)] * 3
 
 
+def unequal_gradients(group, mode):
+    """Gradients that are views of the buckets differ between the ranks where no rank uses them."""
+    ours = wrapped(group, {"find_unused_parameters": True, "gradient_as_bucket_view": True, **mode})
+    ours(data(group.rank())).sum().backward()
+    for parameter in ours.parameters():
+        parameter.grad.fill_(group.rank() + 1.0)
+    ours(data(group.rank(), 1), "01").sum().backward()
+    return [p.grad.unique().tolist() for p in ours.module.layers[2:].parameters()]
+
+
+@pytest.mark.parametrize("mode", [{}, {"bucket_cap_mb": 0}], ids=str)
+def test_unused_gradients_that_are_views_of_the_buckets_are_restored(mode) -> None:
+    for rank, kept in enumerate(run_ranks(unequal_gradients, 2, mode, backend="host")):
+        assert kept == [[rank + 1.0]] * 4
+
+
 def nothing_reached(group, find_unused):
     """Rank 1 runs no layer, but its output needs a gradient because its input does."""
     ours = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=find_unused)

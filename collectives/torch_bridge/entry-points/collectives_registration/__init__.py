@@ -29,7 +29,7 @@ def autoload() -> None:
         for name, backend, devices, fixed in _known():
             if not _taken(name):
                 register_backend(name, backend, devices, fixed)
-        _register_meeting()
+        _register_rendezvous()
 
 
 def register() -> None:
@@ -40,7 +40,7 @@ def register() -> None:
     """
     for name, backend, devices, fixed in _known():
         register_backend(name, backend, devices, fixed)
-    _register_meeting()
+    _register_rendezvous()
 
 
 def register_backend(
@@ -87,7 +87,7 @@ def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
     ]
 
 
-def _register_meeting() -> None:
+def _register_rendezvous() -> None:
     """Makes ``mpi://`` known to torch's rendezvous; what carries it out is imported when it is used."""
     import importlib
 

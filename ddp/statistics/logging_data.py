@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from collectives.ddp.sync_batch_norm import SyncBatchNorm
-from collectives.ddp.timing import IterationClock, Mark
-
-if TYPE_CHECKING:
-    from collectives.ddp.distributed import DistributedDataParallel
+from collectives import ProcessGroup
+from collectives.ddp.module.sync_batch_norm import SyncBatchNorm
+from collectives.ddp.reducer.reducer import Reducer
+from collectives.ddp.statistics.timing import IterationClock, Mark
 
 __all__ = ["construction_in_words", "logging_data"]
 
 
-_KNOBS = (
+_SWITCHES = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+
+_OPTIONS = (
     "init_sync", "forward_sync_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph",
     "skip_all_reduce_unused_params", "batched_grad_copy", "mixed_precision", "device_ids", "output_device",
 )  # fmt: skip
 
 
-def construction_in_words(ddp: DistributedDataParallel) -> str:
-    """Returns the line that is logged when a module was wrapped: what it consists of, and every knob."""
+class _Model(Protocol):
+    """What is asked of a DistributedDataParallel, besides the options."""
+
+    module: nn.Module
+    process_group: ProcessGroup
+    reducer: Reducer
+    device_ids: Any
+    output_device: Any
+    is_multi_device_module: bool
+    _comm_hooks: list[tuple[Any, object]]
+
+
+def construction_in_words(ddp: _Model) -> str:
+    """Returns the line that is logged when a module was wrapped: what it consists of, and every option."""
     reducer, group = ddp.reducer, ddp.process_group
     parameters = reducer.gradients.parameters
     sizes = reducer.initial_bucket_bytes
@@ -36,11 +49,11 @@ def construction_in_words(ddp: DistributedDataParallel) -> str:
         f"{name} over {group.describe()}: {parts}, in {len(sizes)} buckets of {sizes} bytes on "
         f"{_joined(dict.fromkeys(p.device for p in parameters))}, with caps of "
         f"{list(reducer.gradients.limits)} bytes; {sum(1 for _ in ddp.module.buffers())} buffers, {frozen} "
-        f"parameters frozen; {_joined(f'{knob}={getattr(ddp, knob)}' for knob in _KNOBS)}"
+        f"parameters frozen; {_joined(f'{option}={getattr(ddp, option)}' for option in _OPTIONS)}"
     )
 
 
-def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+def logging_data(ddp: _Model) -> dict[str, Any]:
     """Returns the facts that are known; sizes are in bytes, lists are joined by commas as in torch.
 
     Times are in nanoseconds, of the last iteration that was sampled and, as ``avg_``, of all of them: each of
@@ -76,10 +89,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "bucket_sizes": _joined(reducer.initial_bucket_bytes),
         "has_rebuilt_buckets": int(rebuilt),
         "num_buckets_reduced": len(buckets),
-        "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "find_unused_parameters": int(ddp.find_unused_parameters),
-        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(ddp.static_graph),
+        **{name: int(getattr(ddp, name)) for name in _SWITCHES},
         "can_set_static_graph": reducer.passes > 0 and reducer.unused.is_constant,
         "comm_hook": _joined(getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks),
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
@@ -96,7 +106,7 @@ _ENVIRONMENT = (
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG", "GLOO_DEVICE_TRANSPORT",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT",
 )  # fmt: skip
-"""Variables that are told as they are."""
+"""Environment variables that are shown as they are."""
 
 _FIELDS = {
     "forward": "forward_compute_time",

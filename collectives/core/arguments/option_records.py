@@ -1,4 +1,4 @@
-"""Option records of ``torch.distributed`` turned into those of this package."""
+"""Option records of ``torch.distributed`` converted to those of :mod:`collectives.core.types`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from collectives.core import types as ours
 from collectives.errors import UnsupportedOperationError
 
-__all__ = ["PLAIN_CODES", "limit", "plain_code", "record", "reduction"]
+__all__ = ["REDUCE_OP_CODES", "limit", "record", "reduce_op_code", "reduction"]
 
 _NONE = timedelta(0)
 _REDUCTIONS: dict[Any, ours.ReduceOp] = {
@@ -41,17 +41,17 @@ def reduction(op: Any) -> ours.ReduceOp:
     return ours.ReduceOp.of(op)
 
 
-PLAIN_CODES = {hash(c10d.ReduceOp(kind)): op.code for kind, op in _REDUCTIONS.items()}
+REDUCE_OP_CODES = {hash(c10d.ReduceOp(kind)): op.code for kind, op in _REDUCTIONS.items()}
 """Codes of the reductions without a factor, by the hash of a ``torch.distributed.ReduceOp``."""
 
 
-def plain_code(op: Any) -> int | None:
+def reduce_op_code(op: Any) -> int | None:
     """Returns the code of a reduction in a record; ``None`` for ``PREMUL_SUM``, which has a factor.
 
     Args:
         op: a ``torch.distributed.ReduceOp``, whose hash tells its kind in one call.
     """
-    return PLAIN_CODES.get(hash(op))
+    return REDUCE_OP_CODES.get(hash(op))
 
 
 def _barrier(opts: Any) -> ours.BarrierOptions:
