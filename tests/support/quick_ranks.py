@@ -16,7 +16,7 @@ PRELOADED = [
     "torch._dynamo",  # which optimizers load in their first step
     "pytest",
     "sklearn.datasets",
-    "collectives.bench.comparison.program",
+    "collectives.bench.comparison.command",
     "collectives.backends.gloo",
 ]
 
