@@ -121,7 +121,7 @@ class ProcessGroupHost(ProcessGroup):
         self._timeout_ns = _nanoseconds(timeout)
         label = self.describe()
         self._native = form(store, rank, size, timeout, label)
-        self.plain = self._native.plain  # type: ignore[method-assign]  # a call less
+        self.plain = self._native.fast_collective  # type: ignore[method-assign]  # a call less
         self._in_flight = InFlight()
         _live.add(self)
 
@@ -164,7 +164,7 @@ class ProcessGroupHost(ProcessGroup):
         listed: bool = False,
     ) -> Work | None:
         """Issues a collective where the core takes the arguments as they are."""
-        task = self._native.plain_launch(kind, output, input, op_code, root, listed)
+        task = self._native.fast_collective_async(kind, output, input, op_code, root, listed)
         if task is None:
             return None
         outputs = as_tuple(output)
@@ -352,7 +352,7 @@ class ProcessGroupHost(ProcessGroup):
 
     def plain_message(self, sends: bool, tensor: torch.Tensor, peer: int, tag: int) -> bool:
         """Sends or receives a tensor where the core takes the arguments as they are, and waits for it."""
-        task = self._native.plain_message(sends, tensor, peer, tag, True)
+        task = self._native.fast_message(sends, tensor, peer, tag, True)
         if task is None:
             return False
         if task is not True:
@@ -361,7 +361,7 @@ class ProcessGroupHost(ProcessGroup):
 
     def _message(self, sends: bool, tensor: Any, peer: int, tag: int) -> Work | None:
         """Posts a message where the core takes the arguments as they are."""
-        task = self._native.plain_message(sends, tensor, peer, tag, False)
+        task = self._native.fast_message(sends, tensor, peer, tag, False)
         if task is True:
             return CompletedWork() if sends else CompletedWork((tensor,), peer)
         return None if task is None else self._launch(task, (tensor,), () if sends else (tensor,), True)

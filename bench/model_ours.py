@@ -56,11 +56,11 @@ REMOTE_CHUNKS_WANTED, REMOTE_WINDOW = 8, 320 << 10
 LEAST_NEAR, MOST_NEAR, SHARED_NEAR = 4 << 10, 32 << 10, 512 << 10
 CHUNKS_WANTED = SLICED_RING_CHUNKS = 4
 RING_BYTES = 2 << 20
-"""Defaults of the host backend: ``transport/tuning.cpp``; between machines, ``control_page.cpp`` there and
-``algorithms/machine_parts.hpp``; of slices, ``algorithms/reductions.cpp``."""
+"""Defaults of the host backend: ``selection/tuning.cpp``; between machines, ``state/segment_layout.cpp`` and
+``algorithms/machine_chunks.hpp``; of slices, ``selection/selection.hpp``."""
 
 HEAD_BYTES, ENTRY_BYTES = 16, 40
-"""Of a frame of the leaders' meeting (``transport/exchange.hpp``): its head, and what tells of each rank."""
+"""Of a frame of arrivals (``transport/arrival_exchange.hpp``): its head, and what tells of each rank."""
 
 MOST_DIRECT = 32
 """Machines up to which each leader sends its frame to every other; beyond, leaders pass frames on."""

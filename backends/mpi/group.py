@@ -181,7 +181,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (data,),
                 whole.nbytes,
-                kind=kind,
+                opcode=kind,
                 data_ptr=whole.address,
                 count=whole.nbytes // arithmetic.item,
                 dtype_code=arithmetic.dtype,
@@ -256,7 +256,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (data,),
                 whole.nbytes,
-                kind=_KINDS["broadcast"],
+                opcode=_KINDS["broadcast"],
                 data_ptr=whole.address,
                 count=whole.nbytes,
                 dtype_code=_BYTE,
@@ -291,7 +291,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (source, target),
                 whole.nbytes,
-                kind=_KINDS["all_gather"],
+                opcode=_KINDS["all_gather"],
                 input_ptr=own.address,
                 count=own.nbytes,
                 dtype_code=_BYTE,
@@ -385,7 +385,7 @@ class ProcessGroupMPI(ProcessGroup):
             while any(not work.done for work in earlier):
                 yield []
 
-        return self._launcher.by_core(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
+        return self._launcher.by_core(operation, opts.asyncOp, then=after_these(), opcode=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 

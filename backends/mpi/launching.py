@@ -96,7 +96,7 @@ class Launcher:
 
         Args besides the class's:
             then: stages after the core's.
-            **what: the collective, as ``_native.MpiExchange.issue`` takes it.
+            **what: the collective, as ``_native.MpiFastPath.issue`` takes it.
         """
         settle(keep)
         after = on_device(operation.outputs, after)
