@@ -95,7 +95,7 @@ class Dispatcher:
 
         Args besides the class's:
             then: stages after the core's.
-            **what: the collective, as ``_native.MpiExchange.issue`` takes it.
+            **what: the collective, as ``_native.MpiFastPath.issue`` takes it.
         """
         synchronize_streams(keep)
         after = on_device(operation.outputs, after)

@@ -173,7 +173,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (data,),
                 whole.nbytes,
-                kind=kind,
+                opcode=kind,
                 data_ptr=whole.address,
                 count=whole.nbytes // arithmetic.item,
                 dtype_code=arithmetic.dtype,
@@ -248,7 +248,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (data,),
                 whole.nbytes,
-                kind=_KINDS["broadcast"],
+                opcode=_KINDS["broadcast"],
                 data_ptr=whole.address,
                 count=whole.nbytes,
                 dtype_code=_BYTE,
@@ -283,7 +283,7 @@ class ProcessGroupMPI(ProcessGroup):
                 staged.last_step,
                 (source, target),
                 whole.nbytes,
-                kind=_KINDS["all_gather"],
+                opcode=_KINDS["all_gather"],
                 input_ptr=own.address,
                 count=own.nbytes,
                 dtype_code=_BYTE,
@@ -377,7 +377,7 @@ class ProcessGroupMPI(ProcessGroup):
             while any(not work.done for work in earlier):
                 yield []
 
-        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these(), kind=_KINDS["barrier"])
+        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these(), opcode=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class NativeExchange:
             ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Testall", "MPI_Get_count")
         )
-        exchange = _native.MpiExchange(
+        exchange = _native.MpiFastPath(
             (isend, irecv, test, testall, get_count),
             (mpi._sizeof(mpi.Request), mpi._sizeof(mpi.Status)),
             communicator.handle,
@@ -100,13 +100,13 @@ class NativeExchange:
             _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
-        self.fast_collective = exchange.plain if library.concurrent else _never
-        self.fast_message = exchange.plain_message if library.concurrent else _never
+        self.fast_collective = exchange.fast_collective if library.concurrent else _never
+        self.fast_message = exchange.fast_message if library.concurrent else _never
         self.serves = exchange.serves
         self.issue = exchange.issue
         self._error = mpi.Exception
 
-    def steps(self, flight: _native.MpiFlight) -> Steps:
+    def steps(self, flight: _native.MpiInFlight) -> Steps:
         """Goes on with what is under way; raises MPI's error."""
         while True:
             over = not flight.error and flight.advance()
