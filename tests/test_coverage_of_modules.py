@@ -47,7 +47,11 @@ TESTED_THROUGH = {
     "store/file": ("store/test_file.py", "public as `FileStore`", "run store"),
     "store/tcp": ("store/test_tcp.py", "public as `TCPStore`", "client listen store"),
     "backends/_shared": ("conformance", "parts of every group", "exit_reasons operation tensor_memory"),
-    "backends/gloo": ("backends/gloo", "parts of its group", "failures messages options rendezvous torch_group work"),
+    "backends/gloo": (
+        "backends/gloo",
+        "parts of its group",
+        "failures messages options rendezvous torch_group work",
+    ),
     "backends/host": ("backends/host", "parts of its group", "failures work"),
     "backends/mpi": (
         "backends/mpi",
