@@ -1,8 +1,8 @@
 """How long does an all-reduce take, by backend, size and number of ranks?
 
-Calls go through the public function ``collectives.all_reduce``. For every call the ranks leave a barrier of
-the bench's own together, each takes its duration with its own clock, and the slowest rank's counts. Peers
-take turns at each size.
+Calls go through the public function ``collectives.all_reduce``. Before every call the ranks leave a barrier
+together; each rank times the call with its own clock, and the slowest rank counts. Peers alternate in batches
+of a few calls, so that noise of the machine meets all of them alike.
 
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from collectives.bench.comparison import program as comparison
-from collectives.bench.comparison.program import READING, Options, measure
+from collectives.bench.comparison import command as comparison
+from collectives.bench.comparison.command import READING
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 

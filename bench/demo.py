@@ -25,14 +25,15 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.comparison.groups import initialize, parent_store
-from collectives.bench.comparison.program import Options, measure
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.plot import plot
+from collectives.bench.comparison.table import report_lines
 from collectives.bench.core.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
+from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import usable_cores
-from collectives.bench.core.plot import plot
-from collectives.bench.core.ranks import RankFailedError, SpawnedTeam
 from collectives.bench.core.records import write_json
-from collectives.bench.core.table import header_lines, report_lines
+from collectives.bench.core.text import header_lines
 from collectives.bench.training.digits import (
     Recipe,
     accuracy,
@@ -44,6 +45,7 @@ from collectives.bench.training.digits import (
 )
 from collectives.cli import CommandError
 from collectives.ddp import DistributedDataParallel
+from collectives.ranks.processes import RankFailedError, SpawnedRanks
 
 __all__ = ["Outcome", "add_arguments", "complaints_about", "run", "train_alone", "train_in_parallel"]
 
@@ -160,8 +162,8 @@ def train_in_parallel(ranks: int, steps: int) -> Outcome:
     compared = min(steps, COMPARED_STEPS)
     store = parent_store()
     print(f"Training on {ranks} ranks ...", flush=True)
-    with SpawnedTeam(ranks, _train_rank, (ranks, recipe, compared, store.port)) as team:
-        results = team.gather()
+    with SpawnedRanks(ranks, _train_rank, (ranks, recipe, compared, store.port)) as processes:
+        results = processes.gather()
     first = results[0]
     torch.set_num_threads(usable_cores())
     difference = (first["compared"] - train_alone(ranks, recipe, compared)).abs().max().item()

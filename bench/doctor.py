@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.bench.comparison import patterns
-from collectives.bench.comparison.groups import initialize, parent_store
-from collectives.bench.comparison.program import available_backends
-from collectives.bench.core.launching import start_ranks
+from collectives.bench.comparison import verification
+from collectives.bench.comparison.options import available_backends
+from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.ranks import RankFailedError
+from collectives.ranks.mpirun import start_ranks
+from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names
 
 __all__ = ["add_arguments", "run"]
@@ -154,8 +154,8 @@ def _own_name() -> str:
 
 def _smoke(backend: str) -> str:
     store = parent_store()
-    with start_ranks([backend], 2, _reduce, (backend, store.port)) as team:
-        wrong = sum(team.gather())
+    with start_ranks([backend], 2, _reduce, (backend, store.port)) as processes:
+        wrong = sum(processes.gather())
     if wrong:
         raise RuntimeError(f"{wrong} elements of the results are wrong")
     return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements"
@@ -166,9 +166,9 @@ def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
     initialize(rank, 2, port, backend)
     wrong = 0
     for count in SMOKE_COUNTS:
-        tensor = patterns.source("sum", torch.float32, count, rank, 2)
+        tensor = verification.source("sum", torch.float32, count, rank, 2)
         collectives.all_reduce(tensor)
-        wrong += patterns.count_wrong(tensor, patterns.expected("sum", torch.float32, count, 2))
+        wrong += verification.count_wrong(tensor, verification.expected("sum", torch.float32, count, 2))
     collectives.barrier()
     collectives.destroy_process_group()
     connection.send(wrong)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pkgutil import extend_path
 
-# Python started inside a checkout finds this folder before the installed package; what lies beside it in
-# a checkout (store, backends, ddp, bench, the compiled core) are then found where they are installed.
+# Python started inside a checkout finds this folder before an installed package; the compiled core is then
+# found where it is installed.
 __path__ = extend_path(__path__, __name__)
 
 from collectives.api.coalescing import (

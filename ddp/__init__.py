@@ -5,6 +5,9 @@ Not here: process groups and collectives, of which this package uses the contrac
 
 from __future__ import annotations
 
+if __name__ != "collectives.ddp":
+    raise ImportError("this folder is the package collectives.ddp; import it by that name")
+
 from collectives.ddp.distributed import DistributedDataParallel
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
 from collectives.ddp.join.join import Join, Joinable, JoinHook

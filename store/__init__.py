@@ -3,6 +3,11 @@
 See :class:`Store` for the contract that all stores keep, and :func:`rendezvous` for the ways to one.
 """
 
+from __future__ import annotations
+
+if __name__ != "collectives.store":
+    raise ImportError("this folder is the package collectives.store; import it by that name")
+
 from collectives.store.base import Store
 from collectives.store.file import FileStore
 from collectives.store.memory import HashStore

@@ -1,4 +1,4 @@
-"""Parameters that all tests share, and the proof that nothing is left behind."""
+"""Parameters that all tests share, the tiers, and the proof that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
+import tiers
 from interrupts import let_children_be_interrupted
+from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
+PROCESSES = 2
 
 _SHARED_MEMORY = Path("/dev/shm")
 _left: list[str] = []
@@ -26,6 +30,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backends", default=",".join(BACKENDS), help="backends that the shared tests run on, by commas"
     )
+    tiers.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Has two processes share the tests where the user names none, because many tests only wait."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and not config.option.usepdb and config.getoption("numprocesses", 0) is None:
+        config.option.numprocesses = PROCESSES
+        config.option.dist = "worksteal"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.configure(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return tiers.header(config)
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.select(config, items)
 
 
 def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
@@ -71,13 +98,26 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         _left.append(f"process {pid}: {command}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
     _left.extend(f"socket of the pytest process: {name}" for name in sorted(_own_sockets() - _sockets_before))
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output.update(left_behind=_left, left_out=tiers.left_out(session.config))
+        return  # the process that started this one reports, and tells whose files are left
+    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
     if _left and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Takes over what a worker of pytest-xdist found at its end."""
+    found = getattr(node, "workeroutput", {})
+    _left.extend(found.get("left_behind", ()))
+    tiers.set_left_out(node.config, found.get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := tiers.summary(config):
+        terminalreporter.write_line(left_out)
     if _left:
         terminalreporter.section("left behind by the tests", red=True)
         for line in _left:

@@ -1,31 +1,24 @@
-"""Plain mpi4py as a peer: its upper-case calls under ``mpirun``, without a process group of ours.
-
-``python -m collectives.bench.comparison.mpi4py_peer ADDRESS`` is the program that ``mpirun`` starts for each
-rank.
-"""
+"""Plain mpi4py as a peer: its upper-case calls under ``mpirun``, without a process group of this package."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from collectives.bench.comparison.operations import OPERATIONS, ROOT, Operation
 from collectives.bench.comparison.peers import Bind, ping_pong
-from collectives.bench.comparison.player import Introduction, Workload, serve
-from collectives.bench.core.machine import bind_to_core, usable_cores
-from collectives.bench.core.ranks import CommandTeam, connect
+from collectives.bench.comparison.worker import Ready, Workload, serve
+from collectives.bench.core.machine import bind_to_core, mpi_version
+from collectives.ranks.mpirun import find_mpirun, mpirun_environment
 
-__all__ = ["INSTALL", "MPI4PY", "launch_environment", "launcher", "start_team", "why_unavailable"]
+__all__ = ["INSTALL", "MPI4PY", "run_worker", "why_unavailable"]
 
 MPI4PY = "mpi4py"
 """Name of the peer."""
@@ -39,13 +32,13 @@ def why_unavailable() -> str | None:
     """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it."""
     if importlib.util.find_spec("mpi4py") is None:
         return "needs mpi4py, not installed"
-    program = launcher()
+    program = find_mpirun()
     if program is None:
         return "needs an MPI, but there is no mpirun beside the Python interpreter or in PATH"
     command = [program, "-n", "2", sys.executable, "-c", PROBE]
     try:
         done = subprocess.run(
-            command, env=launch_environment(2), capture_output=True, text=True, timeout=60, check=False
+            command, env=mpirun_environment(2), capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         return f"{program} did not start two ranks within a minute"
@@ -56,54 +49,12 @@ def why_unavailable() -> str | None:
     return None
 
 
-def start_team(ranks: int, workload: Workload, board: str) -> CommandTeam:
-    """Returns ranks under ``mpirun`` that take turns, as :func:`collectives.bench.comparison.player.play`.
-
-    Args:
-        ranks: number of ranks.
-        workload: what is measured.
-        board: path of the memory for :class:`~collectives.bench.core.lockstep.Lockstep`.
+def run_worker(rank: int, connection: Connection, ranks: int, workload: Workload, memory: str) -> None:
+    """Body of a rank under ``mpirun``; arguments as of :func:`.worker.run_worker`.
 
     Raises:
-        RankFailedError: they could not be started.
+        RuntimeError: ``mpirun`` and mpi4py are not of one MPI.
     """
-    program = launcher()
-    if program is None:
-        raise FileNotFoundError("there is no mpirun")
-    # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
-    command = [
-        program,
-        "-n",
-        str(ranks),
-        sys.executable,
-        "-m",
-        "mpi4py",
-        "-m",
-        "collectives.bench.comparison.mpi4py_peer",
-    ]
-    return CommandTeam(ranks, command, launch_environment(ranks), (ranks, workload, board))
-
-
-def launcher() -> str | None:
-    """Returns the program that starts ranks, beside the interpreter or in PATH; ``None`` without one."""
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return shutil.which("mpirun", path=beside) or shutil.which("mpiexec", path=beside)
-
-
-def launch_environment(ranks: int) -> Mapping[str, str]:
-    """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
-    extra: dict[str, str] = {}
-    if os.geteuid() == 0:
-        extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if ranks > usable_cores():
-        extra |= {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
-    return {**os.environ, **extra}
-
-
-def _rank_main(address: str) -> None:
     import mpi4py
 
     mpi4py.rc.threads = False  # MPI's fastest mode
@@ -111,29 +62,20 @@ def _rank_main(address: str) -> None:
 
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
-    with connect(address, world.Get_rank()) as connection:
-        ranks, workload, board = connection.recv()
-        if world.Get_size() != ranks:
-            raise RuntimeError(
-                f"mpirun was to start {ranks} ranks, but mpi4py sees {world.Get_size()}; not of one MPI"
-            )
-        if workload.cores:
-            bind_to_core(workload.cores[world.Get_rank()])
-        refused = {
-            (MPI4PY, name): reason
-            for name in workload.operations
-            if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
-        }
-        peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
-        answer = Introduction(refused, {MPI4PY: _version(mpi4py.__version__, MPI.Get_library_version())})
-        serve(connection, world.Get_rank(), ranks, workload, board, peers, answer)
-
-
-def _version(mpi4py: str, library: str) -> str:
-    """Returns ``"mpi4py 4.1.2, Open MPI v5.0.11"`` of what an MPI says of itself at length."""
-    words = " ".join(library.split(",", maxsplit=1)[0].replace("\0", "").split())
-    mpich = re.match(r"MPICH Version: (\S+)", words)
-    return f"mpi4py {mpi4py}, {f'MPICH {mpich[1]}' if mpich else words[:60]}"
+    if world.Get_size() != ranks:
+        raise RuntimeError(
+            f"mpirun was to start {ranks} ranks, but mpi4py sees {world.Get_size()}; not of one MPI"
+        )
+    if workload.cores:
+        bind_to_core(workload.cores[rank])
+    refused = {
+        (MPI4PY, name): reason
+        for name in workload.operations
+        if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
+    }
+    peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
+    ready = Ready(refused, {MPI4PY: mpi_version()})
+    serve(connection, rank, ranks, workload, memory, peers, ready)
 
 
 _OPERATIONS = {
@@ -194,12 +136,3 @@ def _peer(mpi: Any, world: Any, workload: Workload) -> Bind:
         return calls[operation.name](given.numpy(), result.numpy())
 
     return bind
-
-
-def _main(words: Sequence[str]) -> None:
-    (address,) = words
-    _rank_main(address)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.bench.comparison import patterns
+from collectives.bench.comparison import verification
 
 __all__ = [
     "ADD",
@@ -127,7 +127,7 @@ def input_values(
 ) -> torch.Tensor:
     """Returns a rank's input for an array of ``count`` elements."""
     op = _pattern(operation, redop)
-    return patterns.source(op, dtype, operation.input_count(count, rank, ranks), rank, ranks)
+    return verification.source(op, dtype, operation.input_count(count, rank, ranks), rank, ranks)
 
 
 def wanted_values(
@@ -141,21 +141,21 @@ def wanted_values(
     if name == "reduce" and rank != ROOT:
         return None
     if name in {"all_reduce", "reduce"}:
-        return patterns.expected(op, dtype, count, ranks)
+        return verification.expected(op, dtype, count, ranks)
     if name == "reduce_scatter":
-        return patterns.expected(op, dtype, part, ranks, rank * part)
+        return verification.expected(op, dtype, part, ranks, rank * part)
     if operation.output_count(count, rank, ranks) == 0:
         return torch.empty(0, dtype=dtype)
     if name == "broadcast":
-        return patterns.source(op, dtype, count, ROOT, ranks)
+        return verification.source(op, dtype, count, ROOT, ranks)
     if name == "scatter":
-        return patterns.source(op, dtype, part, ROOT, ranks, rank * part)
+        return verification.source(op, dtype, part, ROOT, ranks, rank * part)
     if name == "sendrecv":
-        return patterns.source(op, dtype, count, rank ^ 1, ranks)
+        return verification.source(op, dtype, count, rank ^ 1, ranks)
     if name == ADD.name:
-        return patterns.source(op, dtype, count, rank, ranks)
+        return verification.source(op, dtype, count, rank, ranks)
     begin = rank * part if name == "all_to_all" else 0
-    return torch.cat([patterns.source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
+    return torch.cat([verification.source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
 
 
 def _pattern(operation: Operation, redop: str) -> str:

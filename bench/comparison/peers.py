@@ -1,6 +1,10 @@
-"""The public functions of a group as peers: an operation and its tensors become a call without arguments.
+"""Peers of this package: public functions, all-reduces made of a backend's messages, the memory limit.
 
-Whatever a call needs besides (lists of parts, partners) is made before, so that only the call is timed.
+A peer turns an operation and its tensors into a call without arguments. Whatever the call needs besides
+(lists of parts, partners) is made before, so that only the call is timed.
+
+``BACKEND:ALGORITHM``, such as ``host:ring``, is an all-reduce over the messages of a backend, with the
+algorithms of :mod:`collectives.backends.algorithms`: it shows what the backend's own all-reduce is worth.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ from typing import Any, Protocol
 import torch
 
 import collectives
+from collectives.backends import algorithms
 from collectives.bench.comparison.operations import ROOT, Operation, partner
 
-__all__ = ["Bind", "add_zero", "function_peer", "group_peer", "why_not"]
+__all__ = ["Bind", "Call", "add_zero", "function_peer", "group_peer", "ping_pong", "split_name", "why_not"]
 
 Call = Callable[[], object]
 
@@ -40,14 +45,47 @@ _FUNCTIONS = {
 """Names of the capabilities behind an operation, where they differ from its own."""
 
 
+def split_name(name: str) -> tuple[str, str | None]:
+    """Returns the backend in a peer's name, and the algorithm; ``None`` for the backend's own operations.
+
+    Args:
+        name: of a backend of ours, or of such a peer.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    backend, colon, algorithm = name.partition(":")
+    if not colon:
+        return name, None
+    if algorithm not in algorithms.ALGORITHMS:
+        raise ValueError(
+            f"unknown algorithm {algorithm!r} in {name!r}; known are {', '.join(algorithms.ALGORITHMS)}"
+        )
+    return backend, algorithm
+
+
 def why_not(
     group: collectives.ProcessGroup,
     operation: Operation,
     dtype: torch.dtype,
     op: collectives.ReduceOp,
     device: str = "cpu",
+    algorithm: str | None = None,
 ) -> str | None:
-    """Returns why a group cannot do an operation on tensors of a device type, ``None`` where it can."""
+    """Returns why a group cannot do an operation on tensors of a device type, ``None`` where it can.
+
+    Args:
+        group: the group.
+        operation: the operation.
+        dtype: data type of the tensors.
+        op: the reduction of operations that reduce.
+        device: type of the device that the tensors are on.
+        algorithm: name of an algorithm over the group's messages; ``None`` for the group's own operations.
+    """
+    if algorithm is not None:
+        if operation.name != "all_reduce":
+            return "is an all-reduce"
+        return algorithms.why_not(group, dtype, op, device)
     for name in _FUNCTIONS.get(operation.name, (operation.name,)):
         reason = group.capabilities.why_not(
             name,
@@ -60,14 +98,19 @@ def why_not(
     return None
 
 
-def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp) -> Bind:
-    """Returns the peer that calls the public functions with a group.
+def group_peer(group: collectives.ProcessGroup, op: collectives.ReduceOp, algorithm: str | None) -> Bind:
+    """Returns the peer that calls the public functions with a group, or an algorithm over its messages.
 
     Args:
         group: the group; its ranks are those of the default group.
         op: the reduction of operations that reduce.
+        algorithm: name of the algorithm; ``None`` for the public functions.
     """
-    return function_peer(collectives, group, op)
+    if algorithm is None:
+        return function_peer(collectives, group, op)
+    return lambda operation, given, result: partial(  # noqa: ARG005
+        algorithms.all_reduce, result, algorithm, group, op
+    )
 
 
 def function_peer(module: Any, group: Any, op: Any) -> Bind:

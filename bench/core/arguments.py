@@ -12,15 +12,16 @@ from typing import TypeVar
 
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.table import header_lines
+from collectives.bench.core.text import header_lines
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 
 __all__ = [
     "add_iterations",
     "add_json",
+    "add_machines",
+    "add_rank_options",
     "add_ranks",
-    "add_team",
     "at_least",
     "check_plot",
     "conclude",
@@ -115,7 +116,7 @@ def add_iterations(parser: argparse.ArgumentParser, what: str, warmup: int | Non
     )
 
 
-def add_team(parser: argparse.ArgumentParser) -> None:
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--import`` and ``--bind``, which hold for all ranks."""
     parser.add_argument(
         "--import",
@@ -127,6 +128,23 @@ def add_team(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bind", action="store_true", help="keep each rank, with all its threads, on a core of its own"
+    )
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--machines`` and ``--link``."""
+    parser.add_argument(
+        "--machines",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
+        "administrator (default: none)",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
     )
 
 

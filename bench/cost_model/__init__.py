@@ -1,6 +1,7 @@
 """What an operation costs on any number of machines: a model, calibrated by measurements.
 
-The program is :mod:`collectives.bench.model`.
+Inside: what each algorithm does, in counts; prices of these; calibration; predictions, their text and plot.
+Not here: the command line (:mod:`collectives.bench.model`), measuring (:mod:`collectives.bench.comparison`).
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives.bench.core.records import Record, Timing
-from collectives.bench.cost_model.host import our_algorithm
-from collectives.bench.cost_model.model import ALGORITHMS, time_us
-from collectives.bench.cost_model.terms import Parameters, Scale
+from collectives.bench.comparison.records import Record
+from collectives.bench.cost_model.algorithms import ALGORITHMS, host_algorithm
+from collectives.bench.cost_model.parameters import Parameters, Scale
+from collectives.bench.cost_model.predictions import time_us
 
 __all__ = [
     "MEMORY",
@@ -30,15 +30,8 @@ __all__ = [
     "split",
 ]
 
-MEMORY = (
-    "meeting_us",
-    "line_us",
-    "switch_us",
-    "flag_us",
-    "copy_us_per_byte",
-    "reduce_us_per_byte",
-    "crowding",
-)
+MEMORY = ("arrival_us", "line_us", "switch_us", "flag_us", "copy_us_per_byte", "reduce_us_per_byte",
+          "crowding")  # fmt: skip
 """Parameters that measurements on one machine tell."""
 
 NETWORK = ("latency_us", "message_us", "link_us_per_byte", "socket_us_per_byte")
@@ -60,7 +53,7 @@ MOST_SCATTER = 5.0
 refused: the ranks have then waited for other programs more than for each other."""
 
 CALIBRATING = ("all_reduce", "broadcast", "barrier")
-"""Operations that calibrate: one that reduces, one that only copies, one that only meets."""
+"""Operations that calibrate: one that reduces, one that only copies, one that only waits."""
 
 STEPS = 60
 
@@ -88,15 +81,8 @@ class Point:
     cores: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """How far predictions are from measurements; 0.1 is ten percent in either direction.
-
-    Attributes:
-        median: of all points.
-        p90: ninetieth percentile.
-        worst: the largest.
-    """
+class Errors(NamedTuple):
+    """How far predictions are from measurements, of all points; 0.1 is ten percent in either direction."""
 
     median: float
     p90: float
@@ -129,13 +115,16 @@ def points_of_records(records: Sequence[Record], kind: str, machines: int = 1, c
             raise ValueError(f"{record.ranks} ranks cannot be spread equally over {machines} machines")
         scale = Scale(machines, record.ranks // machines)
         points.append(
-            Point(record.operation, record.size_bytes, scale, timing.p10_us, _scatter(timing), cores)
+            Point(
+                record.operation,
+                record.size_bytes,
+                scale,
+                timing.p10_us,
+                timing.p90_us / timing.p10_us,
+                cores,
+            )
         )
     return points
-
-
-def _scatter(timing: Timing) -> float:
-    return timing.p90_us / timing.p10_us
 
 
 def check_scatter(points: Sequence[Point], name: str) -> None:
@@ -164,10 +153,14 @@ def check_scatter(points: Sequence[Point], name: str) -> None:
 
 def predicted_us(point: Point, parameters: Parameters) -> float:
     """Returns the model's time for a point, by the algorithm that the host backend takes."""
-    algorithm = our_algorithm(point.operation, point.size_bytes, point.scale)
+    algorithm = host_algorithm(point.operation, point.size_bytes, point.scale)
     if point.cores:
         parameters = replace(parameters, cores=point.cores)
     return time_us(algorithm, point.size_bytes, point.scale, parameters)
+
+
+def _log_errors(points: Sequence[Point], parameters: Parameters) -> Vector:
+    return np.log([predicted_us(point, parameters) / point.measured_us for point in points])
 
 
 def split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
@@ -211,17 +204,11 @@ def fit(points: Sequence[Point], start: Parameters, names: Sequence[str]) -> Par
 
     def residuals(logs: Vector) -> Vector:
         parameters = with_values(logs)
-        off = [math.log(predicted_us(point, parameters) / point.measured_us) for point in points]
-        return np.concatenate([weights * _softened(np.asarray(off)), PRIOR * (logs - origin)])
+        off = _log_errors(points, parameters)
+        softened = np.sign(off) * OUTLIER * np.sqrt(2 * (np.sqrt(1 + (off / OUTLIER) ** 2) - 1))
+        return np.concatenate([weights * softened, PRIOR * (logs - origin)])
 
     return with_values(_minimize(residuals, origin))
-
-
-def _softened(off: Vector) -> Vector:
-    """Returns numbers whose squares are the pseudo-Huber loss."""
-    loss = 2 * OUTLIER**2 * (np.sqrt(1 + (off / OUTLIER) ** 2) - 1)
-    softened: Vector = np.sign(off) * np.sqrt(loss)
-    return softened
 
 
 def _minimize(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:
@@ -251,15 +238,14 @@ def errors(points: Sequence[Point], parameters: Parameters) -> Errors | None:
     """Returns how far predictions are from points; ``None`` where there are none."""
     if not points:
         return None
-    off = [abs(math.log(predicted_us(point, parameters) / point.measured_us)) for point in points]
-    median, p90, worst = np.expm1(np.percentile(off, (50, 90, 100)))
-    return Errors(float(median), float(p90), float(worst))
+    off = np.abs(_log_errors(points, parameters))
+    return Errors(*map(float, np.expm1(np.percentile(off, (50, 90, 100)))))
 
 
 def as_json(point: Point, parameters: Parameters) -> dict[str, object]:
     """Returns a point and its prediction as plain values."""
     return {
         **asdict(point),
-        "algorithm": our_algorithm(point.operation, point.size_bytes, point.scale),
+        "algorithm": host_algorithm(point.operation, point.size_bytes, point.scale),
         "predicted_us": predicted_us(point, parameters),
     }

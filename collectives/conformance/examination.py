@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import enum
 import importlib
-import multiprocessing
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Call
 from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
 from collectives.core.types import ReduceOp
+from collectives.ranks.processes import NoAnswer, SpawnedRanks, commands
 from collectives.registry.backends import capabilities_of
 
 __all__ = ["Answer", "Question", "Status", "examine", "questions"]
@@ -138,20 +136,20 @@ def examine(
         RuntimeError: the ranks cannot make a group of the backend.
     """
     answers = {}
-    team: _Team | None = None
+    examinees: _Examinees | None = None
     try:
         for question in asked:
-            if team is None:
-                team = _Team(backend, ranks, timeout_s, imports)
-            answer, usable = team.ask(question)
+            if examinees is None:
+                examinees = _Examinees(backend, ranks, timeout_s, imports)
+            answer, usable = examinees.ask(question)
             answers[question] = answer
             progress(question, answer)
             if not usable:
-                team.close(at_once=True)
-                team = None
+                examinees.close(at_once=True)
+                examinees = None
     finally:
-        if team is not None:
-            team.close()
+        if examinees is not None:
+            examinees.close()
     return answers
 
 
@@ -163,31 +161,21 @@ _AT_ONCE_S = 1.0
 """An error that comes later than this has waited for other ranks."""
 
 
-class _Team:
+class _Examinees:
     """The ranks of one group."""
 
     def __init__(self, backend: str, ranks: int, timeout_s: float, imports: Sequence[str]) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="collectives-conformance-")
-        self._connections: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
-        context = multiprocessing.get_context("spawn")
+        place = (backend, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports))
+        self._ranks = SpawnedRanks(ranks, _serve, place)
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                self._connections.append(ours)
-                place = (backend, rank, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports))
-                process = context.Process(target=_serve, args=(theirs, place), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-            first = self._gather(_START_S + timeout_s)
+            first = self._ranks.collect(_START_S + timeout_s)
+            if first != [_READY] * ranks:
+                raise RuntimeError(f"no group of backend {backend!r} could be made: {next(_failures(first))}")
         except BaseException:
-            self.close()
+            self.close(at_once=True)
             raise
-        if first != [_READY] * ranks:
-            self.close()
-            raise RuntimeError(f"no group of backend {backend!r} could be made: {next(_failures(first))}")
 
     def ask(self, question: Question) -> tuple[Answer, bool]:
         """Returns the answer, and whether the ranks can answer more."""
@@ -197,9 +185,8 @@ class _Team:
         ops = question.ops
         for op in ops:
             name = op.name if question.function in REDUCING else question.function
-            for connection in self._connections:
-                connection.send((question, ops.index(op)))
-            status, text, usable = _judge(self._gather(self._timeout_s + _GRACE_S))
+            self._ranks.send((question, ops.index(op)))
+            status, text, usable = _judge(self._ranks.collect(self._timeout_s + _GRACE_S))
             statuses.append(status)
             if text:
                 details[name] = text
@@ -210,52 +197,26 @@ class _Team:
         whole = bad or (Status.OK if offered else Status.UNSUPPORTED)
         return Answer(whole, details, offered, len(ops)), usable
 
-    def _gather(self, timeout_s: float) -> list[Any]:
-        """Returns each rank's reply; ``None`` where it did not come in time, EOFError where the rank died."""
-        replies: list[Any] = [None] * len(self._connections)
-        waiting: dict[Any, int] = dict(zip(self._connections, range(len(replies)), strict=True))
-        deadline = time.monotonic() + timeout_s
-        while waiting:
-            ready: list[Any] = mp_connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    replies[rank] = connection.recv()
-                except (EOFError, ConnectionError) as error:
-                    replies[rank] = EOFError(str(error))
-            if not ready:
-                break
-        return replies
-
     def close(self, *, at_once: bool = False) -> None:
         """Ends the ranks; they have a moment to leave by themselves unless it is to happen at once."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.join(0 if at_once else 3)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+        self._ranks.close(at_once=at_once)
         self._folder.cleanup()
 
 
 def _failures(replies: Sequence[Any]) -> Iterator[str]:
     for rank, reply in enumerate(replies):
-        if reply is None:
-            yield f"rank {rank} did not answer in time"
-        elif isinstance(reply, EOFError):
-            yield f"rank {rank} died"
+        if isinstance(reply, NoAnswer):
+            yield f"rank {rank} {'died' if reply.ended else 'did not answer in time'}"
         elif isinstance(reply, tuple):
             yield f"rank {rank}: {reply[1]}"
 
 
 def _judge(replies: Sequence[Any]) -> tuple[Status, str, bool]:
     """Returns the status on what all ranks replied, why, and whether the group can be used further."""
-    if None in replies:
-        return Status.HANG, next(_failures(replies)), False
-    if any(isinstance(reply, EOFError) for reply in replies):
-        return Status.WRONG, next(_failures([r if isinstance(r, EOFError) else "" for r in replies])), False
+    for ended, status in ((False, Status.HANG), (True, Status.WRONG)):
+        if NoAnswer(ended) in replies:
+            missing = [reply if reply == NoAnswer(ended) else "" for reply in replies]
+            return status, next(_failures(missing)), False
     kinds = {kind for kind, _, _ in replies}
     text = next((text for kind, text, _ in replies if kind is not Status.OK), "")
     usable = all(usable for _, _, usable in replies)
@@ -266,9 +227,16 @@ def _judge(replies: Sequence[Any]) -> tuple[Status, str, bool]:
     return Status.WRONG, text, usable
 
 
-def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple[str, ...]]) -> None:
+def _serve(
+    rank: int,
+    connection: Connection,
+    backend: str,
+    ranks: int,
+    path: str,
+    timeout_s: float,
+    imports: tuple[str, ...],
+) -> None:
     """Body of a rank: answers until the connection closes."""
-    backend, rank, ranks, path, timeout_s, imports = place
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of functions that torch renames, and the like; errors are reported
     try:
@@ -285,11 +253,7 @@ def _serve(connection: Connection, place: tuple[str, int, int, str, float, tuple
         connection.send((Status.WRONG, _in_words(error), False))
         return
     connection.send(_READY)
-    while True:
-        try:
-            question, which = connection.recv()
-        except (EOFError, ConnectionError):
-            return
+    for question, which in commands(connection):
         connection.send(_reply(question, which, rank, ranks))
 
 

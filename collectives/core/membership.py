@@ -99,7 +99,10 @@ class Membership(BackendInterface):
         return f"<{type(self).__name__} {self._group_name!r} rank {self._rank} of {self._size}>"
 
     def supports(self, operation: str, **about: Any) -> bool:
-        """Returns whether the group offers an operation; arguments as :meth:`Capabilities.why_not`."""
+        """Returns whether the group offers an operation.
+
+        Arguments as :meth:`~collectives.core.capabilities.Capabilities.why_not`.
+        """
         return self.capabilities.why_not(operation, **about) is None
 
     def next_monitored_barrier(self) -> int:

@@ -8,12 +8,13 @@ import os
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
-from collectives.bench.comparison import sweep
-from collectives.bench.comparison.program import DTYPES, Options, available_backends
-from collectives.bench.comparison.sweep import MAX_CALLS, MIN_CALLS
-from collectives.bench.core import table
+from collectives.bench.comparison import measurement
+from collectives.bench.comparison.measurement import MAX_CALLS, MIN_CALLS
+from collectives.bench.comparison.options import DTYPES, Options, available_backends
+from collectives.bench.comparison.records import Record, Report, read_report
+from collectives.bench.core import text
 from collectives.bench.core.machine import bind_to_core, cores_of_ranks
-from collectives.bench.core.records import Record, Report, Timing, read_report
+from collectives.bench.core.records import Timing
 from collectives.cli import main
 from collectives.registry.backends import backend_names
 
@@ -28,7 +29,7 @@ COLUMNS = [
 @pytest.fixture(autouse=True)
 def few_threads_and_turns(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sweep, "ROUNDS", 3)
+    monkeypatch.setattr(measurement, "ROUNDS", 3)
 
 
 def bench(*arguments):
@@ -196,7 +197,7 @@ def test_long_sweeps_have_a_short_header():
         "?",
     ) | {"cache_last_level_bytes": None, "memory_bytes": 2**30, "load_average_1min": 0.0}
     report = Report("allreduce", environment, {"sizes": list(range(8, 80, 8))}, [record])
-    header = table.header_lines(report)
+    header = text.header_lines(report)
     assert header[-1] == "# options: sizes 8 to 72 (9)"
     assert "last-level cache unknown" in header[1]
 

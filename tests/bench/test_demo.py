@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from collectives.bench import demo
-from collectives.bench.comparison import program as comparison
+from collectives.bench.comparison import measurement as comparison
+from collectives.bench.comparison.records import Record, Report, read_report
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import Record, Report, Skipped, Timing, read_report
+from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.digits import (
     Recipe,
     batches,
@@ -126,6 +127,7 @@ def test_training_lowers_the_loss(digits):
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
+@pytest.mark.full
 def test_the_demo(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(demo, "SWEEP_BUDGET_S", 0.5)
@@ -193,6 +195,7 @@ def test_what_the_checks_refuse(field, value, complaint):
     assert complaint in told
 
 
+@pytest.mark.full
 def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, capfd):
     patched_ranks(
         tmp_path,
@@ -216,6 +219,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, 
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path):
     command = [
         sys.executable,

@@ -8,9 +8,9 @@ import io
 import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
-from collectives.bench.comparison import sweep
+from collectives.bench.comparison import measurement
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
-from collectives.bench.core.records import read_report
+from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -31,19 +31,21 @@ def full_run(tmp_path_factory, quick_ranks):
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(sweep, "ROUNDS", 1)
+        patch.setattr(measurement, "ROUNDS", 1)
         status = main(words)
     return status, output.getvalue(), read_report(folder / "out.json")
 
 
 def test_every_operation_is_measured_by_every_peer(full_run):
     _, _, report = full_run
-    measured = {(record.question, record.peer): [] for record in report.records}  # in the order of the report
+    measured = {
+        (record.compared_at, record.peer): [] for record in report.records
+    }  # in the order of the report
     for record in report.records:
-        measured[record.question, record.peer].append(record.size_bytes)
+        measured[record.compared_at, record.peer].append(record.size_bytes)
         assert (record.cold.calls, record.hot.calls) == (1, 1)
         assert (record.loop is not None) == (record.size_bytes <= 32768)
-        assert (record.root == 0) == (record.peer != "limit" and OPERATIONS[record.question].rooted)
+        assert (record.root == 0) == (record.peer != "limit" and OPERATIONS[record.compared_at].rooted)
     for name, operation in OPERATIONS.items():
         sizes = [0] if name == "barrier" else [72, 131076] if operation.parts else [64, 131072]
         for peer in ("gloo", "faulty", *(["limit"] * (name != "barrier"))):
@@ -55,10 +57,10 @@ def test_every_operation_is_measured_by_every_peer(full_run):
 def test_wrong_results_are_counted_where_they_are(full_run):
     status, _, report = full_run
     assert status == 1
-    wrong = {(record.question, record.peer) for record in report.records if record.wrong_elements}
+    wrong = {(record.compared_at, record.peer) for record in report.records if record.wrong_elements}
     assert wrong == {(name, "faulty") for name in ("all_reduce", "all_gather", "barrier")}
     for record in report.records:
-        if record.peer == "faulty" and record.question in {"all_reduce", "all_gather"}:
+        if record.peer == "faulty" and record.compared_at in {"all_reduce", "all_gather"}:
             assert record.cold_wrong_elements == 3  # one on one rank in each call, warm-up calls included
 
 
@@ -113,7 +115,7 @@ def test_arguments_that_do_not_fit(words, message, capsys):
 
 
 def test_sizes_are_rounded_up_to_parts_and_measured_once():
-    points = sweep.points_of("all_gather", (4, 8, 12, 16), 4, 4)
+    points = measurement.points_of("all_gather", (4, 8, 12, 16), 4, 4)
     assert [(point.count, point.size_bytes) for point in points] == [(4, 16)]
     assert rounded_count(OPERATIONS["broadcast"], 10, 4, 4) == 3
-    assert len(sweep.points_of("barrier", (4, 8), 4, 2)) == 1
+    assert len(measurement.points_of("barrier", (4, 8), 4, 2)) == 1

@@ -8,9 +8,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as torch_dist
-from bridge.torch_world import run_torch
 from harness import run_world
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch_world import run_torch
 
 import collectives as dist
 from collectives import GroupAbortedError

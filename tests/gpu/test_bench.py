@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu.cuda_ranks import needs_device
 
-from collectives.bench.core.records import read_report
+from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
 pytestmark = needs_device

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+
+from sources import PYTHONPATH
 
 _TEST_SECONDS = "60"
 
@@ -46,7 +47,7 @@ class Player:
             **os.environ,
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": _TEST_SECONDS,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": PYTHONPATH,
         }
         try:
             self._process = subprocess.Popen(

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from bridge.torch_world import run_torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import adam, batch, check, net, share, train, trained
+from torch_world import run_torch
 
 
 def collectives(x, group):

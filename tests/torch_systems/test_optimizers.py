@@ -1,11 +1,10 @@
-"""Optimizers of torch that communicate, over our groups; its Join is in ``tests/bridge``."""
+"""Optimizers of torch that communicate, over our groups; its Join is in ``ddp``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from bridge.torch_world import run_torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -16,6 +15,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import check, net, share, train, trained
+from torch_world import run_torch
 
 
 def torch_zero(*args, **options):

@@ -17,8 +17,8 @@ def mpi(request: pytest.FixtureRequest) -> Iterator[Teams]:
     found = {installation.name: installation for installation in find_installations()}
     if request.param not in found:
         pytest.skip(
-            f"there is no {request.param} here: python -m pip install --prefix FOLDER {request.param}, "
-            f"and name FOLDER in {VARIABLE}"
+            f"there is no {request.param} here: python -m pip install {request.param} (beside another MPI: "
+            f"--prefix FOLDER, named in {VARIABLE})"
         )
     teams = Teams(found[request.param])
     yield teams

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpi_team import Teams
+import pytest
+from mpi_team import Teams, need_launcher_of
 
-from collectives.bench.core.records import Record, read_report
+from collectives.bench.comparison.records import Record, read_report
 
 
 def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
@@ -17,6 +18,7 @@ def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
     words = ["--backends", "host,mpi,gloo", "--sizes", "8,64K", "--iters", "3", "--warmup", "2"]
     environment = mpi.installation.environment(str(folder))
     environment["PATH"] = f"{mpi.installation.prefix / 'bin'}:{environment['PATH']}"
+    need_launcher_of(mpi.installation, environment["PATH"])
     done = subprocess.run(
         [
             *before, sys.executable, "-m", "collectives", "bench", "allreduce", *words, "--json", str(report),
@@ -36,10 +38,12 @@ def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
     return records
 
 
+@pytest.mark.full
 def test_host_mpi_and_gloo_in_one_run(mpi: Teams, tmp_path: Path) -> None:
     assert {record.ranks for record in measure(mpi, tmp_path)} == {2}
 
 
+@pytest.mark.full
 def test_the_same_under_mpirun(mpi: Teams, tmp_path: Path) -> None:
     """One of the processes measures, with as many ranks as mpirun started."""
     records = measure(mpi, tmp_path, *mpi.installation.command(3))

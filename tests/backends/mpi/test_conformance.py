@@ -315,7 +315,7 @@ def large_counts(rank: int, size: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_counts_beyond_those_of_an_int(mpi: Teams) -> None:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     gigabytes = int(lines["MemAvailable"].split()[0]) / 2**20

@@ -1,0 +1,458 @@
+"""The side of a comparison that runs on every rank: opens the peers and times batches of their calls."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+import collectives
+from collectives.backends.nccl.library import loading
+from collectives.bench.comparison import torch_peer, verification
+from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
+from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
+from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
+from collectives.bench.core.machine import bind_to_core, mpi_version
+from collectives.bench.core.namespaces import enter_as_rank
+from collectives.ranks.processes import commands
+
+__all__ = [
+    "LIMIT",
+    "Batch",
+    "BatchResult",
+    "Ready",
+    "Worker",
+    "Workload",
+    "memory_bytes",
+    "run_worker",
+    "serve",
+]
+
+LIMIT = "limit"
+"""Name of the peer that communicates nothing: ``tensor.add_(0)`` on all ranks at the same time."""
+
+ARENA_MIN_BYTES = 64 << 20
+"""Memory that buffers rotate through: beyond the caches of a core on today's machines."""
+
+SLICE_GAP_BYTES = 4096 + 64
+"""Distance between two buffers: another page, and another set of the first-level cache."""
+
+
+LATE_S = 0.001
+"""How long one rank comes after the others to a barrier that must hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is measured.
+
+    Attributes:
+        dtype: name of the data type.
+        redop: name of the reduction.
+        in_place: whether the rewritten buffer of an all-reduce is reduced itself, or a copy of it, made
+            within the time.
+        max_bytes: size of the largest array, whole parts included.
+        backends: names of the peers to make groups of.
+        operations: names of the operations.
+        limit: whether the peer :data:`LIMIT` is wanted too.
+        imports: modules to import first, which register further backends.
+        cores: on which each rank stays with all its threads; empty where the kernel chooses.
+        machines: number of network namespaces that play machines; 1 for none.
+        link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
+        host: where the parent's store listens.
+        namespaces: the network namespace of each rank, where there are machines.
+        device: type of the device that the tensors are on, a name of
+            :data:`~collectives.bench.core.devices.DEVICES`.
+        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+    """
+
+    dtype: str
+    redop: str
+    in_place: bool
+    max_bytes: int
+    backends: tuple[str, ...]
+    operations: tuple[str, ...] = ("all_reduce",)
+    limit: bool = False
+    imports: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+    machines: int = 1
+    link: str | None = None
+    host: str = LOCALHOST
+    namespaces: tuple[str, ...] = ()
+    device: str = "cpu"
+    provider: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What every rank tells the parent first, when its peers and tensors are there.
+
+    Attributes:
+        refused: reasons of what cannot be measured, by peer and operation.
+        versions: of the software behind peers, by peer.
+    """
+
+    refused: dict[tuple[str, str], str]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A command: a few calls of one peer at one operation and size.
+
+    Attributes:
+        peer: its name.
+        operation: name of the operation.
+        count: elements of the array.
+        cold_calls: calls on rewritten buffers in rotation, timed one by one.
+        hot_calls: calls on one buffer, timed one by one.
+        loop_calls: calls on that buffer that are timed together; none where it is 0.
+    """
+
+    peer: str
+    operation: str
+    count: int
+    cold_calls: int
+    hot_calls: int
+    loop_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """One rank's durations in nanoseconds, and how many elements were wrong on it.
+
+    Attributes:
+        cold_ns: each cold call.
+        hot_ns: each hot call.
+        loop_ns: the loop, divided by its calls; empty where there was none.
+        cold_wrong: wrong elements of the cold calls.
+        hot_wrong: wrong elements of the hot calls' buffer after them all.
+        crossings_ns: for one more barrier in which a rank was late, when this rank came and when it left, on
+            the machine's clock; empty for other operations.
+    """
+
+    cold_ns: list[int]
+    hot_ns: list[int]
+    loop_ns: list[int]
+    cold_wrong: int
+    hot_wrong: int
+    crossings_ns: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What a rank gives, and what it must get; ``None`` where the operation does not say."""
+
+    given: torch.Tensor
+    wanted: torch.Tensor | None
+
+    def count_wrong(self, result: torch.Tensor) -> int:
+        """Returns how many elements of a result are wrong."""
+        return 0 if self.wanted is None else verification.count_wrong(result, self.wanted)
+
+
+class Worker:
+    """Times batches on one rank.
+
+    Args:
+        rank: the rank that this process is.
+        size: number of ranks.
+        workload: what is measured.
+        barrier: lets all ranks go at the same time.
+        peers: the peers by name.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        workload: Workload,
+        barrier: Callable[[], None],
+        peers: Mapping[str, Bind],
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._workload = workload
+        self._device = DEVICES[workload.device]
+        self._barrier = self._device.starting(barrier)
+        self._peers = peers
+        self._dtype = getattr(torch, workload.dtype)
+        self._prepared: tuple[str, int] | None = None
+        place = self._device.kind
+        self._nothing = torch.empty(0, dtype=self._dtype, device=place)
+        self._values = _Values(self._nothing, None)
+        self._full = self._nothing  # a whole array of known values, for the memory limit
+        self._hot = [
+            torch.empty(-(-workload.max_bytes // self._dtype.itemsize), dtype=self._dtype, device=place)
+            for _ in range(_buffers(workload))
+        ]
+        # Two calls of the largest always fit.
+        largest = 2 * _buffers(workload) * _stride(workload.max_bytes)
+        self._arena = torch.zeros(max(largest, ARENA_MIN_BYTES), dtype=torch.uint8, device=place)
+        self._offset = 0  # where the next buffer of the rotation begins
+        self._crossings = 0
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Runs a batch; called by all ranks with the same batch, blocks until this rank is done."""
+        self._prepare(OPERATIONS[batch.operation], batch.count)
+        if batch.peer == LIMIT:
+            return self._run(ADD, batch, _Values(self._full, self._full))
+        return self._run(OPERATIONS[batch.operation], batch, self._values)
+
+    def _run(self, operation: Operation, batch: Batch, values: _Values) -> BatchResult:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            cold_ns, cold_wrong = self._run_cold(operation, batch, values)
+            hot_ns, loop_ns, hot_wrong = self._run_hot(operation, batch, values)
+            crossings = self._cross_late(batch) if operation.name == "barrier" else []
+        finally:
+            if enabled:
+                gc.enable()
+        return BatchResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings)
+
+    def _prepare(self, operation: Operation, count: int) -> None:
+        """Computes this rank's input and what its output must be, unless the last batch had the same."""
+        if self._prepared == (operation.name, count):
+            return
+        self._prepared = None
+        self._full = self._nothing
+        self._values = _Values(self._nothing, None)  # the old and the new at once would be twice as much
+        what = (operation, self._workload.redop, self._dtype, count, self._rank, self._size)
+        given, wanted = input_values(*what), wanted_values(*what)
+        place = self._device.kind
+        self._values = _Values(given.to(place), None if wanted is None else wanted.to(place))
+        whole = [each for each in (self._values.given, self._values.wanted) if each is not None]
+        whole = [each for each in whole if each.numel() == count]
+        self._full = whole[0] if whole else input_values(ADD, *what[1:]).to(place)
+        self._prepared = (operation.name, count)
+
+    def _run_cold(self, operation: Operation, batch: Batch, values: _Values) -> tuple[list[int], int]:
+        durations: list[int] = []
+        wrong = 0
+        while len(durations) < batch.cold_calls:
+            buffers = self._rotate(batch.count, batch.cold_calls - len(durations))
+            pairs = [self._pair(operation, batch.count, buffer) for buffer in buffers]
+            for given, result in pairs:
+                if given is not result:
+                    result.zero_()
+                given.copy_(values.given)
+            calls = [
+                self._device.completing(self._bind(operation, batch, given, result))
+                for given, result in pairs
+            ]
+            durations += [self._timed(operation, call) for call in calls]
+            for given, result in pairs:
+                wrong += values.count_wrong(result)
+                if given is not result:
+                    wrong += verification.count_wrong(given, values.given)
+        return durations, wrong
+
+    def _run_hot(
+        self, operation: Operation, batch: Batch, values: _Values
+    ) -> tuple[list[int], list[int], int]:
+        given, result = self._pair(operation, batch.count, self._hot)
+        if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
+            rest = torch.full_like(values.given, verification.resting(self._workload.redop))
+            values = _Values(rest, None if values.wanted is None else rest)
+        given.copy_(values.given)
+        call = self._bind(operation, batch, given, result)
+        complete = self._device.completing(call)
+        durations = [self._timed(operation, complete) for _ in range(batch.hot_calls)]
+        loop: list[int] = []
+        if batch.loop_calls:
+            calls = range(batch.loop_calls - 1)
+            self._barrier()
+            begin = time.perf_counter_ns()
+            for _ in calls:
+                call()
+            complete()
+            took = time.perf_counter_ns() - begin
+            loop.append(took // batch.loop_calls // (2 if operation.halved else 1))
+        called = batch.hot_calls or batch.loop_calls
+        return durations, loop, values.count_wrong(result) if called else 0
+
+    def _cross_late(self, batch: Batch) -> list[tuple[int, int]]:
+        """Passes the barrier once more with one rank late; returns when this rank came and left."""
+        bound = self._peers[batch.peer](OPERATIONS["barrier"], self._nothing, self._nothing)
+        call = self._device.completing(bound)
+        late = self._crossings % self._size
+        self._crossings += 1
+        self._barrier()
+        if self._rank == late:
+            time.sleep(LATE_S)
+        came = time.perf_counter_ns()  # of the machine: the ranks' readings can be compared
+        call()
+        return [(came, time.perf_counter_ns())]
+
+    def _timed(self, operation: Operation, call: Callable[[], object]) -> int:
+        self._barrier()
+        begin = time.perf_counter_ns()
+        call()
+        took = time.perf_counter_ns() - begin
+        return took // 2 if operation.halved else took
+
+    def _bind(
+        self, operation: Operation, batch: Batch, given: torch.Tensor, result: torch.Tensor
+    ) -> Callable[[], object]:
+        if operation.in_place and given is not result:  # out of place: the copy is part of the call
+            return partial(_copy_and_call, self._peers[batch.peer](operation, result, result), given, result)
+        return self._peers[batch.peer](operation, given, result)
+
+    def _pair(
+        self, operation: Operation, count: int, buffers: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a call's input and output, the same where it works in place."""
+        if operation.in_place and (self._workload.in_place or not operation.reduces):
+            return (buffers[0][:count],) * 2
+        what = (count, self._rank, self._size)
+        return buffers[0][: operation.input_count(*what)], buffers[1][: operation.output_count(*what)]
+
+    def _rotate(self, count: int, calls: int) -> list[list[torch.Tensor]]:
+        """Returns the buffers of so many calls, or of fewer where memory ends."""
+        size_bytes = count * self._dtype.itemsize
+        stride = _stride(size_bytes)
+        each = _buffers(self._workload)
+        number = min(calls, self._arena.numel() // stride // each) * each
+        if self._offset + number * stride > self._arena.numel():
+            self._offset = 0
+        begin = self._offset
+        self._offset += number * stride
+        buffers = [
+            self._arena[begin + i * stride : begin + i * stride + size_bytes].view(self._dtype)
+            for i in range(number)
+        ]
+        return [buffers[i : i + each] for i in range(0, number, each)]
+
+
+def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torch.Tensor) -> None:
+    result.copy_(given)
+    call()
+
+
+def _buffers(workload: Workload) -> int:
+    """Returns the buffers that a call needs: one where all operations work in place."""
+    return 1 if workload.in_place and all(OPERATIONS[name].in_place for name in workload.operations) else 2
+
+
+def memory_bytes(workload: Workload) -> int:
+    """Returns the memory of each rank's tensors."""
+    each = _buffers(workload)
+    arena = max(2 * each * _stride(workload.max_bytes), ARENA_MIN_BYTES)
+    parts = any(OPERATIONS[name].parts for name in workload.operations)  # put together from parts
+    return (2 + each + parts) * workload.max_bytes + arena
+
+
+def _stride(size_bytes: int) -> int:
+    """Returns the distance between the beginnings of two buffers; each begins at a cache line."""
+    return -(-size_bytes // 64) * 64 + SLICE_GAP_BYTES
+
+
+def run_worker(
+    rank: int, connection: Connection, size: int, workload: Workload, memory: str, port: int
+) -> None:
+    """Body of a rank: sends what it cannot measure and why, then the result of every batch it is told to run.
+
+    Args:
+        rank: the rank that this process is.
+        connection: to the parent.
+        size: number of ranks.
+        workload: what is measured.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        port: of the parent's store.
+    """
+    torch.set_num_threads(1)
+    DEVICES[workload.device].take(rank, size)
+    if workload.provider is not None:
+        os.environ[loading.PROVIDER_VARIABLE] = workload.provider
+    enter_as_rank(workload.namespaces, rank)
+    if workload.cores:
+        bind_to_core(workload.cores[rank])
+    for module in workload.imports:
+        importlib.import_module(module)
+    ours = [name for name in workload.backends if not name.startswith(torch_peer.PREFIX)]
+    if ours:
+        initialize(rank, size, port, split_name(ours[0])[0], workload.host)
+    if len(ours) < len(workload.backends):
+        initialize_torch(rank, size, port, "gloo", workload.host)  # it only makes others
+    peers, ready = _peers(workload)
+    serve(connection, rank, size, workload, memory, peers, ready)
+    if ours:
+        collectives.destroy_process_group()
+    if len(ours) < len(workload.backends):
+        torch_peer.close()
+
+
+def serve(
+    connection: Connection,
+    rank: int,
+    size: int,
+    workload: Workload,
+    memory: str,
+    peers: Mapping[str, Bind],
+    ready: Ready,
+) -> None:
+    """Sends the ready once all is ready, and then runs batches until the parent closes.
+
+    Args:
+        connection: to the parent.
+        rank: the rank that this process is.
+        size: number of ranks.
+        workload: what is measured.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        peers: those that can do at least one of the operations.
+        ready: of all peers.
+    """
+    if not peers:
+        connection.send(ready)
+        return
+    barrier = SpinBarrier(memory, rank, size)
+    worker = Worker(rank, size, workload, barrier, peers)
+    gc.collect()
+    connection.send(ready)  # from now on nothing here disturbs other peers
+    for batch in commands(connection):
+        connection.send(worker.run(batch))
+    barrier.close()
+
+
+def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
+    """Returns the peers that can do at least one operation, and what is to be said of all."""
+    op = getattr(collectives.ReduceOp, workload.redop.upper())
+    dtype = getattr(torch, workload.dtype)
+    peers: dict[str, Bind] = {}
+    refused: dict[tuple[str, str], str] = {}
+    versions: dict[str, str] = {}
+    for name in workload.backends:
+        if name.startswith(torch_peer.PREFIX):
+            peer = torch_peer.open_peer(name, workload.redop)
+            ask = partial(torch_peer.why_not, peer, dtype=dtype, device=workload.device)
+            if name == torch_peer.NCCL:
+                versions[name] = torch_peer.nccl_version()
+        else:
+            backend, algorithm = split_name(name)
+            group = collectives.new_group(backend=backend)
+            peer = group_peer(group, op, algorithm)
+            ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
+            if backend in {"nccl", "mpi"}:
+                versions[name] = loading.describe() if backend == "nccl" else mpi_version()
+        reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
+        refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
+        if None in reasons.values():
+            peers[name] = peer
+    if workload.limit:
+        try:
+            torch.zeros(1, dtype=dtype, device=workload.device).add_(0)
+        except RuntimeError:
+            reason = f"tensor.add_(0) is not defined for {dtype}"
+            refused |= {(LIMIT, word): reason for word in workload.operations}
+        else:
+            peers[LIMIT] = add_zero
+    return peers, Ready(refused, versions)

@@ -1,0 +1,96 @@
+"""What the printed reports of all programs consist of: header, tables, peers that were skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from collectives.bench.core.records import BaseReport, Skipped
+from collectives.bench.core.sizes import format_bytes
+
+__all__ = ["Column", "header_lines", "number_of_ranks", "or_dash", "skipped_lines", "table_lines"]
+
+Column = tuple[str, str, int]
+"""Name, unit and width of a column; a negative width aligns it to the left."""
+
+
+def table_lines(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yields the headings of a table, each line behind a ``#``, then its rows."""
+    names, units, _ = zip(*columns, strict=True)
+    for mark, cells in (("#", names), *([("#", units)] if any(units) else []), *((" ", row) for row in rows)):
+        padded = (
+            cell.ljust(-width) if width < 0 else cell.rjust(width)
+            for cell, (_, _, width) in zip(cells, columns, strict=True)
+        )
+        yield (mark + "".join(padded)).rstrip()
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """Returns a number by a format, a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def number_of_ranks(number: int) -> str:
+    """Returns the number with the word for it."""
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def header_lines(report: BaseReport[Any]) -> list[str]:
+    """Returns the program, the versions, the machine and the options."""
+    machine, options = report.environment, dict(report.options)
+    cache = machine["cache_last_level_bytes"]
+    sizes = options.pop("sizes", ())
+    if len(sizes) > 8:
+        options["sizes"] = f"{sizes[0]} to {sizes[-1]} ({len(sizes)})"
+    elif sizes:
+        options["sizes"] = sizes
+    if options.get("link", "") is None:
+        options["link"] = "unshaped"
+    peers = "; ".join(f"{peer} is {version}" for peer, version in machine.get("peers", {}).items())
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("collectives", "torch", "numpy", "python"))
+    where = [
+        machine["host"],
+        machine["cpu"],
+        f"{machine['cores_usable']} of {machine['cores_online']} cores usable",
+        f"last-level cache {format_bytes(cache) if cache else 'unknown'}",
+        f"memory {machine['memory_bytes'] / 2**30:.0f} GiB",
+        machine["architecture"],
+        machine["system"],
+        f"load {machine['load_average_1min']:.1f}",
+    ]
+    return [
+        f"# {report.program}: {versions}",
+        f"# machine: {', '.join(where)}",
+        *_gpu_lines(machine),
+        *([f"# peers: {peers}"] if peers else []),
+        "# options: " + "; ".join(f"{name} {_plain(value)}" for name, value in options.items()),
+    ]
+
+
+def _gpu_lines(machine: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the GPUs that tensors are on, and how ranks share them."""
+    if "gpus" not in machine:
+        return
+    names = ", ".join(f"{number} x {name}" for name, number in Counter(machine["gpus"]).items())
+    yield f"# gpus: {names}, driver {machine['gpu_driver']}, CUDA {machine['cuda']}"
+    if "gpus_shared_by_ranks" in machine:
+        runs = ",".join(map(str, machine["gpus_shared_by_ranks"]))
+        words = " ".join(f"{name}={value}" for name, value in machine["gpus_shared_environment"].items())
+        yield f"# ranks share gpus in runs of {runs} ranks, with {words}; that tells nothing of bandwidths"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value)) or "none"
+    return "auto" if value is None else str(value)
+
+
+def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
+    """Yields why peers were not measured and what would add them."""
+    for entry in skipped:
+        run = f" at {entry.operation}" if entry.operation else ""
+        run += "" if entry.ranks is None else f" with {number_of_ranks(entry.ranks)}"
+        yield f"# skipped {entry.peer}{run}: {entry.reason}"
+        if entry.install and entry.install not in entry.reason:
+            yield f"#   to add it: {entry.install}"

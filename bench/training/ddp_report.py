@@ -1,0 +1,154 @@
+"""The records of ``bench ddp`` and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from collectives.bench.core.records import BaseReport, Timing
+from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
+from collectives.bench.training.peers import BASELINE, Peer
+
+__all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRecord:
+    """One peer with one model.
+
+    Attributes:
+        peer: its name.
+        model: name of the model.
+        ranks: number of ranks.
+        batch: samples of each rank in an iteration.
+        length: of a sample: width and height of an image, tokens of a text, rows of a table.
+        parameters: number of trained parameters.
+        parameter_tensors: number of tensors they lie in.
+        iteration: whole iterations.
+        forward: clearing gradients, forward and loss.
+        backward: backward, communication included.
+        step: the optimizer's step.
+        peak_memory_bytes: most memory that any rank held at any time, resident, shared memory included.
+        start_memory_bytes: what that rank held before it built the model.
+        communicates: whether the ranks' gradients are averaged.
+        ranks_identical: whether all ranks ended with bitwise the same parameters; expected of a peer that
+            communicates.
+        grad_norm: norm of all gradients after the first iteration on rank 0; the same, but for rounding, for
+            all peers that communicate the same.
+        agrees: whether results are as they must be: see :attr:`ranks_identical` and :attr:`grad_norm`.
+    """
+
+    peer: str
+    model: str
+    ranks: int
+    batch: int
+    length: int
+    parameters: int
+    parameter_tensors: int
+    iteration: Timing
+    forward: Timing
+    backward: Timing
+    step: Timing
+    peak_memory_bytes: int
+    start_memory_bytes: int
+    communicates: bool
+    ranks_identical: bool
+    grad_norm: float
+    agrees: bool
+
+
+class TrainingReport(BaseReport[TrainingRecord]):
+    """All that the program found out."""
+
+    __slots__ = ()
+
+    def record_as_json(self, record: TrainingRecord) -> dict[str, Any]:
+        """Returns a record as plain values, with its ratios."""
+        return {**asdict(record), "ratios": self.ratios(record)}
+
+    def ratios(self, record: TrainingRecord) -> dict[str, float | None]:
+        """Returns how a record compares with others of the same model; ``None`` where those are missing.
+
+        ``time_over_noop``: its iteration over that of the same peer with a no-op hook.
+        ``time_over_plain``: over that of the same peer that does not look for unused parameters.
+        ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook and options.
+        ``memory_over_torch``: its peak of memory over the peak there.
+        """
+        peer = Peer.parse(record.peer)
+        noop = self._find(record, peer.without_communication())
+        plain = self._find(record, peer.plain())
+        base = self._find(record, peer.base())
+        return {
+            "time_over_noop": record.iteration.median_us / noop.iteration.median_us if noop else None,
+            "time_over_plain": record.iteration.median_us / plain.iteration.median_us if plain else None,
+            "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
+            "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
+        }
+
+    def _find(self, like: TrainingRecord, peer: Peer) -> TrainingRecord | None:
+        """Returns another record of the same model by its peer."""
+        for record in self.records:
+            if (record.peer, record.model, record.ranks) == (str(peer), like.model, like.ranks):
+                return None if record is like else record
+        return None
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("iteration", "(ms)", 11),
+    ("p10", "(ms)", 9),
+    ("p90", "(ms)", 9),
+    ("min", "(ms)", 9),
+    ("forward", "(ms)", 9),
+    ("backward", "(ms)", 10),
+    ("step", "(ms)", 8),
+    ("/no-op", "(time)", 9),
+    ("/plain", "(time)", 9),
+    ("/torch", "(time)", 9),
+    ("peak", "(MiB)", 9),
+    ("/torch", "(memory)", 10),
+    ("right", "", 7),
+)
+
+
+def report_lines(report: TrainingReport) -> Iterator[str]:
+    """Yields a table for each model, then what was skipped."""
+    for model, ranks in dict.fromkeys((record.model, record.ranks) for record in report.records):
+        yield ""
+        chosen = [record for record in report.records if (record.model, record.ranks) == (model, ranks)]
+        yield from _table(report, chosen)
+    if report.records:
+        yield ""
+        yield "# /no-op: iteration over that of the same peer with a no-op hook (what communication costs)."
+        yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
+        yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
+        yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
+    if report.skipped:
+        yield ""
+        yield from skipped_lines(report.skipped)
+
+
+def _table(report: TrainingReport, records: Sequence[TrainingRecord]) -> Iterator[str]:
+    first = records[0]
+    yield (
+        f"# {first.model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
+        f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(first.ranks)}, "
+        f"{first.iteration.calls} iterations; slowest rank, medians"
+    )
+    longest = max(len("peer"), *(len(record.peer) for record in records))
+    columns = [("peer", "", -longest - 1), *_COLUMNS]
+    yield from table_lines(columns, ([record.peer, *_cells(report, record)] for record in records))
+
+
+def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:
+    ratios = report.ratios(record)
+    whole = record.iteration
+    times = [whole.median_us, whole.p10_us, whole.p90_us, whole.min_us]
+    times += [timing.median_us for timing in (record.forward, record.backward, record.step)]
+    return [
+        *(f"{us / 1e3:.2f}" if us < 1e5 else f"{us / 1e3:.1f}" for us in times),
+        *(or_dash(ratios[f"time_over_{other}"], ".3f") for other in ("noop", "plain", "torch")),
+        f"{record.peak_memory_bytes / 2**20:.0f}",
+        or_dash(ratios["memory_over_torch"], ".3f"),
+        ("yes" if record.agrees else "NO") if record.communicates else "-",
+    ]

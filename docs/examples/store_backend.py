@@ -1,0 +1,94 @@
+"""A backend of your own: tensors pass through the group's store, as bytes under a key for each.
+
+Run with: python -m collectives.conformance --import store_backend --backend store
+"""
+
+import ctypes
+import time
+from collections import Counter
+
+import torch
+
+import collectives as dist
+from collectives.core.capabilities import OPERATIONS, Capabilities
+from collectives.core.work import CompletedWork, FinishingWork
+from collectives.torch_bridge import register_backend
+
+REDUCE = {"SUM": torch.sum, "AVG": torch.mean, "MIN": torch.amin, "MAX": torch.amax}
+
+
+class StoreGroup(dist.ProcessGroup):
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        reductions=dict.fromkeys((torch.float32, torch.float64), frozenset(REDUCE)),
+        operations=frozenset(OPERATIONS) - {"recv_anysource"},
+    )
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size, timeout=timeout, store=store)
+        self.numbers, self.ended = Counter(), False
+
+    def name(self):
+        return "store"
+
+    def key(self, *about):
+        self.numbers[about] += 1
+        return f"{about} {self.numbers[about]}"
+
+    def put(self, key, tensor):
+        dense = tensor.detach().contiguous()
+        self._store.set(key, ctypes.string_at(dense.data_ptr(), dense.nbytes))
+        return CompletedWork([tensor])
+
+    def take(self, keys, outputs, timeout=None):
+        limit = timeout or self.timeout
+        deadline = time.monotonic() + limit.total_seconds()
+
+        def read():
+            for key, output in zip(keys, outputs, strict=True):
+                while not self._store.check([key]):
+                    if self.ended:
+                        raise dist.GroupAbortedError(f"{self.where()} aborted on this rank")
+                    if time.monotonic() > deadline:
+                        raise dist.CollectiveTimeoutError(f"{self.where()} no {key!r} within {limit}")
+                    time.sleep(1e-4)
+                if data := bytearray(self._store.get(key)):
+                    output.detach().copy_(torch.frombuffer(data, dtype=output.dtype).view(output.shape))
+
+        return FinishingWork(CompletedWork(), read, outputs)
+
+    def _allgather(self, outputs, tensor, opts):
+        key = self.key("collective")
+        self.put(f"{key} from {self._rank}", tensor)
+        return self.take([f"{key} from {r}" for r in range(self._size)], outputs, opts.timeout)
+
+    def _allreduce(self, tensor, opts):
+        parts = [torch.empty_like(tensor) for _ in range(self._size)]
+        reduce = REDUCE[opts.reduceOp.name]
+        gathered = self._allgather(parts, tensor, opts)
+        return FinishingWork(gathered, lambda: tensor.detach().copy_(reduce(torch.stack(parts), 0)), [tensor])
+
+    def _broadcast(self, tensor, opts):
+        key = self.key("collective")
+        if self._rank == opts.rootRank:
+            return self.put(key, tensor)
+        return self.take([key], [tensor], opts.timeout)
+
+    def _barrier(self, opts):
+        return self._allgather([torch.empty(0)] * self._size, torch.empty(0), opts)
+
+    def _send(self, tensor, dst, tag):
+        return self.put(self.key(self._rank, dst, tag), tensor)
+
+    def _recv(self, tensor, src, tag):
+        return self.take([self.key(src, self._rank, tag)], [tensor])
+
+    def abort(self):
+        self.ended = True
+
+    def shutdown(self):
+        self.ended = True
+
+
+dist.Backend.register_backend("store", StoreGroup, devices="cpu")  # for collectives.init_process_group
+register_backend("store", "store")  # for torch.distributed.init_process_group

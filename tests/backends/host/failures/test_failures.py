@@ -1,0 +1,312 @@
+"""What the host backend does when ranks disagree, die, leave, hang, or never come."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import Died, current_store, run_ranks
+from torch.distributed import PrefixStore
+
+import collectives as dist
+from collectives.backends.host import ProcessGroupHost
+from collectives.core.types import make_premul_sum
+
+LIMIT = timedelta(seconds=20)
+SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
+
+
+def _group(rank, size, timeout=LIMIT):
+    return ProcessGroupHost(current_store(), rank, size, timeout, group_name="test")
+
+
+# ---- ranks that disagree ---------------------------------------------------------------------------------
+
+
+def _disagree(group, asynchronous):
+    rank = group.rank()
+    ones = torch.ones(4)
+
+    def reduce(tensor, op=dist.ReduceOp.SUM):
+        group.allreduce([tensor], dist.AllreduceOptions(asyncOp=asynchronous, reduceOp=op)).wait()
+
+    def broadcast(root):
+        group.broadcast([ones], dist.BroadcastOptions(asyncOp=asynchronous, rootRank=root)).wait()
+
+    def gather(*lengths):
+        group.allgather([[torch.empty(n) for n in lengths]], [torch.ones(lengths[rank])]).wait()
+
+    def exchange(sent, expected):
+        inputs = [torch.ones(sent if r != rank else 0) for r in range(2)]
+        outputs = [torch.ones(expected if r != rank else 0) for r in range(2)]
+        group.alltoall(outputs, inputs).wait()
+
+    cases = [
+        (
+            lambda: reduce([ones, torch.ones(5)][rank]),
+            [r"all_reduce\(SUM, float32, 4", "float32, 5 elements"],
+        ),
+        (lambda: reduce([ones, ones.int()][rank]), ["float32", "int32"]),
+        (lambda: reduce(ones, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]), ["SUM", "MAX"]),
+        (lambda: reduce(ones, make_premul_sum(rank + 2)), ["another factor"]),
+        (lambda: reduce(ones) if rank else broadcast(0), ["all_reduce", "broadcast"]),
+        (lambda: broadcast(rank), ["root 0", "root 1"]),
+        (lambda: reduce(torch.ones(400_000 + rank)), ["400000 elements", "400001 elements"]),
+        (lambda: reduce(torch.ones([1, 400_000][rank])), [", 1 elements", "400000 elements"]),
+        (lambda: gather(2, 2 + rank), ["other part sizes"]),
+        (lambda: exchange(3, 3 + rank), [r"rank 0 sends 12 bytes to rank 1, which expects 16"]),
+    ]
+    for call, words in cases:
+        with pytest.raises(dist.CollectiveMismatchError) as caught:
+            call()
+        for word in (*words, "rank 0: ", "rank 1: ", "number"):
+            caught.match(word)
+        assert torch.equal(ones, torch.ones(4))
+        tensor = torch.ones(3)
+        reduce(tensor)  # the group is as good as before
+        assert tensor[0] == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_disagree_all_raise_before_anything_is_written(asynchronous):
+    run_ranks(_disagree, 2, asynchronous, backend="host")
+
+
+# ---- ranks that are late, dead or gone -------------------------------------------------------------------
+
+
+def _late(rank, size, asynchronous):
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 2:
+        time.sleep(1.5)
+        with pytest.raises(dist.GroupAbortedError, match="broken since an earlier error"):
+            group.allreduce([torch.ones(1)], SYNCHRONOUS)
+    else:
+        options = dist.AllreduceOptions(timedelta(seconds=0.6), asynchronous)
+        begin = time.monotonic()
+        with pytest.raises(dist.CollectiveTimeoutError) as caught:
+            group.allreduce([torch.ones(5)], options).wait()
+        assert 0.5 < time.monotonic() - begin < 1.1
+        caught.match(r"rank 0: in all_reduce\(SUM, float32, 5 elements\) number 2")
+        caught.match(r"rank 2: finished barrier number 1")
+        if not asynchronous:
+            caught.match(r"test_failures.py:\d+ in _late")
+        with pytest.raises(dist.GroupAbortedError, match="number 2 was not done"):
+            group.barrier().wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_time_limit_tells_where_every_rank_is(asynchronous):
+    run_ranks(_late, 3, asynchronous)
+
+
+def _victim(group):
+    tensor = torch.ones(1 << 20)
+    while True:
+        group.allreduce([tensor], SYNCHRONOUS)
+
+
+def _killed(rank, size, what):
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 1:
+        if what == "busy":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            _victim(group)
+        time.sleep(0.2)
+        current_store().set("died", str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = {
+        "busy": lambda: _victim(group),
+        "receive": lambda: group.recv([torch.empty(1)], 1).wait(),
+        "asynchronous": lambda: group.allreduce([torch.ones(1)]).wait(),
+        "synchronous": lambda: group.allreduce([torch.ones(1)], SYNCHRONOUS),
+    }
+    with pytest.raises(dist.PeerLostError, match="rank 1") as caught:
+        calls[what]()
+    if what != "busy":
+        assert time.time() - float(current_store().get("died")) < 1.0
+    assert caught.value.rank == 1
+    with pytest.raises(dist.PeerLostError, match="rank 1"):
+        group.barrier().wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("what", ["synchronous", "asynchronous", "receive", "busy"])
+def test_killed_rank_is_named_on_all_others(what):
+    results = run_ranks(_killed, 3, what, isolated=True, lost=[1])
+    assert results[1] == Died(-signal.SIGKILL)
+
+
+def _leaves(rank, size):
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 1:
+        group.shutdown()
+        group.shutdown()
+        with pytest.raises(dist.GroupAbortedError, match="was shut down"):
+            group.barrier().wait()
+        with pytest.raises(dist.GroupAbortedError, match="was shut down"):
+            group.send([torch.ones(1)], 0).wait()
+        return
+    with pytest.raises(dist.PeerLostError, match=r"rank 1 .*has left the group") as caught:
+        group.allreduce([torch.ones(1)], SYNCHRONOUS)
+    assert caught.value.rank == 1
+    group.shutdown()
+
+
+def test_rank_that_left_is_named_by_those_who_go_on():
+    run_ranks(_leaves, 2)
+
+
+def _outstanding(rank, size):
+    group = _group(rank, size)
+    tensors = [torch.full((300_000,), float(rank)) for _ in range(20)]
+    works = [group.allreduce([tensor]) for tensor in tensors]
+    message = group.send([torch.ones(1_000_000)], 1 - rank)
+    received = torch.zeros(1_000_000)
+    works.append(group.recv([received], 1 - rank))
+    group.shutdown()
+    assert all(work.is_completed() for work in (*works, message))
+    assert all((tensor == 1).all() for tensor in tensors)
+    assert received.sum() == 1_000_000
+
+
+def test_shutdown_finishes_what_was_issued():
+    run_ranks(_outstanding, 2)
+
+
+# ---- abort -----------------------------------------------------------------------------------------------
+
+
+def _abort(rank, size, what):
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 0:
+        threading.Timer(0.3, group.abort).start()
+    options = dist.AllreduceOptions(asyncOp=what == "asynchronous")
+    begin = time.monotonic()
+    if rank == 2:  # comes too late
+        time.sleep(0.5)
+    receives = what == "receive" and rank < 2
+    call = (
+        (lambda: group.recv([torch.empty(1)], 2))
+        if receives
+        else (lambda: group.allreduce([torch.ones(1)], options))
+    )
+    with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
+        call().wait()
+    assert time.monotonic() - begin < 0.9
+    group.abort()
+    with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
+        group.barrier().wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("what", ["synchronous", "asynchronous", "receive"])
+def test_abort_releases_all_ranks(what):
+    run_ranks(_abort, 3, what)
+
+
+def _abort_all(rank, size):
+    """Every kind of waiter of rank 0 is released at once by a thread that waits for none of them."""
+    group = _group(rank, size)
+    group.barrier().wait()
+    if rank == 1:
+        current_store().wait(["aborted"])
+        return
+    works = [group.recv([torch.ones(1)], 1, tag) for tag in range(3)]
+    works.append(group.send([torch.ones(1 << 24)], 1))  # more than the kernel takes over
+    works += [group.allreduce([torch.ones(10)]) for _ in range(3)]
+    other = ProcessGroupHost(PrefixStore("alone", current_store()), 0, 1, LIMIT)
+    released = []
+
+    def wait(call):
+        with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
+            call()
+        released.append(time.monotonic())
+
+    def future_of(work):
+        future = work.get_future()
+        while not future.done():
+            time.sleep(0.001)
+        future.value()
+
+    calls = [work.wait for work in works]
+    calls += [lambda: works[0].wait(timedelta(seconds=10)), lambda: future_of(works[1])]
+    calls.append(lambda: future_of(works[4]))
+    calls.append(lambda: group.allreduce([torch.ones(10)], SYNCHRONOUS))  # waits behind those in flight
+    threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    assert not released
+    begin = time.monotonic()
+    group.abort()
+    for thread in threads:
+        thread.join(10)
+    assert len(released) == len(calls)
+    assert max(released) - begin < 0.1
+    tensor = torch.ones(2)
+    other.allreduce([tensor]).wait()  # another group of the process is as good as before
+    other.shutdown()
+    current_store().set("aborted", "")
+
+
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_abort_releases_every_kind_of_waiter_at_once(placement):
+    run_ranks(_abort_all, 2, placement=placement)
+
+
+# ---- forming a group -------------------------------------------------------------------------------------
+
+
+def _incomplete(rank, size):
+    if rank == 2:
+        return
+    begin = time.monotonic()
+    with pytest.raises(dist.DistError, match="rank 2 did not come within 0:00:01"):
+        _group(rank, size, timedelta(seconds=1))
+    assert time.monotonic() - begin < 2
+
+
+def test_rank_that_does_not_come_is_named():
+    run_ranks(_incomplete, 3)
+
+
+def _without_first(rank, size):
+    if rank > 0:
+        with pytest.raises(dist.CollectiveTimeoutError, match="rank 0 did not publish its address"):
+            _group(rank, size, timedelta(seconds=0.5))
+
+
+def test_missing_rank_0_is_named():
+    run_ranks(_without_first, 2)
+
+
+def _left_over(rank, size):
+    store = current_store()
+    if rank == 0:
+        store.set("host/address", store.get("old").decode() if store.check(["old"]) else _stale_address())
+        return
+    store.wait(["host/address"])
+    with pytest.raises(dist.DistNetworkError, match="left over from another run"):
+        ProcessGroupHost(store, rank, size, LIMIT)
+
+
+def _stale_address():
+    from collectives.backends.host.network import place
+
+    return json.dumps({"place": place(), "address": f"collectives-{'0' * 32} {'0' * 32}"})
+
+
+def test_address_of_a_dead_run_is_recognised():
+    run_ranks(_left_over, 2)

@@ -1,0 +1,276 @@
+"""What groups of the host backend leave in a process, and what its signals, forks and end do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from harness import current_store, run_ranks
+from torch.distributed import PrefixStore
+
+import collectives as dist
+from collectives.backends.host import ProcessGroupHost
+
+LIMIT = timedelta(seconds=20)
+
+
+def _census():
+    """Counts what a group could leave behind in this process."""
+    lists = {name: Path(f"/proc/self/{name}") for name in ("fd", "task")}
+    counts = {name: len(list(path.iterdir())) for name, path in lists.items()}
+    counts["segments"] = Path("/proc/self/maps").read_text().count("memfd:collectives")
+    counts["children"] = sum(len(task.read_text().split()) for task in lists["task"].glob("*/children"))
+    links = [str(link.readlink()) for link in lists["fd"].iterdir() if link.is_symlink()]
+    counts["sockets"] = sum(link.startswith("socket:") for link in links)
+    return counts
+
+
+def _await_census(expected):
+    deadline = time.monotonic() + 5
+    while _census() != expected and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel shows a thread for a moment after it was joined
+    assert _census() == expected
+
+
+rounds = pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=pytest.mark.full)])
+
+
+def _rounds(rank, size, rounds):
+    store = current_store()
+    numbers = itertools.count()
+
+    def make():
+        return ProcessGroupHost(PrefixStore(str(next(numbers)), store), rank, size, LIMIT)
+
+    def once():
+        group = make()
+        works = [group.allreduce([torch.ones(10)]), group.send([torch.ones(2)], 1 - rank)]
+        works.append(group.recv([torch.empty(2)], 1 - rank))
+        works[0].get_future()
+        for work in works:
+            work.wait()
+        group.shutdown()
+
+    once()
+    before = _census()
+    for _ in range(rounds):
+        once()
+    _await_census(before)
+    assert before["segments"] == before["children"] == 0
+    # A group that nobody shuts down ends when it is collected, one that was aborted at once.
+    for _ in range(3):
+        group = make()
+        group.allreduce([torch.ones(10)]).wait()
+        del group
+        with contextlib.suppress(dist.GroupAbortedError):  # the peer's abort may come first
+            group = make()
+            group.recv([torch.ones(1)], 1 - rank)
+            group.abort()
+    group = None
+    _await_census(before)
+
+
+@rounds
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_nothing_is_left_of_groups_made_and_ended(placement, rounds):
+    run_ranks(_rounds, 2, rounds, placement=placement, isolated=True)
+
+
+def _worlds(rank, size, rounds):
+    store = current_store()
+    before = None
+    for n in range(rounds):
+        dist.init_process_group("host", store=PrefixStore(f"world{n}", store), rank=rank, world_size=size)
+        subgroup = dist.new_group([0, 1])
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        dist.all_reduce(torch.ones(2), group=subgroup)
+        work.wait()
+        dist.destroy_process_group()
+        before = before or _census()
+    _await_census(before)
+
+
+@rounds
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_nothing_is_left_of_worlds_made_and_destroyed(placement, rounds):
+    run_ranks(_worlds, 2, rounds, placement=placement, isolated=True)
+
+
+def _resident():
+    """Returns the memory of this process in MiB, what it shares with other ranks included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 1024
+
+
+def _memory(rank, size):
+    """Returns what a group adds to this process after long operations of every kind."""
+    count = 1 << 20
+    whole, result, part = torch.ones(count), torch.ones(count), torch.ones(count // size)
+    sent, received = (list(torch.ones(count).split(count // size)) for _ in range(2))
+    store = current_store()
+    store.check(["none"])
+    before = _resident()
+    group = ProcessGroupHost(store, rank, size, LIMIT)
+    for asynchronous in (False, True):
+        group.allreduce([whole], dist.AllreduceOptions(asyncOp=asynchronous)).wait()
+        group.reduce([whole], dist.ReduceOptions(asyncOp=asynchronous)).wait()
+        group.broadcast([whole], dist.BroadcastOptions(asyncOp=asynchronous)).wait()
+        group.allgather([received], [part], dist.AllgatherOptions(asyncOp=asynchronous)).wait()
+        group.reduce_scatter_single(part, whole, dist.ReduceScatterOptions(asyncOp=asynchronous)).wait()
+        group.alltoall_base(result, whole, None, None, dist.AllToAllOptions(asyncOp=asynchronous)).wait()
+    works = [group.recv([received[peer]], peer) for peer in range(size)]
+    works += [group.send([sent[peer]], peer) for peer in range(size)]
+    for work in works:
+        work.wait()
+    added = _resident() - before
+    group.barrier().wait()
+    group.shutdown()
+    return added
+
+
+@pytest.mark.parametrize(
+    ("placement", "limit"), [("aa", 16), ("ab", 16), ("aaaaaaaa", 64), ("aaaabbbb", 64), ("abcdefgh", 64)]
+)
+def test_memory_beyond_the_tensors_is_small(placement, limit):
+    added = run_ranks(_memory, len(placement), placement=placement, isolated=True)
+    assert 0 < max(added) < limit
+
+
+# ---- signals, forks, the end of the interpreter ----------------------------------------------------------
+
+
+def _script(tmp_path, body, size=2, **environment):
+    """Runs a script on every rank; returns the finished processes by rank."""
+    path = tmp_path / "script.py"
+    preamble = """
+        import os, signal, sys, threading, time
+        from datetime import timedelta
+        import torch
+        import torch.distributed
+        import collectives as dist
+        from collectives.backends.host import ProcessGroupHost
+        rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+        store = torch.distributed.FileStore(store, size)
+        group = ProcessGroupHost(store, rank, size, timedelta(seconds=30))
+        group.barrier().wait()
+    """
+    path.write_text(textwrap.dedent(preamble) + textwrap.dedent(body))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-W", "error", str(path), str(r), str(size), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        for r in range(size)
+    ]
+    try:
+        return [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_signal_ends_a_wait(tmp_path):
+    body = """
+        def raises(call, kind):
+            begin = time.monotonic()
+            try:
+                call()
+            except kind:
+                assert 0.2 < time.monotonic() - begin < 1.5, time.monotonic() - begin
+            else:
+                raise AssertionError("not interrupted")
+
+        def soon():
+            threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        if rank == 0:
+            tensor = torch.ones(1)
+            soon()
+            work = group.recv([tensor], 1)
+            raises(work.wait, KeyboardInterrupt)
+            work.wait()  # it went on
+            soon()
+            work = group.allreduce([tensor])
+            raises(work.wait, KeyboardInterrupt)
+            work.wait()
+            soon()
+            raises(lambda: group.allreduce([tensor], dist.AllreduceOptions(asyncOp=False)), KeyboardInterrupt)
+            raises_now = False
+            try:
+                group.barrier().wait()
+            except dist.GroupAbortedError as error:
+                assert "rank 0 was interrupted" in str(error), error
+                raises_now = True
+            assert raises_now
+        else:
+            time.sleep(0.8)
+            group.send([torch.ones(1)], 0).wait()
+            time.sleep(0.8)
+            group.allreduce([torch.ones(1)]).wait()
+            time.sleep(0.9)
+            try:
+                group.allreduce([torch.ones(1)], dist.AllreduceOptions(asyncOp=False))
+            except dist.GroupAbortedError as error:
+                assert "rank 0 was interrupted" in str(error), error
+            else:
+                raise AssertionError("peers were not told")
+        print("good")
+    """
+    for out, err, code in _script(tmp_path, body):
+        assert (out, err, code) == ("good\n", "", 0)
+
+
+@pytest.mark.full
+def test_interpreter_ends_with_operations_outstanding(tmp_path):
+    body = """
+        works = [group.allreduce([torch.ones(1 << 20)]) for _ in range(3)]
+        works.append(group.recv([torch.ones(1)], 1 - rank))
+        works[-1].get_future()
+        if rank == 0:  # the other one leaves before these can be done
+            works += [group.allreduce([torch.ones(1 << 20)]) for _ in range(3)]
+        print("good", flush=True)
+    """
+    begin = time.monotonic()
+    for out, err, code in _script(tmp_path, body):
+        assert (out, err, code) == ("good\n", "", 0)
+    assert time.monotonic() - begin < 30
+
+
+def test_fork_leaves_the_parents_group_alone(tmp_path):
+    body = """
+        group.allreduce([torch.ones(1)]).wait()  # there is a thread now
+        group.recv([torch.empty(1)], rank).get_future()
+        child = os.fork()
+        if child == 0:
+            try:
+                group.barrier().wait()
+            except dist.GroupAbortedError as error:
+                assert "forked process" in str(error)
+            else:
+                os._exit(1)
+            group.shutdown()
+            del group
+            sys.exit(0)  # with all its handlers
+        assert os.waitpid(child, 0)[1] == 0
+        tensor = torch.ones(100_000)
+        group.allreduce([tensor]).wait()
+        assert (tensor == size).all()
+        group.send([torch.ones(1)], rank).wait()
+        group.shutdown()
+        print("good")
+    """
+    for out, err, code in _script(tmp_path, body):
+        assert (out, err, code) == ("good\n", "", 0)

@@ -1,0 +1,128 @@
+"""Where measured tensors are: the devices, what ranks that share a GPU need, torch's functions as a peer."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from collectives.bench.comparison.goals import parse_goal
+from collectives.bench.comparison.options import Options, available_backends
+from collectives.bench.comparison.records import Report
+from collectives.bench.core import text
+from collectives.bench.core.devices import DEVICES, ON_ONE_GPU, CudaDevice, shared_gpu_environment
+from collectives.bench.core.machine import describe_machine, memory_available_bytes
+from collectives.cli import main
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def test_the_cpu_adds_nothing_to_a_call():
+    cpu = DEVICES["cpu"]
+    assert cpu.why_unavailable() is None
+    assert cpu.describe((2,)) == {}
+    call, barrier = list, dict
+    assert cpu.completing(call) is call
+    assert cpu.starting(barrier) is barrier
+    before = dict(os.environ)
+    cpu.take(1, 2)
+    assert dict(os.environ) == before
+    assert 0 < cpu.memory_per_rank_bytes(4) <= memory_available_bytes() // 2
+
+
+def test_a_call_on_cuda_is_over_when_the_device_is(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("device"))
+    cuda = CudaDevice()
+    cuda.completing(lambda: order.append("call"))()
+    cuda.starting(lambda: order.append("barrier"))()
+    assert order == ["call", "device", "device", "barrier"]
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "mine"), [(2, 2, 1), (8, 4, 1), (1, 2, 0), (2, 4, 1)])
+def test_ranks_share_gpus_only_where_they_must(gpus, ranks, mine, monkeypatch):
+    taken = []
+    for name in (*ON_ONE_GPU, "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    CudaDevice().take(1, ranks)
+    assert taken == [mine]
+    assert os.environ.get("NCCL_HOSTID") == ("rank1" if gpus < ranks else None)
+    assert [name in os.environ for name in ON_ONE_GPU] == [gpus < ranks] * len(ON_ONE_GPU)
+
+
+def test_ranks_that_share_a_gpu_look_like_machines_and_keep_what_the_user_says():
+    first, second = (
+        shared_gpu_environment(rank, {"NCCL_ALGO": "Tree", "NCCL_HOSTID": "x"}) for rank in (0, 1)
+    )
+    assert {name for name in first if first[name] != second[name]} == {"NCCL_HOSTID"}
+    assert first == {**ON_ONE_GPU, "NCCL_ALGO": "Tree", "NCCL_HOSTID": "rank0"}
+
+
+def test_the_smallest_share_of_a_gpu_counts(monkeypatch):
+    free = [(40 << 30, 80 << 30), (70 << 30, 80 << 30)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: free[gpu])
+    assert [CudaDevice().memory_per_rank_bytes(ranks) >> 30 for ranks in (1, 2, 3)] == [39, 39, 19]
+
+
+def test_the_report_names_gpus_and_how_they_are_shared(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"GPU {gpu}")
+    described = CudaDevice().describe((1, 2, 4))
+    assert described["gpus"] == ["GPU 0"]
+    assert described["gpus_shared_by_ranks"] == [2, 4]
+    assert described["gpus_shared_environment"]["NCCL_HOSTID"] == "rank<rank>"
+    assert "gpus_shared_by_ranks" not in CudaDevice().describe((1,))
+    versions = {"nccl": "NCCL 2.28.9 by way of cupy 14.2.0"}
+    environment = {**describe_machine(), **described, "peers": versions}
+    said = "\n".join(text.header_lines(Report("allreduce", environment, {})))
+    assert "# gpus: 1 x GPU 0, driver " in said
+    assert "# ranks share gpus in runs of 2,4 ranks, with NCCL_SOCKET_IFNAME=lo" in said
+    assert "# peers: nccl is NCCL 2.28.9 by way of cupy 14.2.0" in said
+
+
+@without_cuda
+@pytest.mark.parametrize("program", ["allreduce", "collectives"])
+def test_without_a_gpu_the_reason_is_told_before_ranks_start(program, capsys, monkeypatch):
+    monkeypatch.setitem(vars(sys.modules["collectives.ranks.processes"]), "start_processes", None)
+    assert main(["bench", program, "--device", "cuda"]) == 1
+    said = capsys.readouterr().err
+    assert "tensors on cuda cannot be measured here: torch" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "unknown device 'tpu'; known are cpu, cuda"),
+        ({"provider": "cupy"}, "a provider of NCCL serves tensors on cuda"),
+        ({"provider": "cuda"}, "unknown provider 'cuda' of NCCL; known are cupy, pynccl"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        Options(sizes=(8,), **options)
+
+
+def test_machines_are_for_the_cpu(monkeypatch):
+    monkeypatch.setattr(CudaDevice, "why_unavailable", lambda self: None)
+    with pytest.raises(ValueError, match="machines are played for tensors on the CPU, not on cuda"):
+        Options(sizes=(8,), device="cuda", machines=2)
+
+
+def test_peers_of_another_device_are_left_out_with_the_reason():
+    available, skipped = available_backends(["HOST", "torch:nccl", "torch:gloo"])
+    assert available == ["host", "torch:gloo"]
+    assert [entry.peer for entry in skipped] == ["torch:nccl"]
+    available, skipped = available_backends(["host", "gloo"], "cuda")
+    assert available == []
+    assert {entry.reason for entry in skipped} == {"serves tensors on cpu, and this measures tensors on cuda"}
+
+
+def test_goals_can_name_torchs_group():
+    goal = parse_goal("nccl <= torch:nccl*1.05 @ 8:64M")
+    assert (goal.peer, goal.other, goal.factor) == ("nccl", "torch:nccl", 1.05)

@@ -1,0 +1,211 @@
+"""What the environment tells, scripts under a launcher, and the end of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+
+import collectives as dist
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert dist.get_node_local_rank(3) == 3
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        dist.get_node_local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert dist.get_node_local_rank() == dist.get_node_local_rank(1) == 5
+
+
+def test_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not dist.is_torchelastic_launched()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert dist.is_torchelastic_launched()
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    left_out = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"}
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**env, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+
+
+FORGETFUL = """
+import os, sys, torch, collectives as dist
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="1", RANK="0")
+if os.fork() == 0:  # a process that was forked before may begin a world
+    dist.init_process_group("host")
+    dist.new_group()
+    sys.exit(0)
+assert os.wait()[1] == 0
+dist.init_process_group("host")
+if os.fork() == 0:  # one that was forked within a world has no part in it
+    sys.exit(0)
+assert os.wait()[1] == 0
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_end_of_a_process_ends_its_own_world_with_one_line() -> None:
+    done = run_python("-c", FORGETFUL, str(free_port()))
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+    assert done.stderr.strip() == (
+        "[rank 0] the process ends with 2 process group(s) open; call collectives.destroy_process_group() "
+        "on all ranks"
+    )
+
+
+LEAVES_EARLY = """
+import sys, time, torch, collectives as dist
+rank = int(sys.argv[1])
+dist.init_process_group("host", f"file://{sys.argv[2]}", rank=rank, world_size=2)
+tensor = torch.ones(1_000_000)
+dist.all_reduce(tensor)
+if rank == 1:
+    time.sleep(0.5)
+    dist.recv(tensor, 0)
+    dist.destroy_process_group()
+else:
+    dist.send(tensor + 1, 1)
+print(tensor[0].item())
+"""
+
+
+def test_rank_that_ends_early_leaves_what_it_sent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_EARLY)
+    command = [sys.executable, str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    store = str(tmp_path / "store")
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    with subprocess.Popen([*command, "0", store], **piped) as first:
+        second = subprocess.run([*command, "1", store], timeout=60, check=False, **piped)
+        first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert (second.returncode, second.stdout.strip()) == (0, "3.0"), second.stderr
+
+
+LAUNCHED = """
+import torch, collectives as dist
+assert dist.is_torchelastic_launched()
+for life in range(2):
+    dist.init_process_group()
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3, tensor
+    assert dist.get_node_local_rank() == dist.get_rank()
+    dist.destroy_process_group()
+print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in one write
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
+def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    words = (
+        ["--standalone", "--local-addr=127.0.0.1"]
+        if alone
+        else ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    )
+    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *words, str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
+
+
+LAUNCHED_WITH_ARGUMENT = """
+import argparse, os, sys
+import torch, collectives as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", "--local_rank", type=int)
+given = parser.parse_args().local_rank
+dist.init_process_group("host", init_method="env://")
+tensor = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(tensor)
+assert tensor.item() == 3, tensor
+assert os.environ["LOCAL_RANK"] == str(dist.get_node_local_rank())
+dist.destroy_process_group()
+print(f"rank {os.environ['LOCAL_RANK']} was given {given}\\n", end="", flush=True)  # in one write
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("more", "given"), [((), ["0", "1"]), (("--use-env",), ["None", "None"])])
+def test_the_older_launcher_starts_a_script(tmp_path: Path, more: tuple[str, ...], given: list[str]) -> None:
+    """torch.distributed.launch hands the rank over as an argument, or with ``--use-env`` does not."""
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED_WITH_ARGUMENT)
+    launcher = ("-m", "torch.distributed.launch", "--standalone", "--local-addr=127.0.0.1", *more)
+    done = run_python(*launcher, "--nproc-per-node=2", str(script))
+    assert done.returncode == 0, done.stderr
+    told = [f"rank {rank} was given {given[rank]}" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == told
+
+
+ON_TWO_MACHINES = """
+import os
+import torch, collectives as dist
+dist.init_process_group("host")
+rank, local_rank = dist.get_rank(), dist.get_node_local_rank()
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, (rank, local_rank, int(os.environ["GROUP_RANK"])))
+assert ranks == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)], ranks
+dist.destroy_process_group()
+print(f"rank {rank} is {local_rank} here\\n", end="", flush=True)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.full
+def test_the_older_launcher_on_two_machines(tmp_path: Path) -> None:
+    """Ranks count through both machines, local ranks on each from 0."""
+    script = tmp_path / "script.py"
+    script.write_text(ON_TWO_MACHINES)
+    words = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--use-env",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    ]
+    machines = [
+        start("-m", "torch.distributed.launch", f"--node-rank={machine}", *words, str(script))
+        for machine in range(2)
+    ]
+    try:
+        for machine, process in enumerate(machines):
+            printed, complaints = process.communicate(timeout=60)
+            assert process.returncode == 0, complaints
+            first = 2 * machine
+            assert sorted(printed.splitlines()) == [f"rank {first} is 0 here", f"rank {first + 1} is 1 here"]
+    finally:
+        for process in machines:
+            process.terminate()
+            process.communicate(timeout=20)

@@ -1,0 +1,130 @@
+"""Dispatch modes of torch see the operations of our groups, and may answer them, as with its own backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_systems.small import net
+from torch_world import run_torch
+
+
+class Onlooker(TorchDispatchMode):
+    """Notes the operators of ``c10d``, with the reductions and roots that come with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.seen.append((str(func), [one for one in args if type(one) in (int, bool)]))
+        return func(*args, **(kwargs or {}))
+
+
+def everything(rank, size):
+    """Every function of torch.distributed once; returns what it wrote."""
+    one, two = torch.full((2,), rank + 1.0), torch.full((2,), rank + 1.0)
+    rows, columns = [torch.zeros(2) for _ in range(size)], [torch.zeros(2) for _ in range(size)]
+    parts = [torch.full((2,), 10.0 * rank + r) for r in range(size)]
+    flat, mine, piece, total = torch.zeros(2 * size), torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total, async_op=True).wait()
+    dist.broadcast(two, 1)
+    dist.reduce(total, 1)
+    dist.all_gather(rows, torch.full((2,), float(rank)))
+    dist.all_gather_into_tensor(flat, torch.full((2,), float(rank)))
+    dist.gather(torch.full((2,), float(rank)), columns if rank == 0 else None)
+    dist.scatter(mine, parts if rank == 1 else None, src=1)
+    dist.reduce_scatter(piece, parts)
+    summed, turned, split = torch.zeros(2), torch.zeros(2 * size), torch.zeros(2 * size)
+    dist.reduce_scatter_tensor(summed, torch.cat(parts))
+    dist.all_to_all_single(turned, torch.cat(parts))
+    dist.all_to_all_single(split, torch.cat(parts), [2] * size, [2] * size)
+    dist.barrier()
+    passed = torch.zeros(2)
+    if rank == 0:
+        dist.send(one, 1, tag=3)
+    elif rank == 1:
+        dist.recv(passed, 0, tag=3)
+        assert dist.isend(one, 0).wait()
+    if rank == 0:
+        assert dist.recv(passed) == 1
+    return [one, two, total, *rows, flat, *columns, mine, piece, summed, turned, split, passed]
+
+
+def watched(rank, size):
+    plain = everything(rank, size)
+    with Onlooker() as outer, Onlooker() as inner:
+        found = everything(rank, size)
+    assert outer.seen == inner.seen
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    everything(rank, size)
+    return outer.seen
+
+
+def test_modes_see_what_they_see_of_gloo():
+    assert run_torch(watched, 2) == run_torch(watched, 2, backend="gloo")
+
+
+def trained_by_ddp(rank, size):
+    model = DistributedDataParallel(net())
+    with CommDebugMode() as mode:
+        model(torch.ones(3, 4)).square().sum().backward()
+        with dist._coalescing_manager():
+            for _ in range(2):
+                dist.all_reduce(torch.ones(2))
+        parts = [torch.zeros(1) for _ in range(2)]
+        with dist._coalescing_manager():
+            for part in parts:
+                dist.reduce_scatter_tensor(part, torch.arange(2.0))
+        rows = [torch.zeros(2) for _ in range(2)]
+        with dist._coalescing_manager():
+            for row in rows:
+                dist.all_gather_into_tensor(row, torch.ones(1))
+        dist.barrier()
+        assert parts == [torch.tensor([2.0 * rank])] * 2
+        assert all(row.tolist() == [1.0, 1.0] for row in rows)
+    return {str(kind): count for kind, count in mode.get_comm_counts().items()}
+
+
+def factors_and_limits(rank, size):
+    """What an operator does not carry arrives all the same."""
+    one = torch.ones(2)
+    with Onlooker() as mode:
+        dist.all_reduce(one, op=dist._make_nccl_premul_sum(3.0))
+        assert one.tolist() == [3.0 * size] * 2
+        with pytest.raises(ValueError, match="output has 3 elements"):
+            dist.all_gather_into_tensor(torch.empty(3), one)
+        work = dist.all_reduce(one, async_op=True)
+        assert work.wait()
+        assert work.is_completed()
+        assert one.tolist() == [3.0 * size * size] * 2
+    assert mode.seen
+
+
+def faked(rank, size):
+    """A fake tensor has no memory: it must not be communicated."""
+    with FakeTensorMode():
+        tensor, rows = torch.ones(3), torch.empty(3 * size)
+        if rank == 0:  # nobody waits for the others
+            dist.all_reduce(tensor)
+            dist.all_gather_into_tensor(rows, tensor)
+    dist.barrier()
+    return tuple(rows.shape)
+
+
+def test_data_parallel_is_counted():
+    assert run_torch(trained_by_ddp, 2) == run_torch(trained_by_ddp, 2, backend="gloo")
+
+
+def test_factors_and_limits():
+    run_torch(factors_and_limits, 2)
+
+
+def test_fake_tensors_are_not_communicated():
+    assert run_torch(faked, 2) == [(6,), (6,)]

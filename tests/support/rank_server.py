@@ -1,0 +1,278 @@
+"""The processes that play ranks: forked by a server that has everything imported, they run task after task.
+
+Started by :mod:`harness` as a script, with the number of its control socket. The server has one thread, so
+that forking is safe, and starts a rank in a few milliseconds. It ends when its control socket closes, and the
+ranks die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Task:
+    """One call of a function on one rank.
+
+    Attributes:
+        rank: the rank.
+        size: number of ranks.
+        modules: names and files of the modules to load before ``payload`` is unpickled.
+        module: name of the module that has the function.
+        qualname: name of the function in it.
+        payload: the pickled arguments.
+        store: host and port of the store.
+        call: prefix of this call's keys.
+        backend: backend of the group that the function gets; ``None`` for none.
+        world: whether the backend is initialised as the default group instead.
+        options: further fields of the group's options, or further arguments of ``init_process_group``.
+        env: environment variables during the call.
+        namespace: network namespace that the process moves to for good; ``None`` for none.
+    """
+
+    rank: int
+    size: int
+    modules: list[tuple[str, str]]
+    module: str
+    qualname: str
+    payload: bytes
+    store: tuple[str, int]
+    call: str
+    backend: str | None = None
+    world: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str | None] = field(default_factory=dict)
+    namespace: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What a call came to: ``error`` is its traceback, ``raised`` its exception where that can be pickled."""
+
+    value: Any = None
+    error: str | None = None
+    raised: bytes | None = None
+    skipped: str | None = None
+
+
+_current: Task | None = None
+
+
+def is_rank() -> bool:
+    """Returns whether this process is a rank that runs a task."""
+    return _current is not None
+
+
+def current_store() -> Any:
+    """Returns a store shared by the ranks of the current call, empty when the call began."""
+    from collectives.store import PrefixStore, TCPStore
+
+    if _current is None:
+        raise RuntimeError("only a rank that runs a task has a store")
+    host, port = _current.store
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return PrefixStore(_current.call, client)
+
+
+def load_module(name: str, path: str) -> None:
+    """Makes a module known under the name that it has in pytest's process, wherever its file is."""
+    if name in sys.modules:
+        return
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and Path(spec.origin).samefile(path):
+            importlib.import_module(name)
+            return
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path} as {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _call(task: Task) -> Any:
+    for name, path in task.modules:
+        load_module(name, path)
+    target: Any = sys.modules[task.module]
+    for part in task.qualname.split("."):
+        target = getattr(target, part)
+    args = pickle.loads(task.payload)
+    if task.backend is None:
+        return target(task.rank, task.size, *args)
+    if task.world:
+        return _call_in_world(task, target, args)
+    from collectives.registry.backends import GroupOptions, create_group
+
+    group = create_group(
+        task.backend,
+        GroupOptions(current_store(), task.rank, task.size, group_name=task.call, **task.options),
+    )
+    try:
+        value = target(group, *args)
+    except BaseException:
+        group.abort()
+        raise
+    group.shutdown()
+    return value
+
+
+def _call_in_world(task: Task, target: Any, args: Any) -> Any:
+    import collectives
+
+    collectives.init_process_group(
+        task.backend, store=current_store(), rank=task.rank, world_size=task.size, **task.options
+    )
+    try:
+        return target(task.rank, task.size, *args)
+    finally:
+        if collectives.is_initialized():
+            collectives.destroy_process_group()
+
+
+def run(task: Task) -> Outcome:
+    """Runs a task; an exception becomes an outcome."""
+    global _current
+    _current = task
+    before = {name: os.environ.get(name) for name in task.env}
+    _set_environment(task.env)
+    try:
+        if task.namespace is not None:
+            from collectives.bench.core.namespaces import enter
+
+            enter(task.namespace)
+        return Outcome(value=_call(task))
+    except BaseException as error:  # noqa: BLE001 - reported to the parent
+        if type(error).__name__ == "Skipped":
+            return Outcome(skipped=str(error))
+        raised = None
+        with contextlib.suppress(Exception):
+            raised = pickle.dumps(error)
+        return Outcome(error=traceback.format_exc(), raised=raised)
+    finally:
+        _set_environment(before)
+        _current = None
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def serve_rank(connection: Connection) -> None:
+    """Runs tasks until the connection closes."""
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        outcome = run(task)
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception:  # noqa: BLE001 - reported to the parent
+            answer = pickle.dumps(Outcome(error=f"the result cannot be pickled\n{traceback.format_exc()}"))
+        del outcome
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(answer)
+
+
+def be_rank(connection: Connection, log_fd: int) -> None:
+    """Makes this process a rank: its output goes to a log, and it ends with its parent or the connection."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    sys.stdout.reconfigure(line_buffering=True)  # the last lines of one that dies must be in its log
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    warnings.filterwarnings("error", module=r"collectives(\.|$)")
+    # torch says so once for any use of complex32, a data type that the backends must move and reduce.
+    warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+    serve_rank(connection)
+    gc.collect()
+
+
+def _preload() -> None:
+    import pytest  # noqa: F401 - test modules import it
+    import torch
+
+    import collectives  # noqa: F401
+
+    torch.set_num_threads(1)
+    for name in ("host", "gloo", "round_robin"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"collectives.backends.{name}")
+    gc.freeze()
+
+
+def serve_forks(control: socket.socket) -> None:
+    """Forks ranks and reports how they ended, until the control socket closes."""
+    _preload()
+    control.send(b"ready")
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 4096, 2)
+        if not message:
+            return
+        command, _, operand = message.decode().partition(" ")
+        if command == "wait":
+            control.send(str(os.waitstatus_to_exitcode(os.waitpid(int(operand), 0)[1])).encode())
+            continue
+        if command == "load":
+            for name in operand.split(","):
+                importlib.import_module(name)
+            gc.freeze()
+            control.send(b"loaded")
+            continue
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                control.close()
+                connection_fd, log_fd = fds
+                be_rank(Connection(connection_fd), log_fd)
+                status = 0
+            except BaseException:  # noqa: BLE001 - a forked process must not go on in the server's code
+                traceback.print_exc()
+            finally:
+                # Without the interpreter's shutdown: a thread of a group that a test left behind must not
+                # hold the process.
+                os._exit(status)
+        for fd in fds:
+            os.close(fd)
+        control.send(str(child).encode())
+
+
+if __name__ == "__main__":
+    # Under this name the classes above are pickled on the other side.
+    import rank_server
+    from sources import IMPORTED_FROM
+
+    sys.path[:1] = map(str, IMPORTED_FROM)
+    rank_server.serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,33 @@
+"""The package's modules as they lie in the checkout, and the folders that tests import from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IMPORTED_FROM = tuple(ROOT / folder for folder in ("tests", "tests/support", "tests/support/training"))
+"""The folders that ``pythonpath`` in pyproject.toml names, for processes that tests start."""
+PYTHONPATH = os.pathsep.join(map(str, IMPORTED_FROM))
+"""The environment variable that gives a process these folders."""
+FOLDERS = {
+    "collectives": "collectives",
+    "store": "collectives.store",
+    "backends": "collectives.backends",
+    "ddp": "collectives.ddp",
+    "bench": "collectives.bench",
+}
+"""The package that each top-level folder is."""
+BESIDE = ROOT / "collectives" / "torch_bridge" / "entry-points" / "collectives_registration"
+"""A package of its own, which torch loads by entry point without an import of ``collectives``."""
+
+
+def modules() -> dict[str, Path]:
+    """Returns the files of all modules by name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            top, name = (BESIDE, BESIDE.name) if BESIDE in path.parents else (ROOT / folder, package)
+            parts = path.relative_to(top).with_suffix("").parts
+            found[".".join([name, *(part for part in parts if part != "__init__")])] = path
+    return found

@@ -1,0 +1,154 @@
+"""Each module of the package is named by a test.
+
+A module is named by the test file of its own name in the mirrored folder (``ddp/reducer/order.py`` by
+``tests/ddp/reducer/test_order.py``), by a test that imports it, or in ``TESTED_THROUGH``.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from sources import ROOT, modules
+
+TESTS = ROOT / "tests"
+
+TESTED_THROUGH = {
+    "collectives": ("collectives/cli", "runs as `python -m collectives`", "__main__"),
+    "collectives/api": (
+        "collectives/api",
+        "public as names of `collectives`",
+        "breakpoints deprecated init_method subgroups",
+    ),
+    "collectives/cli": ("collectives/cli", "subcommands", "backends mpi_job"),
+    "collectives/conformance": ("collectives/conformance", "the command examines them", "functions"),
+    "collectives/core": (
+        "conformance",
+        "what groups of every backend do with arguments, members and opcodes",
+        "dynamo membership monitored_barrier opcodes primitives",
+    ),
+    "collectives/core/arguments": (
+        "conformance",
+        "wrong arguments, and all forms of the right ones, to groups of every backend",
+        "overloads staging validation",
+    ),
+    "collectives/registry": ("collectives/registry", "the table that test_backends asks for", "names"),
+    "collectives/torch_bridge": (
+        "collectives/torch_bridge",
+        "what torch calls; programs see torch.distributed alone",
+        "callers creation group_base issuing operands option_records",
+    ),
+    "store": (
+        "store/test_contract.py",
+        "public as names of `collectives.store`",
+        "base keep_alive memory prefix",
+    ),
+    "store/file": ("store/test_file.py", "public as `FileStore`", "run store"),
+    "store/tcp": ("store/test_tcp.py", "public as `TCPStore`", "client listen store"),
+    "backends/_shared": ("conformance", "parts of every group", "exit_reasons forwarding operation"),
+    "backends/gloo": ("backends/gloo", "parts of its group", "failures messages torch_gloo work"),
+    "backends/host": ("backends/host", "parts of its group", "parts work"),
+    "backends/mpi": (
+        "backends/mpi",
+        "parts of its group, which a job of MPI alone can make",
+        (
+            "buffers engine fast_path group launching membership native_exchange parts rendezvous runtime "
+            "tags traffic work"
+        ),
+    ),
+    "backends/nccl": (
+        "backends/nccl",
+        "parts of its group, over the double of NCCL",
+        "in_flight launching loopback reductions rendezvous steps watchdog",
+    ),
+    "backends/nccl/library": (
+        "backends/nccl/test_library.py",
+        "both providers through one interface",
+        "calls config cupy pynccl",
+    ),
+    "backends/round_robin": ("backends/round_robin", "parts of its group", "options work"),
+    "ddp": (
+        "ddp/test_distributed.py",
+        "what the wrapper's arguments steer",
+        "arguments buffers default_group mixed_precision",
+    ),
+    "ddp/autograd": ("ddp/reducer/test_passes.py", "parts of a backward pass", "engine"),
+    "ddp/hooks/support": (
+        "ddp/hooks",
+        "parts of the hooks that users name",
+        "adapter error_feedback exact gathering hook_state powersgd",
+    ),
+    "ddp/join": ("ddp/join", "parts of `Join`", "joinable_model protocol shadow_collectives"),
+    "ddp/model_averaging": (
+        "ddp/model_averaging",
+        "public as names of `collectives.ddp.model_averaging`",
+        "averagers hierarchical_model_averager utils",
+    ),
+    "ddp/optim": ("ddp/optim", "parts of the optimizers that users name", "partition post_local_sgd shards"),
+    "ddp/reducer": (
+        "ddp/reducer/test_passes.py",
+        "parts of a backward pass",
+        "averaging bucket_reducer grad_bucket gradient_memory intake reducer",
+    ),
+    "ddp/sync": (
+        "ddp/sync",
+        "what ranks tell each other, seen in what training does",
+        "agreement broadcast consensus error_report signals",
+    ),
+    "ddp/unused_parameters": ("ddp/unused_parameters", "seen in what training does", "reach skipping usage"),
+    "bench": ("bench/test_model_command.py", "`collectives bench model`", "model"),
+    "bench/comparison": ("bench/test_allreduce.py", "peers by name", "algorithm_peer groups torch_peer"),
+    "bench/core": ("bench/test_allreduce.py", "parts of every program", "arguments launching plot"),
+    "bench/cost_model": ("bench/test_model_command.py", "what the program prints", "classics plot table"),
+    "bench/training": ("bench/test_ddp.py", "what the program measures", "hook_trainer trainer"),
+}
+"""By folder: the tests that run modules which no test names, what these are to users, and their names."""
+
+
+def imported_by_tests() -> set[str]:
+    """Returns the modules that tests and their helpers import."""
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found.add(node.module)
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def without_a_name() -> dict[str, set[str]]:
+    """Returns the modules, by folder, that no test file has the name of and no test imports."""
+    imported = imported_by_tests()
+    found: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        folder = path.relative_to(ROOT).parent
+        has_file = (TESTS / folder / f"test_{path.stem}.py").exists()
+        if path.name != "__init__.py" and not has_file and name not in imported:
+            found.setdefault(str(folder), set()).add(path.stem)
+    return found
+
+
+def test_each_module_is_named() -> None:
+    listed = {folder: set(names.split()) for folder, (_, _, names) in TESTED_THROUGH.items()}
+    found = without_a_name()
+    wrong = []
+    for folder in sorted({*listed, *found}):
+        missing = found.get(folder, set()) - listed.get(folder, set())
+        needless = listed.get(folder, set()) - found.get(folder, set())
+        if missing:
+            wrong.append(f"{folder}: no test names {', '.join(sorted(missing))}")
+        if needless:
+            wrong.append(
+                f"{folder}: to be taken out of the list (gone, or named): {', '.join(sorted(needless))}"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", TESTED_THROUGH)
+def test_the_listed_tests_are_there(folder: str) -> None:
+    tests = TESTS / Path(TESTED_THROUGH[folder][0])
+    assert tests.exists()
+    assert tests.is_file() or list(tests.glob("test_*.py"))

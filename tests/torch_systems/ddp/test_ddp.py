@@ -1,0 +1,154 @@
+"""torch's own DistributedDataParallel on our groups: after training, equal to one process on all the data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch_world import run_torch
+
+STEPS = 4
+
+
+class Net(torch.nn.Module):
+    """Two layers that are always used, and one that only even steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 3)
+        self.sometimes = torch.nn.Linear(3, 3)
+
+    def forward(self, x, use_all=True):
+        x = self.second(torch.tanh(self.first(x)))
+        return self.sometimes(x) if use_all else x
+
+
+def batches(step, size):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size * 4, 6, generator=generator), torch.randn(size * 4, 3, generator=generator)
+
+
+def train(model, size, part, uses_all=lambda step: True, run=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = (data[part] for data in batches(step, size))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x, uses_all(step)), y)
+        (run or torch.Tensor.backward)(loss)
+        optimizer.step()
+
+
+def compare(model, oracle, **tolerance):
+    for (name, ours), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, flat)
+    for other in copies:
+        assert torch.equal(flat, other)
+
+
+def equals_one_process(rank, size, uses_all=lambda step: True, hook=None, tolerance=None, **options):
+    torch.manual_seed(1)
+    oracle = Net()
+    wrapped = copy.deepcopy(oracle)
+    if rank:  # the constructor must bring every rank to rank 0's parameters
+        torch.nn.init.zeros_(wrapped.first.weight)
+    model = DistributedDataParallel(wrapped, bucket_cap_mb=0.0001, **options)
+    if hook:
+        model.register_comm_hook(*hook())
+    train(oracle, size, slice(None), uses_all)
+    train(model, size, slice(4 * rank, 4 * rank + 4), uses_all)
+    compare(model.module, oracle, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def plain(rank, size):
+    equals_one_process(rank, size)
+
+
+def unused_parameters(rank, size):
+    equals_one_process(rank, size, lambda step: step % 2 == 0, find_unused_parameters=True)
+
+
+def static_graph(rank, size):
+    equals_one_process(rank, size, static_graph=True)
+
+
+def bucket_views(rank, size):
+    equals_one_process(rank, size, gradient_as_bucket_view=True)
+
+
+def hook_allreduce(rank, size):
+    equals_one_process(rank, size, hook=lambda: (None, default_hooks.allreduce_hook))
+
+
+def hook_fp16(rank, size):
+    loose = {"rtol": 1e-2, "atol": 1e-3}
+    equals_one_process(rank, size, hook=lambda: (None, default_hooks.fp16_compress_hook), tolerance=loose)
+
+
+def hook_powersgd(rank, size):
+    """Before its compression starts, the hook averages exactly."""
+
+    def hook():
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=STEPS + 1)
+        return state, powerSGD_hook.powerSGD_hook
+
+    equals_one_process(rank, size, hook=hook)
+
+
+def builtin_hook(rank, size):
+    torch.manual_seed(1)
+    oracle = Net()
+    model = DistributedDataParallel(copy.deepcopy(oracle))
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    train(oracle, size, slice(None))
+    train(model, size, slice(4 * rank, 4 * rank + 4))
+    compare(model.module, oracle, rtol=1e-5, atol=1e-6)
+
+
+def no_sync(rank, size):
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    with model.no_sync():
+        model(torch.full((1, 2), rank + 1.0)).backward()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 2), rank + 1.0))
+    model(torch.full((1, 2), rank + 1.0)).backward()
+    torch.testing.assert_close(model.module.weight.grad, torch.full((1, 2), size + 1.0))
+
+
+def uneven_inputs(rank, size):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    torch.nn.init.zeros_(model.module.weight)
+    steps = 0
+    with model.join():
+        for _ in range(rank + 1):
+            model(torch.ones(1, 2)).sum().backward()
+            steps += 1
+    assert steps == rank + 1
+
+
+def log_names_the_backend(rank, size):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    assert model._get_ddp_logging_data()["backend_name"] == dist.get_backend()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        plain, unused_parameters, static_graph, bucket_views, hook_allreduce, hook_fp16, hook_powersgd,
+        builtin_hook, no_sync, uneven_inputs, log_names_the_backend,
+    ],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_ddp(body):
+    run_torch(body, 2)
+
+
+def test_ddp_of_three_ranks():
+    run_torch(unused_parameters, 3)
