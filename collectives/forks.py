@@ -1,9 +1,9 @@
 """Forked children: what they inherit of their parent's groups and stores, they must not use.
 
-A child that :func:`os.fork` makes of a process with groups (a ``DataLoader`` with workers does) has its memory
-and connections, but none of its threads. It must neither use nor end them, because its parent goes on with both.
-So a function marks each group and store in the child before other code runs there; the parent's operations pay
-nothing.
+A child that :func:`os.fork` makes of a process with groups (a ``DataLoader`` with workers does) has its
+memory and connections, but none of its threads. It must neither use nor end them, because its parent goes on
+with both. So a function marks each group and store in the child before other code runs there; the parent's
+operations pay nothing.
 """
 
 from __future__ import annotations

@@ -26,18 +26,18 @@ TESTED_THROUGH = {
     "collectives/core": (
         "conformance",
         "what groups of every backend do with arguments, members and opcodes",
-        "dynamo membership monitored_barrier opcodes primitives",
+        "backend_interface dynamo membership monitored_barrier opcodes",
     ),
     "collectives/core/arguments": (
         "conformance",
         "wrong arguments, and all forms of the right ones, to groups of every backend",
-        "overloads staging validation",
+        "option_records overloads staging validation",
     ),
     "collectives/registry": ("collectives/registry", "the table that test_backends asks for", "names"),
     "collectives/torch_bridge": (
         "collectives/torch_bridge",
         "what torch calls; programs see torch.distributed alone",
-        "callers creation group_base issuing operands option_records",
+        "creation group_base issuing operands",
     ),
     "store": (
         "store/test_contract.py",

@@ -284,7 +284,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         if not is_member(group) or (group is None and world.default is None):
             return
         if world.inherited and (group is None or group is world.default):
-            world.clear()  # it is the parent's, its key in the store that says that this rank has left included
+            world.clear()  # it is the parent's, as is the key in the store that says that this rank left
             return
         if group is not None and group is not world.default:
             record_of(group)

@@ -1,7 +1,7 @@
 """All-reduce of sparse tensors, which torch's Gloo backend offers and our groups do not.
 
-The ranks exchange their numbers of rows; then all gather everybody's indices and values, and each adds up what
-has the same index, in rank order, so that every rank gets the same bits.
+The ranks exchange their numbers of rows; then all gather everybody's indices and values, and each adds up
+what has the same index, in rank order, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOST_DIMENSIONS = 12
 def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptions) -> Work:
     """Adds up a sparse tensor over all ranks, in place; afterwards it is coalesced.
 
-    Blocks until all ranks have exchanged their numbers of rows; what follows is asynchronous where the options
-    say so.
+    Blocks until all ranks have exchanged their numbers of rows; what follows is asynchronous where the
+    options say so.
 
     Args:
         group: the group; it gathers.
