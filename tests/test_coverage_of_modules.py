@@ -47,7 +47,11 @@ TESTED_THROUGH = {
     "store/file": ("store/test_file.py", "public as `FileStore`", "run store"),
     "store/tcp": ("store/test_tcp.py", "public as `TCPStore`", "client listen store"),
     "backends/_shared": ("conformance", "parts of every group", "exit_reasons operation tensor_memory"),
-    "backends/gloo": ("backends/gloo", "parts of its group", "failures messages options rendezvous torch_group work"),
+    "backends/gloo": (
+        "backends/gloo",
+        "parts of its group",
+        "failures messages options rendezvous torch_group work",
+    ),
     "backends/host": ("backends/host", "parts of its group", "failures work"),
     "backends/mpi": (
         "backends/mpi",
@@ -61,7 +65,12 @@ TESTED_THROUGH = {
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "enqueue in_flight loopback operations reductions rendezvous watchdog work",
+        "loopback rendezvous watchdog work",
+    ),
+    "backends/nccl/operations": (
+        "backends/nccl",
+        "parts of its group, over the double of NCCL",
+        "enqueue in_flight nccl_calls reductions",
     ),
     "backends/nccl/device": ("backends/nccl", "the double's device has their interface", "base cuda"),
     "backends/nccl/library": (
