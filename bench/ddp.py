@@ -33,6 +33,7 @@ from collectives.bench.core.arguments import (
     at_least,
     conclude,
     failing_as_command,
+    options_from,
     parse_names,
     show_progress,
 )
@@ -40,10 +41,10 @@ from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
-from collectives.bench.training.peers import Peer
 from collectives.ranks.processes import RankFailedError, RankProcesses, SpawnedRanks
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
@@ -350,24 +351,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    with failing_as_command(ValueError):
-        options = Options(
-            models=arguments.models,
-            peers=arguments.peers,
-            ranks=arguments.nproc,
-            batch=arguments.batch,
-            tokens=arguments.tokens,
-            optimizer=arguments.optimizer,
-            iterations=arguments.iters,
-            warmup=arguments.warmup,
-            budget_s=arguments.budget,
-            bucket_cap_mb=arguments.bucket_cap,
-            views=arguments.views,
-            find_unused=arguments.find_unused,
-            static=arguments.static,
-            imports=arguments.imports,
-            bind=arguments.bind,
-        )
+    renamed = {"ranks": "nproc", "iterations": "iters", "budget_s": "budget", "bucket_cap_mb": "bucket_cap"}
+    options = options_from(Options, arguments, **renamed)
     with failing_as_command(RankFailedError, MemoryError):
         report = measure(options, show_progress)
     return conclude(report, report_lines(report), lambda record: record.agrees, arguments.json)

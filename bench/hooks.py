@@ -29,6 +29,7 @@ from collectives.bench.core.arguments import (
     at_least,
     conclude,
     failing_as_command,
+    options_from,
     parse_names,
     show_progress,
 )
@@ -198,16 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, or a rank failed.
     """
-    with failing_as_command(ValueError):
-        options = Options(
-            tasks=arguments.tasks,
-            hooks=arguments.hooks,
-            ranks=arguments.nproc,
-            steps=arguments.steps,
-            backend=arguments.backend,
-            machines=arguments.machines,
-            link=arguments.link,
-        )
+    options = options_from(Options, arguments, ranks="nproc")
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress)
     return conclude(report, report_lines(report), lambda record: record.right, arguments.json)

@@ -2,7 +2,7 @@ r"""How long would an operation take on many machines, and where does each algor
 
 Calibrates a cost model (latency, overhead and time per byte, of shared memory and of the network) on
 measurements of this machine, checks it against measurements that the calibration has not seen, and predicts
-an all-reduce by our algorithms and by others of the field, up to thousands of ranks.
+an all-reduce by the host backend's algorithms and by textbook ones, up to thousands of ranks.
 
 Measurements are made here, or taken from the JSON file of an earlier ``collectives bench allreduce`` or
 ``collectives bench collectives`` (--record). All-reduces, broadcasts and barriers with the fewest and with
@@ -23,7 +23,7 @@ them. The first two commands measure, the last calibrates, checks and predicts:
 
 *efficiency* is the time that no algorithm can beat (latencies of the best fan-out; 2(m-1)/m of the size on
 each link; every byte read and written once) over the algorithm's time. *limit* is the largest term of its
-time. Algorithms with a * are ours.
+time. Algorithms with a * are the host backend's ("ours").
 """
 
 from __future__ import annotations

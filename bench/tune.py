@@ -6,7 +6,7 @@ that do not differ at all: only what saves clearly more time than those differ b
 all new thresholds together are timed against the defaults, and stored if they are better and make nothing
 slower. Groups of this machine load them from then on.
 
-Leave the machine to it meanwhile.
+Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Has two processes share the tests where the user names none, because many tests only wait."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and not config.option.usepdb and config.getoption("numprocesses", 0) is None:
+    if hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if not config.option.usepdb and config.getoption("numprocesses", 0) is None:
         config.option.numprocesses = PROCESSES
         config.option.dist = "worksteal"
 

@@ -200,29 +200,26 @@ def test_modules_import_no_optional_package() -> None:
 
 
 NATIVE = ROOT / "backends" / "native"
+_ORDER = ["common", "memory", "selection", "sockets", "state", "transport"]
+_UP_TO = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}
 LAYERS = {
     "common": {"common"},
     "memory": {"common", "memory"},
-    "transport": {"common", "memory", "transport"},
+    "selection": {"common", "selection"},
+    "sockets": {"common", "memory", "sockets"},
+    "state": _UP_TO["state"],
+    "transport": _UP_TO["transport"],
     "kernels": {"common", "kernels"},
-    "algorithms": {"common", "memory", "transport", "kernels", "algorithms"},
-    "engine": {"common", "memory", "transport", "kernels", "algorithms", "engine"},
+    "algorithms": _UP_TO["transport"] | {"kernels", "algorithms"},
+    "collectives": _UP_TO["transport"] | {"kernels", "algorithms", "collectives"},
+    "engine": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine"},
     "mpi": {"common", "kernels", "algorithms", "engine", "mpi"},
     "store": {"common", "store"},
-    "bindings": {
-        "common",
-        "memory",
-        "transport",
-        "kernels",
-        "algorithms",
-        "engine",
-        "mpi",
-        "store",
-        "bindings",
-    },
-    "tests": {"common", "memory", "transport", "kernels", "algorithms", "engine", "store", "tests"},
+    "bindings": _UP_TO["transport"]
+    | {"kernels", "algorithms", "collectives", "engine", "mpi", "store", "bindings"},
+    "tests": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine", "store", "tests"},
 }
-"""The layers of the core, and those that each may include; transports know no kernels."""
+"""The layers of the core, and those that each may include."""
 
 
 def includes() -> Iterator[tuple[Path, int, str, str]]:

@@ -49,7 +49,7 @@ from collectives.core.types import (
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
-from collectives.forks import left_to_parent
+from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
@@ -431,7 +431,7 @@ class ProcessGroupGloo(ProcessGroup):
     def refuse_in_child(self, operation: Operation) -> None:
         """Raises where this is a child that was forked after the operation was issued."""
         if self._inherited:
-            raise GroupAbortedError(f"{self.where()} {operation}: {left_to_parent('the group')}")
+            raise GroupAbortedError(f"{self.where()} {operation}: {belongs_to_parent('the group')}")
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

@@ -164,9 +164,9 @@ class ProcessGroupHost(ProcessGroup):
     ) -> Work | None:
         """Issues a collective where the core takes the arguments as they are."""
         if not async_op:
-            done = self._native.plain(opcode, output, input, reduce_op, root, list_form)
+            done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
             return COMPLETED if done else None
-        task = self._native.plain_launch(opcode, output, input, reduce_op, root, list_form)
+        task = self._native.fast_collective_async(opcode, output, input, reduce_op, root, list_form)
         if task is None:
             return None
         outputs = as_tuple(output)
@@ -325,7 +325,7 @@ class ProcessGroupHost(ProcessGroup):
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
     ) -> Work | None:
         """Posts a message or a receive where the core takes the arguments as they are."""
-        task = self._native.plain_message(sends, tensor, peer, tag, not async_op)
+        task = self._native.fast_message(sends, tensor, peer, tag, not async_op)
         if task is None:
             return None
         if task is not True:

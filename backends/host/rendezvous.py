@@ -1,7 +1,7 @@
 """How the ranks of a host group find each other through the group's store.
 
 Rank 0 publishes the address of its unix socket and where it runs. Ranks that run there too connect to it and
-attach its shared memory (``native/transport/bootstrap.hpp``). Where all do, that is all.
+attach its shared memory (``native/state/bootstrap.hpp``). Where all do, that is all.
 
 The others publish their locations. Once every rank has connected or published one, rank 0 publishes a plan:
 who may share memory with whom. The lowest rank of each further machine, its leader, does for its ranks what
@@ -76,7 +76,7 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
     """
     limit_ns = timeout // timedelta(microseconds=1) * 1000
     if size == 1:
-        return _native.HostGroup(_native.alone(), label, limit_ns)
+        return _native.HostGroup(_native.single_rank_membership(), label, limit_ns)
     attempt = _Attempt(store, rank, size, timeout, label)
     try:
         membership = attempt.invite() if rank == 0 else attempt.follow()
@@ -116,7 +116,7 @@ class _Attempt:
 
     def invite(self) -> _native.Membership:
         """Rank 0: makes the memory of its machine and hands it to all who can attach it."""
-        host = _native.BootstrapHost(list(range(self.size)), self.size)
+        host = _native.BootstrapLeader(list(range(self.size)), self.size)
         self.tuning = tuning_for(self.size)
         self._name_keys_after(host.address)
         self._set(_ADDRESS, {"place": place(), "address": host.address})
@@ -165,19 +165,19 @@ class _Attempt:
             self._set(self._key("apart", self.rank), True)
             self._ask("add", self._key("aparts"), 1)
             members = [self.rank]
-        host = _native.BootstrapHost(members, self.size)
+        host = _native.BootstrapLeader(members, self.size)
         if len(members) > 1:
             self._set(self._key("leader", self.rank), host.address)
             self._until(lambda: self._still_missing(host, "apart"), "did not come")
         return self._share(host)
 
-    def _gather(self, host: _native.BootstrapHost) -> dict[int, dict[str, str]]:
+    def _gather(self, host: _native.BootstrapLeader) -> dict[int, dict[str, str]]:
         """Rank 0: returns the locations of those who do not share its memory, once all have come."""
         self._until(lambda: self._still_missing(host, "location"), "did not come")
         elsewhere = sorted(set(range(self.size)) - set(host.members))
         return {rank: self._get(self._key("location", rank), records.location) for rank in elsewhere}
 
-    def _still_missing(self, host: _native.BootstrapHost, key: str) -> list[int]:
+    def _still_missing(self, host: _native.BootstrapLeader, key: str) -> list[int]:
         """Waits a moment for guests, then goes on without those who published that they do not attach."""
         waited = time.monotonic() - self.began
         missing = host.accept(min(max(waited / 4, _FIRST_SLICE_S), _SLICE_S))
@@ -203,7 +203,7 @@ class _Attempt:
         }
         self._set(self._key("plan"), plan)
 
-    def _share(self, host: _native.BootstrapHost) -> _native.Membership:
+    def _share(self, host: _native.BootstrapLeader) -> _native.Membership:
         """A leader: makes the memory, hands it to its guests, and waits until they have attached it."""
         host.set_tuning(self.tuning, self.size)
         host.share(self.several, self._left())
@@ -216,7 +216,7 @@ class _Attempt:
     def _join(self, leader: int, address: str) -> _native.Membership | None:
         """Attaches the memory of a leader; ``None`` where that is not possible from here."""
         try:
-            guest = _native.BootstrapGuest(address, self.rank, self.size, self._left())
+            guest = _native.BootstrapFollower(address, self.rank, self.size, self._left())
         except DistNetworkError as error:
             raise DistNetworkError(
                 f"cannot join rank {leader}, which has died, or whose address in the store is left over from "
@@ -309,7 +309,7 @@ class _Attempt:
         """Waits until this machine's leader is connected with all others."""
 
         def missing() -> list[int]:
-            ranks = group.link(_SLICE_S)
+            ranks = group.connect(_SLICE_S)
             self._probe(ranks)
             return ranks
 
@@ -320,13 +320,13 @@ class _Attempt:
                 missing,
                 "could not be connected",
                 lambda: (
-                    f"{group.trouble() or 'no answer'}. Let firewalls pass TCP between the machines, or name "
-                    "the network interface that reaches the others in COLLECTIVES_SOCKET_IFNAME on each"
+                    f"{group.connection_error() or 'no answer'}. Let firewalls pass TCP between the machines, or "
+                    "name the network interface that reaches the others in COLLECTIVES_SOCKET_IFNAME on each"
                 ),
             )
         except BaseException as error:
             if isinstance(error, PeerLostError) and error.rank >= 0:
-                group.lose(
+                group.report_lost_rank(
                     error.rank, str(error)
                 )  # those who have linked up learn it by their first operation
             group.shutdown(False)

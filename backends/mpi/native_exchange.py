@@ -1,4 +1,4 @@
-"""The short way: collectives of small and middling tensors, issued and finished by the C++ core.
+"""Collectives of small and middling tensors, issued and finished by the C++ core.
 
 The core sends every rank's messages to each other one and reduces what comes with the package's kernels
 (``backends/native/mpi``). It calls the MPI library that mpi4py has loaded, by address: what MPI takes from
@@ -22,7 +22,7 @@ from collectives.backends.mpi.library import Library
 from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 
-__all__ = ["MOST_RANKS", "ShortWay"]
+__all__ = ["MOST_RANKS", "NativeExchange"]
 
 MOST_RANKS = 16
 """Up to here every rank sends small tensors to each other one; beyond, MPI's own collectives do."""
@@ -34,7 +34,7 @@ _WHOLE_BYTES = 256 << 10
 """The largest tensor that is broadcast, or gathered by all, by messages from each rank to each other."""
 
 _LOCAL_BYTES = 8 << 20
-"""The most that a synchronous call takes the short way with, all its tensors on this rank together."""
+"""The most bytes for the fast path, all tensors of a call on this rank together."""
 
 _SPINS = 2000
 """Tests in a row."""
@@ -45,7 +45,7 @@ for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
 
 
-class ShortWay:
+class NativeExchange:
     """Collectives of one group on a communicator, by messages that the core sends.
 
     Attributes:
@@ -85,7 +85,7 @@ class ShortWay:
             ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Testall", "MPI_Get_count")
         )
-        exchange = _native.MpiExchange(
+        exchange = _native.MpiFastPath(
             (isend, irecv, test, testall, get_count),
             (mpi._sizeof(mpi.Request), mpi._sizeof(mpi.Status)),
             communicator.handle,
@@ -100,13 +100,13 @@ class ShortWay:
             _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
-        self.fast_collective = exchange.plain if library.concurrent else _never
-        self.fast_message = exchange.plain_message if library.concurrent else _never
+        self.fast_collective = exchange.fast_collective if library.concurrent else _never
+        self.fast_message = exchange.fast_message if library.concurrent else _never
         self.serves = exchange.serves
         self.issue = exchange.issue
         self._error = mpi.Exception
 
-    def steps(self, flight: _native.MpiFlight) -> Steps:
+    def steps(self, flight: _native.MpiInFlight) -> Steps:
         """Goes on with what is under way; raises MPI's error."""
         while True:
             over = not flight.error and flight.advance()

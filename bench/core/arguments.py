@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.sizes import parse_sizes
@@ -26,6 +27,7 @@ __all__ = [
     "check_plot",
     "conclude",
     "failing_as_command",
+    "options_from",
     "parse_counts",
     "parse_names",
     "parse_sizes_argument",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 # ---- converters ----------------------------------------------------------------------------------------
@@ -151,6 +154,22 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+
+
+def options_from(kind: type[_T], arguments: argparse.Namespace, **renamed: str) -> _T:
+    """Returns a program's options from its arguments.
+
+    Args:
+        kind: a dataclass.
+        arguments: the arguments.
+        renamed: names of those that have another name than the field.
+
+    Raises:
+        CommandError: they do not fit together.
+    """
+    names = (field.name for field in dataclasses.fields(cast("Any", kind)))
+    with failing_as_command(ValueError):
+        return kind(**{name: getattr(arguments, renamed.get(name, name)) for name in names})
 
 
 # ---- running -------------------------------------------------------------------------------------------

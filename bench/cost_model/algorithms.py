@@ -26,7 +26,7 @@ LEAST_STAGED, MOST_STAGED, SHARED_STAGED = 4 << 10, 32 << 10, 512 << 10
 LEAST_CHUNK, MOST_CHUNK, CHUNKS_WANTED, WINDOW = 64 << 10, 256 << 10, 8, 320 << 10
 LEAST_SHARE = 256
 """Between machines: longest contribution beside the arrival, chunks and window of a rank, and the shortest
-share that a machine reduces (``control_page.cpp`` and ``machine_parts.hpp`` of the core)."""
+share that a machine reduces (``segment_layout.cpp`` and ``machine_chunks.hpp`` of the core)."""
 
 CHUNKS_IN_FLIGHT = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from collectives.bench.core.records import BaseReport, Timing
 from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
-from collectives.bench.training.peers import BASELINE, Peer
+from collectives.bench.training.ddp_peers import BASELINE, Peer
 
 __all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
 

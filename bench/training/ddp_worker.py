@@ -18,8 +18,8 @@ import collectives
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.groups import initialize, initialize_torch
 from collectives.bench.core.machine import bind_to_core
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.models import MODELS, checksum, loss_of
-from collectives.bench.training.peers import Peer
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks import debugging_hooks, default_hooks
 from collectives.ranks.processes import commands

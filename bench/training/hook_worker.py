@@ -18,7 +18,7 @@ from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.groups import initialize
 from collectives.bench.core.namespaces import enter_as_rank
 from collectives.bench.training import digits
-from collectives.bench.training.counting import CountingGroup
+from collectives.bench.training.counting_group import CountingGroup
 from collectives.bench.training.models import MODELS, checksum, loss_of
 from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
@@ -115,9 +115,7 @@ class Outcome:
     Attributes:
         iteration_ns: each timed step.
         losses: of this rank at each step.
-        sent_bytes: what it sent in the timed steps, as
-        :class:`~collectives.bench.training.counting.CountingGroup`
-            counts.
+        sent_bytes: what it sent in the timed steps, as :class:`.counting_group.CountingGroup` counts.
         accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
         checksum: of all parameters, bit for bit.
         parameters: number of trained parameters.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 from collectives.errors import DistStoreError
-from collectives.forks import tell_in_children
+from collectives.forks import call_in_forked_children
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.file.locked_file import LockedFile
 from collectives.store.file.log import (
@@ -111,7 +111,7 @@ class _Shared:
         self.content = _Content()
         self._file = self._join(world_size)
         _opened.add(self)
-        tell_in_children(self, _Shared.after_fork)
+        call_in_forked_children(self, _Shared.after_fork)
 
     @contextlib.contextmanager
     def locked(self, exclusive: bool, limit: float) -> Iterator[_Content]:

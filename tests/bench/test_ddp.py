@@ -10,9 +10,9 @@ import torch
 from collectives.bench import ddp
 from collectives.bench.core.records import Timing
 from collectives.bench.training import models
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.models import MODELS, loss_of
-from collectives.bench.training.peers import Peer
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

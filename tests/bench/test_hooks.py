@@ -11,7 +11,7 @@ from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import hooks
 from collectives.bench.training import models
-from collectives.bench.training.counting import CountingGroup
+from collectives.bench.training.counting_group import CountingGroup
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

@@ -11,13 +11,20 @@ import pytest
 
 from collectives.ranks import processes
 
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # which optimizers load in their first step
+    "pytest",
+    "sklearn.datasets",
+    "collectives.bench.comparison.command",
+    "collectives.backends.gloo",
+]
+
 
 @pytest.fixture(scope="session")
 def loaded_process() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "pytest", "collectives.bench.comparison.command", "collectives.backends.gloo"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # no thread of torch's or numpy's before the fork
         forkserver.ensure_running()

@@ -1,24 +1,24 @@
 // Long messages between machines, chunk by chunk.
 //
-// Words. The *agent* of a machine is the rank that speaks for it: its leader, or the root where the root is
-// on it. Machines exchange in two *phases*: in the first each agent sends the others what they need of its
-// machine's chunk; in the second, where there is one, it sends them what it made of what came. A *share* is
-// one machine's part of a chunk, a *slice* one local rank's.
+// The gateway of a machine is the rank that exchanges with the other machines: the leader, or the root where
+// it is on that machine. Machines exchange in two phases: in the first each gateway sends the others what
+// they need of its machine's chunk; in the second, where there is one, it sends them what it made of what it
+// received. A share is one machine's part of a chunk, a slice one local rank's.
 //
-// Local ranks pass contributions to their agent, and take results from it, through windows of their arenas
-// that hold kSlots chunks each:
-//   fill c      put a contribution into the own window               -> filled
+// Local ranks pass contributions to their gateway, and take results from it, through regions of their staging
+// buffers that hold kSlots chunks each:
+//   fill c      put a contribution into the own region               -> filled
 //   reduce c    make a slice of the machine's partial of it          -> reduced
-//   (the agent: send it, phase 1                                     -> forwarded)
-//   (the agent: combine the partials of all machines; phase 2        -> arrived)
-//   finish c    take the results from the agent's window             -> drained
-// Where a machine has one rank there are no windows: its agent works straight on the tensors.
+//   (the gateway: send it, phase 1                                   -> forwarded)
+//   (the gateway: combine the partials of all machines; phase 2      -> arrived)
+//   finish c    take the results from the gateway's region           -> drained
+// Where a machine has one rank there are no regions: its gateway works straight on the tensors.
 //
-// Two agents send each other items in one order that both know, so that nothing in a stream needs a name:
-// phase 1 of chunks 0, 1, ..., and phase 2 of chunk c after phase 1 of chunk c + depth. Both directions of a
-// link are busy then, and as much is under way as that many chunks hold. No cycle of waiting can arise: an
-// item waits only for items before it, and for local ranks, which wait for items before it (a rank that is no
-// agent finishes chunk c only after its part in chunk c + lag, on which phase 2 of chunk c waits).
+// Two gateways send each other items in one order that both know, so that nothing in a stream needs a header:
+// phase 1 of chunks 0, 1, ..., and phase 2 of chunk c after phase 1 of chunk c + depth. So both directions of
+// a link are busy, with as much in flight as that many chunks hold. No cycle of waiting can arise: an item
+// waits only for items before it, and for local ranks, which wait for items before it (a rank that is no
+// gateway finishes chunk c only after its part in chunk c + lag, on which phase 2 of chunk c waits).
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@
 #include <deque>
 #include <vector>
 
-#include "algorithms/round.hpp"
-#include "transport/traffic.hpp"
+#include "algorithms/collective_context.hpp"
+#include "transport/stream_pool.hpp"
 
 namespace collectives {
 
@@ -39,16 +39,16 @@ class Pipeline {
   // Returns when this rank's part is done.
   void run();
 
-  // Chunks that a window holds.
+  // Chunks that a region holds.
   static constexpr std::uint64_t kSlots = 4;
-  // Bytes of all windows of a rank. Small enough that those of three operations in a row fit into the arena:
-  // see Round.
-  static constexpr std::size_t kWindowBytes = 1280 << 10;
+  // Bytes of all regions of a rank. Small enough that those of three operations in a row fit into the staging
+  // buffer: see collective_context.hpp.
+  static constexpr std::size_t kRegionBytes = 1280 << 10;
   // Chunks between the phases, where the first has places of its own; else less than kSlots.
   static constexpr std::uint64_t kDepth = 16;
 
  protected:
-  struct Form {
+  struct Stages {
     bool fills = false;    // local ranks contribute
     bool reduces = false;  // and reduce what they contributed
     bool two_phases = false;
@@ -56,8 +56,9 @@ class Pipeline {
     std::uint64_t depth = kDepth;  // chunks between the phases; the same on all machines
   };
 
-  // `agents`: by machine.
-  Pipeline(Round& round, std::vector<int> agents, std::uint64_t chunks, const Form& form);
+  // `gateways`: by machine.
+  Pipeline(CollectiveContext& collective, std::vector<int> gateways, std::uint64_t chunks,
+           const Stages& stages);
   virtual ~Pipeline() = default;
 
   // What a rank does for itself. Contributions of all local ranks are there when `reduce` is called, and
@@ -66,8 +67,8 @@ class Pipeline {
   virtual void reduce(std::uint64_t) {}
   virtual void finish(std::uint64_t) = 0;
 
-  // What an agent does for its machine. `keep` comes once the machine's contribution to a chunk is complete
-  // and before anything of it is sent; `combine` once all of phase 1 has come.
+  // What a gateway does for its machine. `keep` comes once the machine's contribution to a chunk is complete
+  // and before anything of it is sent; `combine` once all of phase 1 has been received.
   virtual void keep(std::uint64_t) {}
   virtual void combine(std::uint64_t) {}
   // Queue what goes to, or comes from, that machine.
@@ -79,21 +80,21 @@ class Pipeline {
   virtual bool first_has_room(std::uint64_t chunk) const = 0;
   virtual bool results_have_room(std::uint64_t chunk) const = 0;
 
-  bool alone() const noexcept { return local_.size() == 1; }
-  bool is_agent() const noexcept { return agent_ == round_.rank(); }
-  std::size_t machines() const noexcept { return agents_.size(); }
+  bool single_rank() const noexcept { return local_.size() == 1; }
+  bool is_gateway() const noexcept { return gateway_ == collective_.rank(); }
+  std::size_t machines() const noexcept { return gateways_.size(); }
   Stream& stream(int machine) { return *links_[static_cast<std::size_t>(machine)].stream; }
-  // Of the agent: whether all local ranks have taken their results of the chunk.
+  // Of the gateway: whether all local ranks have taken their results of the chunk.
   bool all_drained(std::uint64_t chunk) const;
   bool second_has_left(std::uint64_t chunk) const { return sent_items() > second_item(chunk); }
   std::uint64_t combined() const noexcept { return combined_; }
   std::uint64_t finished() const noexcept { return finished_; }
 
-  Round& round_;
+  CollectiveContext& collective_;
   const std::vector<int>& local_;
   const int machine_;
-  const std::vector<int> agents_;
-  const int agent_;  // of this rank's machine
+  const std::vector<int> gateways_;
+  const int gateway_;  // of this rank's machine
 
  private:
   struct Sent {
@@ -111,14 +112,14 @@ class Pipeline {
   };
 
   void run_member();
-  void run_agent();
+  void run_gateway();
   bool step_local();
   bool step_links();
   bool step_chunks();
-  void settle();
-  int wanted() const;
+  void collect_completions();
+  int slowest_gateway() const;
 
-  std::uint64_t items() const noexcept { return form_.two_phases ? 2 * chunks_ : chunks_; }
+  std::uint64_t items() const noexcept { return stages_.two_phases ? 2 * chunks_ : chunks_; }
   std::uint64_t first_item(std::uint64_t chunk) const noexcept;
   std::uint64_t second_item(std::uint64_t chunk) const noexcept;
   struct Item {
@@ -128,11 +129,11 @@ class Pipeline {
   Item item(std::uint64_t number) const noexcept;
   std::uint64_t sent_items() const noexcept;
   std::uint64_t received_items() const noexcept;
-  bool all_have(Round::Word word, std::uint64_t chunk) const;
+  bool all_have(CollectiveContext::Word word, std::uint64_t chunk) const;
 
   const std::uint64_t chunks_;
-  const Form form_;
-  Traffic traffic_;
+  const Stages stages_;
+  StreamSession session_;
   std::vector<Link> links_;  // by machine
 
   // Chunks that this rank is done with, stage by stage.

@@ -21,10 +21,11 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
+#include "bindings/fast_path.hpp"
 #include "bindings/owned_group.hpp"
-#include "bindings/plain.hpp"
 #include "bindings/tensor_view.hpp"
 #include "engine/group.hpp"
+#include "state/bootstrap.hpp"
 
 namespace nb = nanobind;
 
@@ -70,12 +71,12 @@ std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t byte
   return group.enqueue(std::move(request), timeout, call_site());
 }
 
-std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t kind, Address data, Address input,
+std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t opcode, Address data, Address input,
                                  std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
                                  int root, const Parts& outputs, const Parts& inputs, Nanoseconds timeout,
                                  bool wait) {
   Request request;
-  request.kind = static_cast<Kind>(kind);
+  request.opcode = static_cast<Opcode>(opcode);
   request.reduction = {dtype_from(dtype), op_from(op), factor};
   request.root = root;
   request.data = pointer_from(data);
@@ -207,7 +208,7 @@ void bind_network(nb::module_& module) {
               std::vector<Endpoint>& lanes = network.endpoints.emplace_back();
               for (const auto& [address, port] : rank) lanes.push_back({address, port});
             }
-            membership.span(place(std::move(machines), std::move(hosts), membership.rank),
+            membership.span(make_topology(std::move(machines), std::move(hosts), membership.rank),
                             std::move(network));
           },
           nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("secret"),
@@ -215,66 +216,68 @@ void bind_network(nb::module_& module) {
 }
 
 void bind_bootstrap(nb::module_& module) {
-  module.def("alone", [] { return new Membership(alone()); }, nb::rv_policy::take_ownership);
-  nb::class_<BootstrapHost>(module, "BootstrapHost")
+  module.def(
+      "single_rank_membership", [] { return new Membership(single_rank_membership()); },
+      nb::rv_policy::take_ownership);
+  nb::class_<BootstrapLeader>(module, "BootstrapLeader")
       .def(nb::init<std::vector<int>, int>(), nb::arg("members"), nb::arg("size"))
-      .def_prop_ro("address", [](const BootstrapHost& host) { return host.address(); })
+      .def_prop_ro("address", [](const BootstrapLeader& leader) { return leader.address(); })
       .def(
           "accept",
-          [](BootstrapHost& host, double seconds) {
-            return without_gil([&] { return host.accept(deadline_in(seconds)); });
+          [](BootstrapLeader& leader, double seconds) {
+            return without_gil([&] { return leader.accept(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
           "set_tuning",
-          [](BootstrapHost& host, const TuningValues& values, int size) {
-            host.set_tuning(tuning_from(values, size));
+          [](BootstrapLeader& leader, const TuningValues& values, int size) {
+            leader.set_tuning(tuning_from(values, size));
           },
           nb::arg("values"), nb::arg("size"))
       .def(
           "share",
-          [](BootstrapHost& host, bool several, double seconds) {
-            without_gil([&] { host.share(several, deadline_in(seconds)); });
+          [](BootstrapLeader& leader, bool spans_machines, double seconds) {
+            without_gil([&] { leader.share(spans_machines, deadline_in(seconds)); });
           },
-          nb::arg("several"), nb::arg("seconds"))
-      .def("exclude", &BootstrapHost::exclude, nb::arg("rank"))
-      .def_prop_ro("members", [](const BootstrapHost& host) { return host.members(); })
+          nb::arg("spans_machines"), nb::arg("seconds"))
+      .def("exclude", &BootstrapLeader::exclude, nb::arg("rank"))
+      .def_prop_ro("members", [](const BootstrapLeader& leader) { return leader.members(); })
       .def(
           "await_attached",
-          [](BootstrapHost& host, double seconds) {
-            return without_gil([&] { return host.await_attached(deadline_in(seconds)); });
+          [](BootstrapLeader& leader, double seconds) {
+            return without_gil([&] { return leader.await_attached(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
           "release",
-          [](BootstrapHost& host, double seconds) {
-            return without_gil([&] { return new Membership(host.release(deadline_in(seconds))); });
+          [](BootstrapLeader& leader, double seconds) {
+            return without_gil([&] { return new Membership(leader.release(deadline_in(seconds))); });
           },
           nb::arg("seconds"), nb::rv_policy::take_ownership);
-  nb::class_<BootstrapGuest>(module, "BootstrapGuest")
+  nb::class_<BootstrapFollower>(module, "BootstrapFollower")
       .def(
           "__init__",
-          [](BootstrapGuest* guest, const std::string& address, int rank, int size, double seconds) {
+          [](BootstrapFollower* follower, const std::string& address, int rank, int size, double seconds) {
             const nb::gil_scoped_release release;
-            new (guest) BootstrapGuest(address, rank, size, deadline_in(seconds));
+            new (follower) BootstrapFollower(address, rank, size, deadline_in(seconds));
           },
           nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))
       .def(
           "answered",
-          [](BootstrapGuest& guest, double seconds) {
-            return without_gil([&] { return guest.answered(deadline_in(seconds)); });
+          [](BootstrapFollower& follower, double seconds) {
+            return without_gil([&] { return follower.answered(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
           "attach",
-          [](BootstrapGuest& guest, double seconds) {
-            return without_gil([&] { return guest.attach(deadline_in(seconds)); });
+          [](BootstrapFollower& follower, double seconds) {
+            return without_gil([&] { return follower.attach(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
           "await_release",
-          [](BootstrapGuest& guest, double seconds) {
-            return without_gil([&] { return new Membership(guest.await_release(deadline_in(seconds))); });
+          [](BootstrapFollower& follower, double seconds) {
+            return without_gil([&] { return new Membership(follower.await_release(deadline_in(seconds))); });
           },
           nb::arg("seconds"), nb::rv_policy::take_ownership);
 }
@@ -308,31 +311,33 @@ void bind_group(nb::module_& module) {
             new (group) OwnedGroup(std::make_unique<Group>(std::move(membership), std::move(label), timeout));
           },
           nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"))
-      .def("plain", plain_collective, nb::arg("kind"), nb::arg("output").none() = nb::none(),
+      .def("fast_collective", fast_collective, nb::arg("opcode"), nb::arg("output").none() = nb::none(),
            nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
            nb::arg("listed") = false)
-      .def("plain_launch", plain_launch, nb::arg("kind"), nb::arg("output").none(), nb::arg("input").none(),
-           nb::arg("op_code"), nb::arg("root"), nb::arg("listed"))
-      .def("plain_message", plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
-           nb::arg("tag"), nb::arg("waits"))
+      .def("fast_collective_async", fast_collective_async, nb::arg("opcode"), nb::arg("output").none(),
+           nb::arg("input").none(), nb::arg("op_code"), nb::arg("root"), nb::arg("listed"))
+      .def("fast_message", fast_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"), nb::arg("tag"),
+           nb::arg("waits"))
       .def(
-          "link",
+          "connect",
           [](OwnedGroup& group, double seconds) {
             Group& mine = usable(group);
-            return without_gil([&] { return mine.link(deadline_in(seconds)); });
+            return without_gil([&] { return mine.connect(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
       .def(
-          "lose",
-          [](OwnedGroup& group, int rank, const std::string& text) { usable(group).lose(rank, text); },
+          "report_lost_rank",
+          [](OwnedGroup& group, int rank, const std::string& text) {
+            usable(group).report_lost_rank(rank, text);
+          },
           nb::arg("rank"), nb::arg("text"))
       .def("lost_ranks",
            [](OwnedGroup& group) { return group.inherited() ? std::vector<int>() : group->lost_ranks(); })
-      .def("trouble", [](OwnedGroup& group) { return usable(group).trouble(); })
+      .def("connection_error", [](OwnedGroup& group) { return usable(group).connection_error(); })
       .def(
           "set_timeout", [](OwnedGroup& group, Nanoseconds timeout) { usable(group).set_timeout(timeout); },
           nb::arg("timeout_ns"))
-      .def("collective", collective, nb::arg("kind"), nb::arg("data_ptr"), nb::arg("input_ptr"),
+      .def("collective", collective, nb::arg("opcode"), nb::arg("data_ptr"), nb::arg("input_ptr"),
            nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
            nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))
       .def("send", send, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
@@ -357,20 +362,11 @@ void bind_group(nb::module_& module) {
         return without_gil([&] { return mine.report(); });
       });
   module.def("register_tensor_type", register_tensor_type, nb::arg("type"));
-  module.def(
-      "plain_view",
-      [](nb::handle tensor) -> nb::object {
-        const std::optional<TensorView> view = plain_view(tensor);
-        if (!view) return nb::none();
-        return nb::make_tuple(reinterpret_cast<std::uintptr_t>(view->data), view->count,
-                              static_cast<int>(view->dtype));
-      },
-      nb::arg("tensor"));
-  nb::dict kinds;
-  for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Kind::all_to_all); ++code) {
-    kinds[name_of(static_cast<Kind>(code))] = code;
+  nb::dict opcodes;
+  for (std::uint8_t code = 1; code <= static_cast<std::uint8_t>(Opcode::all_to_all); ++code) {
+    opcodes[name_of(static_cast<Opcode>(code))] = code;
   }
-  module.attr("COLLECTIVES") = kinds;
+  module.attr("COLLECTIVES") = opcodes;
 }
 
 }  // namespace

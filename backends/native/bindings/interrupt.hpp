@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "transport/station.hpp"
+#include "state/rank_context.hpp"
 
 namespace collectives {
 

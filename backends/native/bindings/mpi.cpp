@@ -1,5 +1,5 @@
-// Collectives of the mpi backend that are over soon: addresses are plain numbers, and the callers keep the
-// memory alive.
+// Short collectives and messages of the mpi backend, without the GIL. Addresses are numbers, and the callers
+// keep the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/fast_path.hpp"
 #include "bindings/interrupt.hpp"
-#include "bindings/plain.hpp"
 #include "bindings/tensor_view.hpp"
-#include "mpi/flight.hpp"
+#include "mpi/in_flight.hpp"
 #include "mpi/messages.hpp"
 
 namespace nb = nanobind;
@@ -38,7 +38,7 @@ constexpr int kTestsWithLock = 50;
 constexpr auto kPatience = std::chrono::milliseconds(2);
 
 struct Limits {
-  std::size_t at_once;  // as `MpiFlight` takes it
+  std::size_t at_once;  // as `MpiCollective` takes it
   std::size_t whole;    // largest whole that every rank sends as it is to all others
   int most_ranks;       // that do so
   std::size_t chunk;    // largest whole of the ranks' parts of a reduction that is not cut further
@@ -60,23 +60,23 @@ std::size_t longest(const std::vector<Part>& parts) {
   return most;
 }
 
-// Something under way, with MPI's error code, for Python.
-struct BoundFlight {
-  std::unique_ptr<MpiProgress> progress;
+// An operation in flight, with MPI's error code, for Python.
+struct InFlight {
+  std::unique_ptr<MpiOperation> progress;
   long number;  // of the operation, 0 where the caller counts
   int error = kMpiSuccess;
 
-  BoundFlight(std::unique_ptr<MpiProgress> what, long of) : progress(std::move(what)), number(of) {}
+  InFlight(std::unique_ptr<MpiOperation> what, long of) : progress(std::move(what)), number(of) {}
 
-  bool over() {
+  bool completed() {
     if (error == kMpiSuccess) error = progress->advance();
     return error != kMpiSuccess || progress->done();
   }
 };
 
-class MpiExchange {
+class MpiFastPath {
  public:
-  MpiExchange(const MpiLibrary& library, std::uintptr_t communicator, std::uintptr_t messages, int rank,
+  MpiFastPath(const MpiLibrary& library, std::uintptr_t communicator, std::uintptr_t messages, int rank,
               int size, int largest_tag, nb::object operations, nb::object exchanges, const Limits& limits,
               int spins)
       : library_(library),
@@ -92,40 +92,41 @@ class MpiExchange {
     make_messages(library, communicator);  // complains
   }
 
-  // True: done; false: not plain, or not for here; else the flight, which has failed or is under way.
-  nb::object plain(std::uint8_t kind, nb::handle output, nb::handle input, std::uint8_t op, nb::handle root,
-                   bool listed) {
-    std::optional<Plain> plain = plain_request(rank_, size_, kind, output, input, op, root, listed);
-    if (!plain || !takes(plain->request, plain->bytes, listed)) return nb::bool_(false);
-    const std::size_t bytes = plain->bytes;
-    const long number = next(operations_);
-    auto bound = make(std::move(plain->request), number);
-    fly(*bound, bytes);
-    return answer(std::move(bound));
+  // True: done; false: the call does not qualify, or is too large; else the operation, which has failed or is
+  // in flight.
+  nb::object fast_collective(std::uint8_t opcode, nb::handle output, nb::handle input, std::uint8_t op,
+                             nb::handle root, bool listed) {
+    std::optional<FastRequest> fast = fast_request(rank_, size_, opcode, output, input, op, root, listed);
+    if (!fast || !takes(fast->request, fast->bytes, listed)) return nb::bool_(false);
+    const std::size_t bytes = fast->bytes;
+    const long number = next_number(operations_);
+    auto in_flight = make_in_flight(std::move(fast->request), number);
+    start_and_test(*in_flight, bytes);
+    return answer(std::move(in_flight));
   }
 
   // The same for a message on the communicator of messages. A receive is true only for one of the tensor's
   // size.
-  nb::object plain_message(bool sends, nb::handle tensor, int peer, int tag) {
-    const std::optional<TensorView> view = plain_view(tensor);
+  nb::object fast_message(bool sends, nb::handle tensor, int peer, int tag) {
+    const std::optional<TensorView> view = dense_view(tensor);
     if (!view) return nb::bool_(false);
     const std::size_t bytes = view->count * size_of(view->dtype);
     if (bytes > limits_.local) return nb::bool_(false);
     auto message =
         std::make_unique<MpiMessage>(make_messages(library_, messages_), sends, view->data, bytes, peer, tag);
     const MpiMessage& sent = *message;
-    auto bound = std::make_shared<BoundFlight>(std::move(message), next(operations_));
-    fly(*bound, bytes);
-    if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes) return nb::cast(std::move(bound));
-    return answer(std::move(bound));
+    auto in_flight = std::make_shared<InFlight>(std::move(message), next_number(operations_));
+    start_and_test(*in_flight, bytes);
+    if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes) return nb::cast(std::move(in_flight));
+    return answer(std::move(in_flight));
   }
 
-  std::shared_ptr<BoundFlight> issue(std::uint8_t kind, std::uintptr_t data, std::uintptr_t input,
-                                     std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
-                                     int root, const Parts& outputs, const Parts& inputs) {
+  std::shared_ptr<InFlight> issue(std::uint8_t opcode, std::uintptr_t data, std::uintptr_t input,
+                                  std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
+                                  int root, const Parts& outputs, const Parts& inputs) {
     if (!is_dtype(dtype) || !is_reduce_op(op)) throw std::invalid_argument("no such data type or reduction");
     Request request;
-    request.kind = static_cast<Kind>(kind);
+    request.opcode = static_cast<Opcode>(opcode);
     request.reduction = {static_cast<DType>(dtype), static_cast<ReduceOp>(op), factor};
     request.root = root;
     request.data = address(data);
@@ -133,24 +134,24 @@ class MpiExchange {
     request.count = count;
     request.outputs = parts_from(outputs);
     request.inputs = parts_from(inputs);
-    auto bound = make(std::move(request), 0);
+    auto in_flight = make_in_flight(std::move(request), 0);
     const nb::gil_scoped_release release;
-    bound->error = bound->progress->start();
-    return bound;
+    in_flight->error = in_flight->progress->start();
+    return in_flight;
   }
 
   // Whether such an operation goes over the wire as here; equal on all ranks. `bytes` is the whole tensor,
   // all ranks' parts of it together.
-  bool serves(std::uint8_t kind, std::size_t bytes, std::size_t item) const {
+  bool serves(std::uint8_t opcode, std::size_t bytes, std::size_t item) const {
     const auto ranks = static_cast<std::size_t>(size_);
-    switch (static_cast<Kind>(kind)) {
-      case Kind::barrier:
+    switch (static_cast<Opcode>(opcode)) {
+      case Opcode::barrier:
         return true;
-      case Kind::broadcast:
-      case Kind::all_gather:
+      case Opcode::broadcast:
+      case Opcode::all_gather:
         return size_ <= limits_.most_ranks && bytes <= limits_.whole;
-      case Kind::all_reduce:
-      case Kind::reduce:
+      case Opcode::all_reduce:
+      case Opcode::reduce:
         if (bytes == 0) return false;
         if (bytes * ranks <= limits_.at_once) return size_ <= limits_.most_ranks;
         return fits_chunk((bytes / item + ranks - 1) / ranks * item, item);
@@ -169,51 +170,51 @@ class MpiExchange {
     const std::size_t item = size_of(request.reduction.dtype);
     const std::size_t bytes = request.count * item;
     if (local > limits_.local) return false;
-    switch (request.kind) {
-      case Kind::all_gather:
+    switch (request.opcode) {
+      case Opcode::all_gather:
         return listed ||
-               serves(static_cast<std::uint8_t>(request.kind), bytes * request.outputs.size(), item);
-      case Kind::reduce_scatter:
+               serves(static_cast<std::uint8_t>(request.opcode), bytes * request.outputs.size(), item);
+      case Opcode::reduce_scatter:
         return fits_chunk(longest(request.inputs), item);
-      case Kind::gather:
-      case Kind::scatter:
-      case Kind::all_to_all:
+      case Opcode::gather:
+      case Opcode::scatter:
+      case Opcode::all_to_all:
         return true;
       default:
-        return serves(static_cast<std::uint8_t>(request.kind), bytes, item);
+        return serves(static_cast<std::uint8_t>(request.opcode), bytes, item);
     }
   }
 
-  static long next(const nb::object& counter) {
+  static long next_number(const nb::object& counter) {
     const nb::object number = nb::steal(PyIter_Next(counter.ptr()));
     if (!number.is_valid()) throw nb::python_error();
     return PyLong_AsLong(number.ptr());
   }
 
-  std::shared_ptr<BoundFlight> make(Request request, long number) {
-    const auto tag = static_cast<int>(next(exchanges_) % tags_ * 2);
-    auto flight = std::make_unique<MpiFlight>(make_messages(library_, communicator_), scratch_, rank_, size_,
-                                              std::move(request), tag, limits_.at_once);
-    return std::make_shared<BoundFlight>(std::move(flight), number);
+  std::shared_ptr<InFlight> make_in_flight(Request request, long number) {
+    const auto tag = static_cast<int>(next_number(exchanges_) % tags_ * 2);
+    auto collective = std::make_unique<MpiCollective>(make_messages(library_, communicator_), scratch_, rank_,
+                                                      size_, std::move(request), tag, limits_.at_once);
+    return std::make_shared<InFlight>(std::move(collective), number);
   }
 
-  static nb::object answer(std::shared_ptr<BoundFlight> bound) {
-    if (bound->error == kMpiSuccess && bound->progress->done()) return nb::bool_(true);
-    return nb::cast(std::move(bound));
+  static nb::object answer(std::shared_ptr<InFlight> in_flight) {
+    if (in_flight->error == kMpiSuccess && in_flight->progress->done()) return nb::bool_(true);
+    return nb::cast(std::move(in_flight));
   }
 
-  void fly(BoundFlight& bound, std::size_t bytes) const {
+  void start_and_test(InFlight& in_flight, std::size_t bytes) const {
     PythonInterrupt lock(release_for(bytes));
-    bound.error = bound.progress->start();
+    in_flight.error = in_flight.progress->start();
     for (int i = 0; i < spins_; ++i) {
-      if (bound.over()) return;
+      if (in_flight.completed()) return;
       if (i == kTestsWithLock) lock.blocks();
     }
     lock.blocks();
     const auto until = Clock::now() + kPatience;
     do {
       sched_yield();
-      if (bound.over()) return;
+      if (in_flight.completed()) return;
     } while (Clock::now() < until);
   }
 
@@ -233,23 +234,23 @@ class MpiExchange {
 }  // namespace
 
 void bind_mpi(nb::module_& module) {
-  nb::class_<BoundFlight>(module, "MpiFlight")
+  nb::class_<InFlight>(module, "MpiInFlight")
       .def("advance",
-           [](BoundFlight& bound) {
+           [](InFlight& in_flight) {
              const nb::gil_scoped_release release;
-             return bound.over();
+             return in_flight.completed();
            })
       .def_prop_ro("moved",
-                   [](const BoundFlight& bound) {
-                     const auto* message = dynamic_cast<const MpiMessage*>(bound.progress.get());
+                   [](const InFlight& in_flight) {
+                     const auto* message = dynamic_cast<const MpiMessage*>(in_flight.progress.get());
                      return message == nullptr ? 0 : message->moved();
                    })
-      .def_ro("number", &BoundFlight::number)
-      .def_ro("error", &BoundFlight::error);
-  nb::class_<MpiExchange>(module, "MpiExchange")
+      .def_ro("number", &InFlight::number)
+      .def_ro("error", &InFlight::error);
+  nb::class_<MpiFastPath>(module, "MpiFastPath")
       .def(
           "__init__",
-          [](MpiExchange* self,
+          [](MpiFastPath* self,
              std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>
                  functions,
              std::tuple<std::size_t, std::size_t> bytes, std::uintptr_t communicator, std::uintptr_t messages,
@@ -259,22 +260,22 @@ void bind_mpi(nb::module_& module) {
             const auto& [isend, irecv, test, testall, get_count] = functions;
             const auto& [handle_bytes, status_bytes] = bytes;
             const auto& [at_once, whole, most_ranks, chunk, local] = limits;
-            new (self) MpiExchange({isend, irecv, test, testall, get_count, handle_bytes, status_bytes, byte},
+            new (self) MpiFastPath({isend, irecv, test, testall, get_count, handle_bytes, status_bytes, byte},
                                    communicator, messages, rank, size, largest_tag, std::move(operations),
                                    std::move(exchanges), {at_once, whole, most_ranks, chunk, local}, spins);
           },
           nb::arg("functions"), nb::arg("bytes"), nb::arg("communicator"), nb::arg("messages"),
           nb::arg("byte"), nb::arg("rank"), nb::arg("size"), nb::arg("largest_tag"), nb::arg("operations"),
           nb::arg("exchanges"), nb::arg("limits"), nb::arg("spins"))
-      .def("plain", &MpiExchange::plain, nb::arg("kind"), nb::arg("output").none() = nb::none(),
-           nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
-           nb::arg("listed") = false)
-      .def("plain_message", &MpiExchange::plain_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
+      .def("fast_collective", &MpiFastPath::fast_collective, nb::arg("opcode"),
+           nb::arg("output").none() = nb::none(), nb::arg("input").none() = nb::none(),
+           nb::arg("op_code") = 0, nb::arg("root") = 0, nb::arg("listed") = false)
+      .def("fast_message", &MpiFastPath::fast_message, nb::arg("sends"), nb::arg("tensor"), nb::arg("peer"),
            nb::arg("tag"))
-      .def("issue", &MpiExchange::issue, nb::arg("kind"), nb::arg("data_ptr") = 0, nb::arg("input_ptr") = 0,
+      .def("issue", &MpiFastPath::issue, nb::arg("opcode"), nb::arg("data_ptr") = 0, nb::arg("input_ptr") = 0,
            nb::arg("count") = 0, nb::arg("dtype_code") = 0, nb::arg("op_code") = 0, nb::arg("factor") = 1.0,
            nb::arg("root") = 0, nb::arg("outputs") = Parts{}, nb::arg("inputs") = Parts{})
-      .def("serves", &MpiExchange::serves, nb::arg("kind"), nb::arg("nbytes"), nb::arg("itemsize"));
+      .def("serves", &MpiFastPath::serves, nb::arg("opcode"), nb::arg("nbytes"), nb::arg("itemsize"));
 }
 
 }  // namespace collectives

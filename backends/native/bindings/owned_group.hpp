@@ -21,11 +21,11 @@ inline Group& usable(OwnedGroup& group) {
 }
 
 // Bytes that move in less time than Python takes to hand its lock over and back.
-inline constexpr std::size_t kShort = 32 << 10;
+inline constexpr std::size_t kKeepLockBytes = 32 << 10;
 
 // An operation on so many bytes that finds its peers waiting keeps Python's lock where that is quicker.
 inline PythonInterrupt::Release release_for(std::size_t bytes) noexcept {
-  return bytes <= kShort ? PythonInterrupt::Release::when_blocked : PythonInterrupt::Release::now;
+  return bytes <= kKeepLockBytes ? PythonInterrupt::Release::when_blocked : PythonInterrupt::Release::now;
 }
 
 }  // namespace collectives

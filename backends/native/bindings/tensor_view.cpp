@@ -145,7 +145,7 @@ void register_tensor_type(nb::handle type) {
                             nb::object(torch.attr("uint8")).release().ptr()});
 }
 
-std::optional<TensorView> plain_view(nb::handle tensor) {
+std::optional<TensorView> dense_view(nb::handle tensor) {
   for (const TensorType& known : tensor_types()) {
     if (Py_TYPE(tensor.ptr()) != known.type) continue;
     ExchangeTensor view;

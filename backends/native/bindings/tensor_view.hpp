@@ -25,6 +25,6 @@ void register_tensor_type(nanobind::handle type);
 
 // The view of a tensor of a registered type (a subclass counts as another type) that is dense, on the CPU,
 // real, and not lazily negated; nothing otherwise, whatever it is.
-std::optional<TensorView> plain_view(nanobind::handle tensor);
+std::optional<TensorView> dense_view(nanobind::handle tensor);
 
 }  // namespace collectives

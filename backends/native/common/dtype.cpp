@@ -5,62 +5,62 @@
 namespace collectives {
 namespace {
 
-enum class Kind : std::uint8_t { boolean, integer, floating, scale, complex, opaque };
+enum class Category : std::uint8_t { boolean, integer, floating, scale, complex, opaque };
 
 struct Description {
   DType dtype;
   const char* name;
   std::uint8_t size;
-  Kind kind;
+  Category category;
 };
 
 constexpr Description kDescriptions[] = {
-    {DType::boolean, "bool", 1, Kind::boolean},
-    {DType::uint8, "uint8", 1, Kind::integer},
-    {DType::uint16, "uint16", 2, Kind::integer},
-    {DType::uint32, "uint32", 4, Kind::integer},
-    {DType::uint64, "uint64", 8, Kind::integer},
-    {DType::int8, "int8", 1, Kind::integer},
-    {DType::int16, "int16", 2, Kind::integer},
-    {DType::int32, "int32", 4, Kind::integer},
-    {DType::int64, "int64", 8, Kind::integer},
-    {DType::float16, "float16", 2, Kind::floating},
-    {DType::bfloat16, "bfloat16", 2, Kind::floating},
-    {DType::float32, "float32", 4, Kind::floating},
-    {DType::float64, "float64", 8, Kind::floating},
-    {DType::complex32, "complex32", 4, Kind::complex},
-    {DType::complex64, "complex64", 8, Kind::complex},
-    {DType::complex128, "complex128", 16, Kind::complex},
-    {DType::float8_e4m3fn, "float8_e4m3fn", 1, Kind::floating},
-    {DType::float8_e5m2, "float8_e5m2", 1, Kind::floating},
-    {DType::float8_e4m3fnuz, "float8_e4m3fnuz", 1, Kind::floating},
-    {DType::float8_e5m2fnuz, "float8_e5m2fnuz", 1, Kind::floating},
-    {DType::float8_e8m0fnu, "float8_e8m0fnu", 1, Kind::scale},
-    {DType::float4_e2m1fn_x2, "float4_e2m1fn_x2", 1, Kind::opaque},
-    {DType::bits1x8, "bits1x8", 1, Kind::opaque},
-    {DType::bits2x4, "bits2x4", 1, Kind::opaque},
-    {DType::bits4x2, "bits4x2", 1, Kind::opaque},
-    {DType::bits8, "bits8", 1, Kind::opaque},
-    {DType::bits16, "bits16", 2, Kind::opaque},
-    {DType::int1, "int1", 1, Kind::opaque},
-    {DType::int2, "int2", 1, Kind::opaque},
-    {DType::int3, "int3", 1, Kind::opaque},
-    {DType::int4, "int4", 1, Kind::opaque},
-    {DType::int5, "int5", 1, Kind::opaque},
-    {DType::int6, "int6", 1, Kind::opaque},
-    {DType::int7, "int7", 1, Kind::opaque},
-    {DType::uint1, "uint1", 1, Kind::opaque},
-    {DType::uint2, "uint2", 1, Kind::opaque},
-    {DType::uint3, "uint3", 1, Kind::opaque},
-    {DType::uint4, "uint4", 1, Kind::opaque},
-    {DType::uint5, "uint5", 1, Kind::opaque},
-    {DType::uint6, "uint6", 1, Kind::opaque},
-    {DType::uint7, "uint7", 1, Kind::opaque},
-    {DType::qint8, "qint8", 1, Kind::opaque},
-    {DType::quint8, "quint8", 1, Kind::opaque},
-    {DType::qint32, "qint32", 4, Kind::opaque},
-    {DType::quint4x2, "quint4x2", 1, Kind::opaque},
-    {DType::quint2x4, "quint2x4", 1, Kind::opaque},
+    {DType::boolean, "bool", 1, Category::boolean},
+    {DType::uint8, "uint8", 1, Category::integer},
+    {DType::uint16, "uint16", 2, Category::integer},
+    {DType::uint32, "uint32", 4, Category::integer},
+    {DType::uint64, "uint64", 8, Category::integer},
+    {DType::int8, "int8", 1, Category::integer},
+    {DType::int16, "int16", 2, Category::integer},
+    {DType::int32, "int32", 4, Category::integer},
+    {DType::int64, "int64", 8, Category::integer},
+    {DType::float16, "float16", 2, Category::floating},
+    {DType::bfloat16, "bfloat16", 2, Category::floating},
+    {DType::float32, "float32", 4, Category::floating},
+    {DType::float64, "float64", 8, Category::floating},
+    {DType::complex32, "complex32", 4, Category::complex},
+    {DType::complex64, "complex64", 8, Category::complex},
+    {DType::complex128, "complex128", 16, Category::complex},
+    {DType::float8_e4m3fn, "float8_e4m3fn", 1, Category::floating},
+    {DType::float8_e5m2, "float8_e5m2", 1, Category::floating},
+    {DType::float8_e4m3fnuz, "float8_e4m3fnuz", 1, Category::floating},
+    {DType::float8_e5m2fnuz, "float8_e5m2fnuz", 1, Category::floating},
+    {DType::float8_e8m0fnu, "float8_e8m0fnu", 1, Category::scale},
+    {DType::float4_e2m1fn_x2, "float4_e2m1fn_x2", 1, Category::opaque},
+    {DType::bits1x8, "bits1x8", 1, Category::opaque},
+    {DType::bits2x4, "bits2x4", 1, Category::opaque},
+    {DType::bits4x2, "bits4x2", 1, Category::opaque},
+    {DType::bits8, "bits8", 1, Category::opaque},
+    {DType::bits16, "bits16", 2, Category::opaque},
+    {DType::int1, "int1", 1, Category::opaque},
+    {DType::int2, "int2", 1, Category::opaque},
+    {DType::int3, "int3", 1, Category::opaque},
+    {DType::int4, "int4", 1, Category::opaque},
+    {DType::int5, "int5", 1, Category::opaque},
+    {DType::int6, "int6", 1, Category::opaque},
+    {DType::int7, "int7", 1, Category::opaque},
+    {DType::uint1, "uint1", 1, Category::opaque},
+    {DType::uint2, "uint2", 1, Category::opaque},
+    {DType::uint3, "uint3", 1, Category::opaque},
+    {DType::uint4, "uint4", 1, Category::opaque},
+    {DType::uint5, "uint5", 1, Category::opaque},
+    {DType::uint6, "uint6", 1, Category::opaque},
+    {DType::uint7, "uint7", 1, Category::opaque},
+    {DType::qint8, "qint8", 1, Category::opaque},
+    {DType::quint8, "quint8", 1, Category::opaque},
+    {DType::qint32, "qint32", 4, Category::opaque},
+    {DType::quint4x2, "quint4x2", 1, Category::opaque},
+    {DType::quint2x4, "quint2x4", 1, Category::opaque},
 };
 
 constexpr bool in_order_of_codes() {
@@ -83,19 +83,19 @@ constexpr unsigned kOrdered =
     bit(ReduceOp::sum) | bit(ReduceOp::product) | bit(ReduceOp::min) | bit(ReduceOp::max);
 constexpr unsigned kBitwise = bit(ReduceOp::band) | bit(ReduceOp::bor) | bit(ReduceOp::bxor);
 
-constexpr unsigned ops_of(Kind kind) {
-  switch (kind) {
-    case Kind::boolean:
+constexpr unsigned ops_of(Category category) {
+  switch (category) {
+    case Category::boolean:
       return kOrdered | kBitwise;
-    case Kind::integer:
+    case Category::integer:
       return kOrdered | kBitwise | bit(ReduceOp::avg);
-    case Kind::floating:
+    case Category::floating:
       return kOrdered | bit(ReduceOp::avg) | bit(ReduceOp::premul_sum);
-    case Kind::scale:
+    case Category::scale:
       return kOrdered | bit(ReduceOp::avg);
-    case Kind::complex:
+    case Category::complex:
       return bit(ReduceOp::sum) | bit(ReduceOp::avg) | bit(ReduceOp::premul_sum);
-    case Kind::opaque:
+    case Category::opaque:
       return 0;
   }
   return 0;
@@ -113,6 +113,8 @@ const char* name_of(DType dtype) noexcept { return describe(dtype).name; }
 
 const char* name_of(ReduceOp op) noexcept { return kOpNames[static_cast<std::size_t>(op)]; }
 
-bool reducible(DType dtype, ReduceOp op) noexcept { return (ops_of(describe(dtype).kind) & bit(op)) != 0; }
+bool reducible(DType dtype, ReduceOp op) noexcept {
+  return (ops_of(describe(dtype).category) & bit(op)) != 0;
+}
 
 }  // namespace collectives

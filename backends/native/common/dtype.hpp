@@ -91,9 +91,8 @@ const char* name_of(ReduceOp op) noexcept;
 // Whether `reduce` (kernels/kernels.hpp) computes `op` on `dtype`:
 //   bool      SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR
 //   integers  the same and AVG
-//   floats    SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM; float8_e8m0fnu without PREMUL_SUM, because the format
-//   has
-//             neither a sign nor a zero that could hold the product with any factor
+//   floats    SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM; float8_e8m0fnu without PREMUL_SUM, because the
+//             format has neither a sign nor a zero that could hold the product with any factor
 //   complex   SUM, AVG, PREMUL_SUM
 //   others    none
 bool reducible(DType dtype, ReduceOp op) noexcept;

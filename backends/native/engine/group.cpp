@@ -5,12 +5,11 @@
 #include <optional>
 #include <utility>
 
-#include "transport/courier.hpp"
-
+#include "algorithms/collective_context.hpp"
 namespace collectives {
 namespace {
 
-// How long local threads get to leave operations that were just broken.
+// How long threads of this process get to leave operations that were just broken.
 constexpr Nanoseconds kLeaveLimit = 5 * kSecond;
 
 thread_local const Group* executing = nullptr;  // whose operation the calling thread executes
@@ -34,29 +33,28 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       label_(std::move(label)),
       timeout_(timeout),
       tuning_(membership.tuning),
-      station_(std::make_unique<Station>(std::move(membership), label_)),
-      messenger_(std::make_shared<Messenger>(*station_)),
-      sources_(static_cast<std::size_t>(size_)),
-      streams_(Streams::of(*station_)) {}
+      context_(std::make_unique<RankContext>(std::move(membership), label_)),
+      machines_(context_->spans_machines() ? std::make_unique<MachineTransport>(*context_) : nullptr),
+      messenger_(std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr)),
+      sources_(static_cast<std::size_t>(size_)) {}
 
 Group::~Group() { shutdown(false); }
 
-std::vector<int> Group::link(Nanoseconds deadline) {
+std::vector<int> Group::connect(Nanoseconds deadline) {
   {
-    const std::lock_guard lock(station_mutex_);
-    for (int r = 0; station_ && station_->several() && r < size_; ++r) {
-      if (r == rank_ || !station_->dead(r)) continue;
-      throw Error(ErrorKind::peer_lost, station_->name_of_rank(r) + " has died while the group was formed",
+    const std::lock_guard lock(context_mutex_);
+    for (int r = 0; machines_ && r < size_; ++r) {
+      if (r == rank_ || !context_->dead(r)) continue;
+      throw Error(ErrorKind::peer_lost, context_->name_of_rank(r) + " has died while the group was formed",
                   r);
     }
   }
   for (;;) {
     {
-      const std::lock_guard lock(station_mutex_);
-      if (!station_) return {};
-      if (!station_->several()) return {};
-      station_->check_usable();
-      std::vector<int> missing = station_->courier()->unlinked();
+      const std::lock_guard lock(context_mutex_);
+      if (!machines_) return {};
+      context_->check_usable();
+      std::vector<int> missing = machines_->connections.unconnected();
       if (missing.empty() || now_ns() >= deadline) return missing;
     }
     const timespec pause{0, kMillisecond / 2};
@@ -64,30 +62,30 @@ std::vector<int> Group::link(Nanoseconds deadline) {
   }
 }
 
-void Group::lose(int rank, const std::string& text) {
-  const std::lock_guard lock(station_mutex_);
-  if (station_) station_->poison(ErrorKind::peer_lost, rank, text);
+void Group::report_lost_rank(int rank, const std::string& text) {
+  const std::lock_guard lock(context_mutex_);
+  if (context_) context_->record_failure(ErrorKind::peer_lost, rank, text);
 }
 
 std::vector<int> Group::lost_ranks() const {
-  const std::lock_guard lock(station_mutex_);
+  const std::lock_guard lock(context_mutex_);
   std::vector<int> lost;
-  for (int r = 0; station_ && r < size_; ++r) {
-    if (r != rank_ && station_->dead(r)) lost.push_back(r);
+  for (int r = 0; context_ && r < size_; ++r) {
+    if (r != rank_ && context_->dead(r)) lost.push_back(r);
   }
   return lost;
 }
 
-std::string Group::trouble() {
-  const std::lock_guard lock(station_mutex_);
-  return station_ && station_->several() ? station_->courier()->trouble() : "";
+std::string Group::connection_error() {
+  const std::lock_guard lock(context_mutex_);
+  return machines_ ? machines_->connections.connection_error() : "";
 }
 
 void Group::refuse() const {
   std::string cause;
   {
-    const std::lock_guard lock(station_mutex_);
-    cause = station_ ? station_->cause() : cause_;
+    const std::lock_guard lock(context_mutex_);
+    cause = context_ ? context_->cause() : cause_;
   }
   if (!cause.empty()) cause = "; the first cause: " + cause;
   throw Error(ErrorKind::aborted,
@@ -96,7 +94,7 @@ void Group::refuse() const {
 
 bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
   std::uint64_t idle = 0;
-  // Acquire: takes over `sequence_` and the scratch space from the last holder of the turn.
+  // Acquire: takes over `sequence_` and the scratch space from the thread that executed last.
   // Sequentially consistent together with `closed_`: either this call sees the closing, or the closer sees
   // this call.
   if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) return false;
@@ -106,16 +104,16 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
     const Executing here(this);
     execute_now(request, timeout, kNever, interrupt, nullptr);
   } catch (...) {
-    return_turn();
+    finish_execution();
     throw;
   }
-  return_turn();
+  finish_execution();
   return true;
 }
 
 void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline,
                         Interrupt* interrupt, const std::string* site) {
-  station_->check_usable();
+  context_->check_usable();
   Call call;
   call.sequence = ++sequence_;
   call.what = fingerprint_of(request);
@@ -124,33 +122,33 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
   call.deadline = deadline == kNever ? deadline_after(timeout) : deadline;
   call.interrupt = interrupt;
   call.site = site;
-  Status& status = station_->status();
+  Status& status = context_->status();
   status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
-  station_->note_core();
+  context_->note_core();
   // Of an earlier operation that waited long.
-  if (status.site[0].load(std::memory_order_relaxed) != '\0') station_->note_site("");
-  Round round(*station_, call, sources_, streams_.get());
+  if (status.site[0].load(std::memory_order_relaxed) != '\0') context_->note_site("");
+  CollectiveContext collective(*context_, call, sources_, machines_.get());
   try {
-    execute(request, round);
-    round.close();
+    execute(request, collective);
+    collective.close();
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::mismatch) status.finished.store(call.sequence, std::memory_order_release);
     throw;
   } catch (const std::exception& error) {
     // Peers may be waiting for what will not come.
-    station_->abort("rank " + std::to_string(rank()) + " failed in " + describe(call.what, call.own_count) +
+    context_->abort("rank " + std::to_string(rank()) + " failed in " + describe(call.what, call.own_count) +
                     ": " + error.what());
     throw Error(ErrorKind::backend, std::string(error.what()));
   }
   status.finished.store(call.sequence, std::memory_order_release);
 }
 
-void Group::return_turn() {
-  // Release: the next holder of the turn sees `sequence_` and the scratch space.
+void Group::finish_execution() {
+  // Release: the thread that executes next sees `sequence_` and the scratch space.
   if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) return;
   {
     const std::lock_guard lock(mutex_);
-    queue_has_turn_ = true;
+    queue_executes_ = true;
   }
   queue_changed_.notify_all();
 }
@@ -158,16 +156,16 @@ void Group::return_turn() {
 std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
                                      std::shared_ptr<const std::string> site) {
   auto task = std::make_shared<Task>();
-  bool turn_free = false;
+  bool idle = false;
   {
     const std::lock_guard lock(mutex_);
     if (closed_.load(std::memory_order_seq_cst)) refuse();
     if (!thread_.started()) thread_.start("collectives", [this] { serve_queue(); });
     queue_.push_back({task, std::move(request), timeout, deadline_after(timeout), std::move(site)});
-    turn_free = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;
-    if (turn_free) queue_has_turn_ = true;
+    idle = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;
+    if (idle) queue_executes_ = true;
   }
-  if (turn_free) queue_changed_.notify_all();
+  if (idle) queue_changed_.notify_all();
   return task;
 }
 
@@ -196,8 +194,8 @@ bool Group::receive_at_once(const Envelope& envelope, std::byte* data) {
 void Group::serve_queue() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    queue_changed_.wait(lock, [this] { return stopping_ || (queue_has_turn_ && !queue_.empty()); });
-    if (!queue_has_turn_ || queue_.empty()) return;
+    queue_changed_.wait(lock, [this] { return stopping_ || (queue_executes_ && !queue_.empty()); });
+    if (!queue_executes_ || queue_.empty()) return;
     Queued next = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
@@ -210,7 +208,7 @@ void Group::serve_queue() {
     lock.lock();
     // Under the lock, so that every operation counted is in the queue. Before the task is finished, so that
     // whoever waits for it finds the group idle.
-    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_has_turn_ = false;
+    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_executes_ = false;
     lock.unlock();
     next.task->finish(std::move(failure));
     next.task.reset();
@@ -219,14 +217,14 @@ void Group::serve_queue() {
 }
 
 void Group::abort(const std::string& reason) {
-  const std::lock_guard lock(station_mutex_);
-  if (station_) station_->abort(reason);
+  const std::lock_guard lock(context_mutex_);
+  if (context_) context_->abort(reason);
 }
 
 std::string Group::report() const {
   {
-    const std::lock_guard lock(station_mutex_);
-    if (station_) return station_->report();
+    const std::lock_guard lock(context_mutex_);
+    if (context_) return context_->report();
   }
   refuse();
 }
@@ -243,8 +241,8 @@ bool Group::await_idle(Nanoseconds deadline) const {
 void Group::shutdown(bool finish) {
   if (!finish || executing == this) {
     // Also ends the patience of a shutdown that waits for operations.
-    const std::lock_guard lock(station_mutex_);
-    if (station_) station_->leave();
+    const std::lock_guard lock(context_mutex_);
+    if (context_) context_->leave();
   }
   if (executing == this) return;
   const std::lock_guard once(shutdown_mutex_);
@@ -258,9 +256,9 @@ void Group::shutdown(bool finish) {
     messenger_->flush();
   }
   {
-    const std::lock_guard lock(station_mutex_);
-    if (!station_) return;
-    station_->leave();
+    const std::lock_guard lock(context_mutex_);
+    if (!context_) return;
+    context_->leave();
   }
   const Nanoseconds deadline = now_ns() + kLeaveLimit;
   const bool idle = await_idle(deadline) && messenger_->close(deadline);
@@ -269,17 +267,17 @@ void Group::shutdown(bool finish) {
     stopping_ = true;
   }
   queue_changed_.notify_all();
-  const std::lock_guard lock(station_mutex_);
-  cause_ = station_->cause();
+  const std::lock_guard lock(context_mutex_);
+  cause_ = context_->cause();
   if (idle) {
     thread_.join();
-    streams_.reset();
-    station_.reset();
+    machines_.reset();
+    context_.reset();
   } else {
     // A thread is stuck in an operation, in a signal handler for instance. It keeps what it uses.
     thread_.abandon();
-    static_cast<void>(streams_.release());
-    static_cast<void>(station_.release());
+    static_cast<void>(machines_.release());
+    static_cast<void>(context_.release());
     static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
   }
 }

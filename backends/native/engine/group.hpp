@@ -1,9 +1,8 @@
-// A group of ranks in one segment: collectives in order of issue, point-to-point messages beside them.
+// A group of ranks: collectives in order of issue, point-to-point messages beside them.
 //
-// Words. The *turn* is the right to execute collectives; one thread has it at a time. A synchronous call on
-// an idle group takes the turn and executes on its own thread. Every other operation joins the *queue*, whose
-// head the progress thread executes when it has the turn. The turn passes to the queue before any later
-// synchronous call, so operations run in order of issue.
+// One thread at a time may execute collectives. A synchronous call on an idle group executes on its own
+// thread. Every other operation joins the queue, whose head the progress thread executes once it may. The
+// queue's operations go before any later synchronous call, so operations run in order of issue.
 //
 // Thread safety: every method may be called from any thread. No thread of the group touches Python.
 #pragma once
@@ -20,8 +19,8 @@
 #include "engine/messenger.hpp"
 #include "engine/request.hpp"
 #include "engine/task.hpp"
-#include "transport/station.hpp"
-#include "transport/traffic.hpp"
+#include "state/rank_context.hpp"
+#include "transport/machine_transport.hpp"
 
 namespace collectives {
 
@@ -42,13 +41,13 @@ class Group {
 
   // Between machines: waits until the leaders are connected or the deadline passed; returns the ranks that
   // are not. Throws where a connection failed for good. To be called on every rank before the group is used.
-  std::vector<int> link(Nanoseconds deadline);
+  std::vector<int> connect(Nanoseconds deadline);
   // Breaks the group for all ranks, because this one was lost before all had a group.
-  void lose(int rank, const std::string& text);
+  void report_lost_rank(int rank, const std::string& text);
   // The ranks that have died or vanished, as far as this one knows; none once the group has ended.
   std::vector<int> lost_ranks() const;
-  // What stands in the way of connections, in words; may be empty.
-  std::string trouble();
+  // Why the last attempt to connect failed; may be empty.
+  std::string connection_error();
 
   // Executes on the calling thread where the group is idle: returns when done, or throws. The request's
   // memory is not touched afterwards. Returns false, with nothing done, where operations are queued or
@@ -60,7 +59,7 @@ class Group {
   std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout,
                                 std::shared_ptr<const std::string> site = nullptr);
 
-  // Posts a message or a receive; see Messenger. They need no turn and keep no order with the collectives.
+  // Posts a message or a receive; see Messenger. They keep no order with the collectives.
   std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
                                  Interrupt* caller = nullptr);
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
@@ -93,7 +92,7 @@ class Group {
 
   void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt,
                    const std::string* site);
-  void return_turn();
+  void finish_execution();
   void serve_queue();
   bool await_idle(Nanoseconds deadline) const;
   [[noreturn]] void refuse() const;
@@ -103,25 +102,27 @@ class Group {
   const std::string label_;
   std::atomic<Nanoseconds> timeout_;
   const Tuning tuning_;
-  // Whoever executes an operation is counted in `pending_` and uses it freely; everyone else under
-  // `station_mutex_`.
-  std::unique_ptr<Station> station_;
-  mutable std::mutex station_mutex_;
+  // Both: whoever executes an operation is counted in `pending_` and uses them freely; everyone else holds
+  // `context_mutex_`.
+  std::unique_ptr<RankContext> context_;
+  std::unique_ptr<MachineTransport> machines_;  // of a group that spans machines
+  mutable std::mutex context_mutex_;
   std::string cause_;  // why the group was broken when it ended
   const std::shared_ptr<Messenger> messenger_;
-  std::uint64_t sequence_ = 0;        // of the last collective begun; only the holder of the turn touches it
-  std::vector<const void*> sources_;  // scratch of the holder of the turn
-  std::unique_ptr<Streams> streams_;  // between machines, of the holder of the turn
+  // Only for the thread that executes collectives: the number of the last one begun, and scratch space.
+  std::uint64_t sequence_ = 0;
+  std::vector<const void*> sources_;
 
-  // Operations issued and not finished. 0 -> 1 by a synchronous call takes the turn; whoever finishes one of
-  // several passes it on.
+  // Operations issued and not finished. The synchronous call that changes 0 to 1 may execute; whoever
+  // finishes an operation while others are pending lets the queue go on. Sequentially consistent with
+  // `closed_`, and acquire-release of what the executing thread uses.
   std::atomic<std::uint64_t> pending_{0};
   std::atomic<bool> closed_{false};  // no operation is accepted any more
 
   std::mutex mutex_;  // guards everything below
   std::condition_variable queue_changed_;
   std::deque<Queued> queue_;
-  bool queue_has_turn_ = false;
+  bool queue_executes_ = false;
   bool stopping_ = false;
   BackgroundThread thread_;
 

@@ -7,7 +7,8 @@
 #include <utility>
 
 #include "kernels/kernels.hpp"
-#include "memory/futex.hpp"
+#include "transport/shm_mailbox.hpp"
+#include "transport/tcp_mailbox.hpp"
 
 namespace collectives {
 namespace {
@@ -21,15 +22,15 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 16);
 
-// Messages of at most this many bytes may go without a transfer, whose cost they would feel.
-constexpr std::uint64_t kBrief = 4 << 10;
+// Messages of at most this many bytes may go without a transfer, whose cost would be felt.
+constexpr std::uint64_t kShortMessage = 4 << 10;
 
 // Bytes between two publications, so that the receiver copies while the sender does.
 constexpr std::size_t kStride = 64 << 10;
 
-// How long a caller drives its own transfer before the background thread is made ready to. Signals wait that
-// long too.
-constexpr Nanoseconds kPatience = 20 * kMillisecond;
+// How long a caller makes progress for its own transfer before the background thread is made ready to.
+// Signals wait that long too.
+constexpr Nanoseconds kCallerProgress = 20 * kMillisecond;
 
 std::size_t padding_of(std::uint64_t bytes) noexcept {
   return static_cast<std::size_t>((sizeof(Frame) - bytes % sizeof(Frame)) % sizeof(Frame));
@@ -37,23 +38,27 @@ std::size_t padding_of(std::uint64_t bytes) noexcept {
 
 }  // namespace
 
-Messenger::Messenger(Station& station)
-    : station_(&station), rank_(station.rank()), spinning_(station.spinning_hope()) {
-  incoming_.reserve(static_cast<std::size_t>(station.size()));
-  outgoing_.reserve(static_cast<std::size_t>(station.size()));
-  for (int r = 0; r < station.size(); ++r) {
+Messenger::Messenger(RankContext& context, ConnectionManager* connections)
+    : context_(&context), rank_(context.rank()), spin_policy_(context.spin_likelihood()) {
+  incoming_.reserve(static_cast<std::size_t>(context.size()));
+  outgoing_.reserve(static_cast<std::size_t>(context.size()));
+  for (int r = 0; r < context.size(); ++r) {
     if (r == rank_) {
       incoming_.emplace_back();
       outgoing_.emplace_back();
       continue;
     }
-    incoming_.push_back({inbox_from(station, r), 0, nullptr});
-    outgoing_.push_back({outbox_to(station, r), {}});
+    if (context.is_local(r)) {
+      incoming_.push_back({std::make_unique<ShmInbox>(context, r), 0, nullptr});
+      outgoing_.push_back({std::make_unique<ShmOutbox>(context, r), {}});
+    } else {
+      incoming_.push_back({std::make_unique<TcpInbox>(*connections, r, rank_), 0, nullptr});
+      outgoing_.push_back({std::make_unique<TcpOutbox>(*connections, rank_, r), {}});
+    }
   }
 }
 
 // ---- posting
-// ----------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data,
                                           Nanoseconds timeout, Interrupt* caller) {
@@ -86,12 +91,12 @@ std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte
 }
 
 bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data) {
-  if (envelope.bytes > kBrief || envelope.peer == rank_) return false;
+  if (envelope.bytes > kShortMessage || envelope.peer == rank_) return false;
   const Lock lock(mutex_);
   check_open();
-  station_->note_core();
+  context_->note_core();
   Outgoing& outgoing = outgoing_[static_cast<std::size_t>(envelope.peer)];
-  if (!outgoing.queue.empty() || !station_->is_local(envelope.peer)) return false;
+  if (!outgoing.queue.empty() || !context_->is_local(envelope.peer)) return false;
   const std::size_t padding = padding_of(envelope.bytes);
   try {
     if (!outgoing.box->has_room(sizeof(Frame) + envelope.bytes + padding)) return false;
@@ -106,16 +111,16 @@ bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data) {
 }
 
 bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data) {
-  if (envelope.bytes > kBrief || envelope.peer == rank_) return false;
+  if (envelope.bytes > kShortMessage || envelope.peer == rank_) return false;
   const std::size_t padding = padding_of(envelope.bytes);
   Lock lock(mutex_);
   check_open();
-  station_->note_core();
-  const int spins = station_->short_spins(envelope.peer);
+  context_->note_core();
+  const int spins = context_->short_spins(envelope.peer);
   for (int i = 0; i < spins; ++i) {
     const Incoming& incoming = incoming_[static_cast<std::size_t>(envelope.peer)];
     // Whatever else waits for messages, or came before, goes first.
-    if (!posted_.empty() || !unexpected_.empty() || incoming.current || !station_->is_local(envelope.peer)) {
+    if (!posted_.empty() || !unexpected_.empty() || incoming.current || !context_->is_local(envelope.peer)) {
       return false;
     }
     Inbox& box = *incoming.box;
@@ -143,18 +148,18 @@ bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data) {
 }
 
 void Messenger::check_open() const {
-  if (station_ == nullptr || closing_) {
+  if (context_ == nullptr || closing_) {
     throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] the group was shut down");
   }
-  station_->check_usable();
+  context_->check_usable();
 }
 
 void Messenger::start(Lock& lock, const TransferPointer& transfer, Interrupt* caller) {
-  station_->note_core();
+  context_->note_core();
   pump();
-  if (caller != nullptr && !transfer->finished()) wait(lock, *transfer, now_ns() + kPatience, caller);
+  if (caller != nullptr && !transfer->finished()) wait(lock, *transfer, now_ns() + kCallerProgress, caller);
   if (transfer->finished() || background_awake_) return;
-  if (!thread_.started()) thread_.start("collectives-p2p", [this] { serve(); });
+  if (!thread_.started()) thread_.start("collectives-p2p", [this] { run_background(); });
   background_awake_ = true;
   thread_wakes_.notify_one();
 }
@@ -169,13 +174,13 @@ void Messenger::send_to_self(const TransferPointer& transfer) {
   if (posted == posted_.end()) {
     message->memory = std::make_unique_for_overwrite<std::byte[]>(envelope.bytes);
     std::memcpy(message->memory.get(), transfer->data_, envelope.bytes);
-    message->come = envelope.bytes;
+    message->received = envelope.bytes;
     unexpected_.push_back(std::move(message));
   } else {
     attach(message, *posted);
     if (message->receiver) {
       std::memcpy(message->receiver->data_, transfer->data_, envelope.bytes);
-      message->come = envelope.bytes;
+      message->received = envelope.bytes;
       complete(message);
     }
   }
@@ -191,12 +196,11 @@ void Messenger::match_unexpected(const TransferPointer& transfer) {
   const std::unique_ptr<std::byte[]> memory = std::move(message->memory);
   attach(message, transfer);
   if (!message->receiver) return;
-  collectives::copy(transfer->data_, memory.get(), message->come);
-  if (message->come == message->bytes) complete(message);
+  collectives::copy(transfer->data_, memory.get(), message->received);
+  if (message->received == message->bytes) complete(message);
 }
 
 // ---- pumping
-// ----------------------------------------------------------------------------------------------------
 
 void Messenger::write_frame(Outbox& box, const Envelope& envelope) {
   const Frame frame{
@@ -272,17 +276,17 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
       moved = true;
     }
     const std::shared_ptr<Message> message = incoming.current;
-    const std::uint64_t left = message->bytes - message->come;
+    const std::uint64_t left = message->bytes - message->received;
     const auto stride = static_cast<std::size_t>(std::min<std::uint64_t>({left, available, kStride}));
     if (stride == 0 && left > 0) return moved;
     std::byte* target = message->receiver ? message->receiver->data_ : message->memory.get();
     if (target != nullptr) {
-      incoming.box->read(target + message->come, stride);
+      incoming.box->read(target + message->received, stride);
     } else {
       incoming.box->skip(stride);
     }
-    message->come += stride;
-    if (message->come == message->bytes) {
+    message->received += stride;
+    if (message->received == message->bytes) {
       incoming.box->pad(padding_of(message->bytes));
       incoming.current.reset();
       if (message->receiver) complete(message);
@@ -295,6 +299,12 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
 std::shared_ptr<Messenger::Message> Messenger::open_message(int source, Inbox& box) {
   Frame frame;
   box.read(&frame, sizeof(frame));
+  if (!is_dtype(frame.dtype)) {
+    context_->abort("rank " + std::to_string(rank_) + " received a message of the unknown data type " +
+                    std::to_string(frame.dtype) + " from rank " + std::to_string(source) +
+                    "; install one version for all ranks");
+    return std::make_shared<Message>(Message{source, frame.tag, DType::uint8, frame.bytes, 0, {}, {}});
+  }
   auto message = std::make_shared<Message>(
       Message{source, frame.tag, static_cast<DType>(frame.dtype), frame.bytes, 0, {}, {}});
   const auto posted = std::find_if(posted_.begin(), posted_.end(), [&](const TransferPointer& transfer) {
@@ -302,7 +312,7 @@ std::shared_ptr<Messenger::Message> Messenger::open_message(int source, Inbox& b
   });
   if (posted != posted_.end()) {
     attach(message, *posted);
-  } else if (give_memory(*message)) {
+  } else if (buffer_unexpected(*message)) {
     unexpected_.push_back(message);
   }
   return message;
@@ -313,12 +323,12 @@ bool Messenger::wants(const Envelope& receive, const Message& message) noexcept 
 }
 
 // For a message that no receive is posted for. Breaks the group where there is none.
-bool Messenger::give_memory(Message& message) {
+bool Messenger::buffer_unexpected(Message& message) {
   try {
     message.memory = std::make_unique_for_overwrite<std::byte[]>(message.bytes);
     return true;
   } catch (const std::bad_alloc&) {
-    station_->abort("rank " + std::to_string(rank_) + " has no memory for a message of " +
+    context_->abort("rank " + std::to_string(rank_) + " has no memory for a message of " +
                     std::to_string(message.bytes) + " bytes from rank " + std::to_string(message.source) +
                     " for which no receive is posted yet");
     return false;

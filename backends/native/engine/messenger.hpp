@@ -1,12 +1,11 @@
 // Point-to-point messages of one rank: matching by sender, receiver and tag, in order.
 //
-// Words. A *message* is a frame and its bytes in the stream from one rank to another; messages of one stream
-// follow each other whole. A receive is *posted* until a message is attached to it. A message that finds no
-// posted receive is *unexpected*: its bytes go to memory of their own, so that it never holds up those behind
-// it, whatever their tags; but while no transfer is outstanding here, messages stay where they are. To *pump*
-// is to move bytes as far as they go without waiting. The *driver* is the one thread that pumps and sleeps on
-// this rank's bell: a blocked caller if there is one, else the background thread, which exists once an
-// operation outlived the call that posted it.
+// A message is a frame and its bytes in the stream from one rank to another; messages of one stream follow
+// each other whole. A receive is posted until a message is attached to it. A message that finds no posted
+// receive is unexpected: its bytes go to memory of their own, so that it never holds up those behind it,
+// whatever their tags; but while no transfer is outstanding here, messages stay in the stream. One thread at
+// a time makes progress, that is, moves bytes and sleeps on this rank's doorbell: a blocked caller if there
+// is one, else the background thread, which exists once an operation outlived the call that posted it.
 //
 // Thread safety: every method may be called from any thread.
 #pragma once
@@ -24,21 +23,23 @@
 
 #include "common/thread.hpp"
 #include "engine/transfer.hpp"
+#include "state/rank_context.hpp"
 #include "transport/mailbox.hpp"
-#include "transport/station.hpp"
 
 namespace collectives {
 
+class ConnectionManager;
+
 class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
-  // The station must live until `close`.
-  explicit Messenger(Station& station);
+  // Both must live until `close`. `connections` is null in a group on one machine.
+  Messenger(RankContext& context, ConnectionManager* connections);
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
   // The memory must stay valid until the transfer is finished. Throws where the group is broken. A `caller`
-  // has nothing to do before that: it drives for up to kPatience, which saves waking the background thread.
-  // Its hook's `requested` is to be false.
+  // has nothing to do before that: it makes progress for up to kCallerProgress, which saves waking the
+  // background thread. Its hook's `requested` is to be false.
   std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
                                  Interrupt* caller = nullptr);
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
@@ -69,7 +70,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
     std::uint32_t tag;
     DType dtype;
     std::uint64_t bytes;
-    std::uint64_t come = 0;
+    std::uint64_t received = 0;
     std::unique_ptr<std::byte[]> memory;  // of an unexpected message
     TransferPointer receiver;             // once attached; neither memory nor receiver: dropped
   };
@@ -92,7 +93,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool pump_in(int source, Incoming& incoming);
   std::shared_ptr<Message> open_message(int source, Inbox& box);
   static bool wants(const Envelope& receive, const Message& message) noexcept;
-  bool give_memory(Message& message);
+  bool buffer_unexpected(Message& message);
   void send_to_self(const TransferPointer& transfer);
   void match_unexpected(const TransferPointer& transfer);
   void attach(const std::shared_ptr<Message>& message, TransferPointer transfer);
@@ -100,37 +101,38 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void finish(const TransferPointer& transfer, std::optional<Error> error);
   void withdraw(Transfer& transfer);
   bool wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
-  void drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline, Interrupt* interrupt);
-  void doze(Lock& lock, Nanoseconds deadline);
-  void look_around();
-  void lose_dead_leader();
-  bool gone(int rank);
+  void run_progress(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline,
+                    Interrupt* interrupt);
+  void sleep_on_doorbell(Lock& lock, Nanoseconds deadline);
+  void check_transfers();
+  void fail_on_dead_leader();
+  bool has_left(int rank);
   void check_connections(const Transfer& transfer, int rank) const;
-  void time_out(const TransferPointer& transfer);
-  std::optional<std::uint64_t> put_back(const Transfer& transfer);
+  void fail_timed_out(const TransferPointer& transfer);
+  std::optional<std::uint64_t> requeue(const Transfer& transfer);
   void fail_all(const Error& error);
   Nanoseconds nearest_deadline() const;
   std::string prefix() const;
-  void serve();
+  void run_background();
 
-  Station* station_;  // null after close
+  RankContext* context_;  // null after close
   const int rank_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;                 // a transfer finished, or the driver's place is free
+  std::condition_variable changed_;                 // a transfer finished, or nobody makes progress any more
   std::condition_variable thread_wakes_;            // for the background thread
   std::vector<Incoming> incoming_;                  // by sender
   std::vector<Outgoing> outgoing_;                  // by receiver
   std::list<std::shared_ptr<Message>> unexpected_;  // in order of arrival, complete or not
   std::list<TransferPointer> posted_;               // receives in order of issue
   std::list<TransferPointer> outstanding_;          // every unfinished transfer
-  bool driving_ = false;
-  bool background_drives_ = false;
+  bool progress_running_ = false;
+  bool background_runs_ = false;
   bool background_awake_ = false;
   bool closing_ = false;
-  int waiters_ = 0;    // callers in `wait`
-  Spinning spinning_;  // of callers that drive
-  Nanoseconds next_aside_ = 0;
+  int waiters_ = 0;         // callers in `wait`
+  SpinPolicy spin_policy_;  // of callers that make progress
+  Nanoseconds next_core_change_ = 0;
   BackgroundThread thread_;
 };
 

@@ -1,4 +1,4 @@
-// Waiting for messages: the driver, the background thread, failures, and the end.
+// Waiting for messages: progress, the background thread, failures, and the end.
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -10,20 +10,19 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kSlice = 100 * kMillisecond;
+constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kYields = 2;
 
-// What another machine sent before its news came has come after this long.
-constexpr Nanoseconds kOnItsWay = kSecond;
+// What a rank of another machine sent before its departure was reported has been received after this long.
+constexpr Nanoseconds kInFlightLimit = kSecond;
 
-// The background thread looks this often whether it is needed, while there is point-to-point traffic at all.
+// The background thread checks this often whether it is needed, while there is point-to-point traffic at all.
 constexpr Nanoseconds kTick = kMillisecond;
 constexpr int kIdleTicks = 50;
 
 }  // namespace
 
 // ---- failing
-// ----------------------------------------------------------------------------------------------------
 
 void Messenger::withdraw(Transfer& transfer) {
   const auto is_it = [&](const TransferPointer& other) { return other.get() == &transfer; };
@@ -46,30 +45,30 @@ void Messenger::fail_all(const Error& error) {
   while (!outstanding_.empty()) finish(outstanding_.front(), error);
 }
 
-void Messenger::lose_dead_leader() {
-  const Placement& placement = station_->placement();
-  if (!placement.several()) return;
-  for (int machine = 0; machine < placement.count(); ++machine) {
-    const int leader = placement.leader_of(machine);
-    if (leader == rank_ || station_->departed(leader) || !station_->dead(leader)) continue;
-    // Nobody tells its machine any more what happens elsewhere, nor others what happens there.
-    station_->lose(leader, outstanding_.front()->describe());
+void Messenger::fail_on_dead_leader() {
+  const Topology& topology = context_->topology();
+  if (!topology.spans_machines()) return;
+  for (int machine = 0; machine < topology.count(); ++machine) {
+    const int leader = topology.leader_of(machine);
+    if (leader == rank_ || context_->departed(leader) || !context_->dead(leader)) continue;
+    // Its machine and the others are not told any more what happens to each other.
+    context_->throw_peer_lost(leader, outstanding_.front()->describe());
   }
 }
 
-void Messenger::look_around() {
+void Messenger::check_transfers() {
   try {
-    station_->check_unbroken();
-    const auto ranks = static_cast<std::size_t>(station_->size());
+    context_->check_unbroken();
+    const auto ranks = static_cast<std::size_t>(context_->size());
     std::vector<bool> departed(ranks);
     std::vector<bool> dead(ranks);
     for (std::size_t r = 0; r < ranks; ++r) {
       if (static_cast<int>(r) == rank_) continue;
-      departed[r] = gone(static_cast<int>(r));
-      dead[r] = !departed[r] && station_->dead(static_cast<int>(r));
+      departed[r] = has_left(static_cast<int>(r));
+      dead[r] = !departed[r] && context_->dead(static_cast<int>(r));
     }
     pump();  // what a rank sent before it went has come by now, or never will
-    if (!outstanding_.empty()) lose_dead_leader();
+    if (!outstanding_.empty()) fail_on_dead_leader();
     const std::list<TransferPointer> transfers = outstanding_;
     for (const TransferPointer& transfer : transfers) {
       if (transfer->finished()) continue;
@@ -78,7 +77,7 @@ void Messenger::look_around() {
       for (std::size_t r = 0; r < ranks; ++r) {
         const int rank = static_cast<int>(r);
         if (rank == rank_ || (peer != kAnyRank && peer != rank)) continue;
-        if (dead[r]) station_->lose(rank, transfer->describe());
+        if (dead[r]) context_->throw_peer_lost(rank, transfer->describe());
         if (!departed[r]) check_connections(*transfer, rank);
         somebody = somebody || !departed[r];
       }
@@ -88,7 +87,7 @@ void Messenger::look_around() {
         finish(transfer, Error(ErrorKind::peer_lost,
                                prefix() + transfer->describe() + ": " + who + " left the group", peer));
       } else if (now_ns() >= transfer->deadline()) {
-        time_out(transfer);
+        fail_timed_out(transfer);
       }
     }
   } catch (const Error& error) {
@@ -96,39 +95,40 @@ void Messenger::look_around() {
   }
 }
 
-// Whether the rank has left and nothing of it is on its way any more. News of machines travel apart from
-// their messages.
-bool Messenger::gone(int rank) {
-  if (!station_->departed(rank)) return false;
-  if (station_->placement().is_local(rank)) return true;
+// Whether the rank has left and nothing of it is in flight any more. Departures are reported apart from
+// messages.
+bool Messenger::has_left(int rank) {
+  if (!context_->departed(rank)) return false;
+  if (context_->topology().is_local(rank)) return true;
   Incoming& incoming = incoming_[static_cast<std::size_t>(rank)];
   const Nanoseconds now = now_ns();
   if (incoming.departed == 0) incoming.departed = now;
-  return incoming.box->ended() != 0 || now >= incoming.departed + kOnItsWay;
+  return incoming.box->ended() != 0 || now >= incoming.departed + kInFlightLimit;
 }
 
-// A connection that ended while its rank goes on will not come back. Whatever else ends one is told by other
-// ways within a moment.
+// A connection that ended while its rank goes on is not made again. Other ends of connections have a cause
+// that is reported within a moment.
 void Messenger::check_connections(const Transfer& transfer, int rank) const {
   const bool sends = transfer.direction() == Transfer::Direction::send;
   const Outbox& out = *outgoing_[static_cast<std::size_t>(rank)].box;
   const Inbox& in = *incoming_[static_cast<std::size_t>(rank)].box;
   const Nanoseconds ended = sends ? out.ended() : in.ended();
-  if (ended == 0 || now_ns() < ended + kOnItsWay) return;
-  station_->lose(rank, transfer.describe() + " (" + (sends ? out.trouble() : in.trouble()) + ")");
+  if (ended == 0 || now_ns() < ended + kInFlightLimit) return;
+  context_->throw_peer_lost(rank,
+                            transfer.describe() + " (" + (sends ? out.error_text() : in.error_text()) + ")");
 }
 
-void Messenger::time_out(const TransferPointer& transfer) {
+void Messenger::fail_timed_out(const TransferPointer& transfer) {
   const int peer = transfer->envelope().peer;
   const std::string head = transfer->describe() + " was not done within its timeout of " +
                            std::to_string(transfer->timeout() / kMillisecond) + " ms";
-  const std::string tail = ". Every rank:\n" + station_->report();
+  const std::string tail = ". Every rank:\n" + context_->report();
   const auto fail = [&](const std::string& state) {
     finish(transfer, Error(ErrorKind::timeout, prefix() + head + state + tail, peer));
   };
   const std::string bytes = std::to_string(transfer->envelope().bytes) + " bytes";
   if (transfer->direction() == Transfer::Direction::receive) {
-    const std::optional<std::uint64_t> come = put_back(*transfer);
+    const std::optional<std::uint64_t> come = requeue(*transfer);
     withdraw(*transfer);
     if (!come) return fail("; nothing of a message had come, and the group stays usable");
     return fail("; " + std::to_string(*come) + " of " + bytes +
@@ -143,23 +143,23 @@ void Messenger::time_out(const TransferPointer& transfer) {
   const std::string state = "; " + std::to_string(transfer->moved_) + " of " + bytes +
                             " were on their way and cannot be taken back, so that the group is broken: make "
                             "a new one, with a longer timeout or with the receive issued earlier";
-  station_->break_off(ErrorKind::timeout, peer, head + state + tail);
+  context_->fail_group(ErrorKind::timeout, peer, head + state + tail);
   withdraw(*transfer);
   fail(state);
-  station_->check_unbroken();
+  context_->check_unbroken();
 }
 
 // What has come for a receive that gives up is not lost with it, as the sender counts on its arrival: the
 // message waits for the next receive, or goes to one that waits already. Returns how much of it had come.
-std::optional<std::uint64_t> Messenger::put_back(const Transfer& transfer) {
+std::optional<std::uint64_t> Messenger::requeue(const Transfer& transfer) {
   const auto found = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& incoming) {
     return incoming.current && incoming.current->receiver.get() == &transfer;
   });
   if (found == incoming_.end()) return std::nullopt;
   const std::shared_ptr<Message> message = found->current;
   message->receiver.reset();
-  const std::uint64_t come = message->come;
-  if (!give_memory(*message)) return come;
+  const std::uint64_t come = message->received;
+  if (!buffer_unexpected(*message)) return come;
   collectives::copy(message->memory.get(), transfer.data_, come);
   unexpected_.push_back(message);  // nothing later of its sender has been opened
   const auto next = std::find_if(posted_.begin(), posted_.end(), [&](const TransferPointer& other) {
@@ -170,11 +170,10 @@ std::optional<std::uint64_t> Messenger::put_back(const Transfer& transfer) {
 }
 
 std::string Messenger::prefix() const {
-  return "[rank " + std::to_string(rank_) + "] " + station_->label() + ": ";
+  return "[rank " + std::to_string(rank_) + "] " + context_->label() + ": ";
 }
 
 // ---- waiting
-// ----------------------------------------------------------------------------------------------------
 
 Nanoseconds Messenger::nearest_deadline() const {
   Nanoseconds nearest = kNever;
@@ -184,7 +183,7 @@ Nanoseconds Messenger::nearest_deadline() const {
 
 void Messenger::poll() {
   const Lock lock(mutex_);
-  if (station_ != nullptr && !closing_) pump();
+  if (context_ != nullptr && !closing_) pump();
 }
 
 bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
@@ -200,15 +199,15 @@ bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Inter
   };
   try {
     while (!transfer.finished() && now_ns() < deadline) {
-      if (station_ == nullptr) break;  // closed: everything is finished
-      if (!driving_) {
-        drive(lock, [&] { return transfer.finished(); }, deadline, interrupt);
+      if (context_ == nullptr) break;  // closed: everything is finished
+      if (!progress_running_) {
+        run_progress(lock, [&] { return transfer.finished(); }, deadline, interrupt);
         continue;
       }
-      if (background_drives_) station_->ring_own_mail();
+      if (background_runs_) context_->ring_own_mail();
       if (pump()) continue;
       if (interrupt != nullptr) interrupt->blocks();
-      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kSlice, deadline - now_ns())));
+      changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongestSleep, deadline - now_ns())));
       if (interrupt != nullptr && !transfer.finished()) {
         lock.unlock();
         const bool stop = interrupt->requested();
@@ -225,32 +224,32 @@ bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Inter
   return transfer.finished();
 }
 
-void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline,
-                      Interrupt* interrupt) {
-  driving_ = true;
+void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline,
+                             Interrupt* interrupt) {
+  progress_running_ = true;
   const auto hand_over = [this] {
-    driving_ = false;
+    progress_running_ = false;
     // Not before: what a sleeper waited for is part of its report when the time is up.
-    if (station_ != nullptr) station_->status().mail_peer.store(0, std::memory_order_relaxed);
+    if (context_ != nullptr) context_->status().mail_peer.store(0, std::memory_order_relaxed);
     changed_.notify_all();
   };
-  const auto together = [this] {
+  const auto sharing_core = [this] {
     const int peer = outstanding_.empty() ? kAnyRank : outstanding_.front()->envelope().peer;
-    return peer != kAnyRank && peer != rank_ && station_->is_local(peer) && station_->on_core_of(peer) &&
-           !station_->step_aside(next_aside_);
+    return peer != kAnyRank && peer != rank_ && context_->is_local(peer) &&
+           context_->shares_core_with(peer) && !context_->leave_core(next_core_change_);
   };
   const int awaited = outstanding_.empty() ? kAnyRank : outstanding_.front()->envelope().peer;
-  const int spins = station_->short_spins(awaited == kAnyRank ? rank_ : awaited);
+  const int spins = context_->short_spins(awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
   int rounds = 0;
   Nanoseconds spin_end = 0;   // of a long spin under way, else 0
   Nanoseconds offer_end = 0;  // the same where the core is offered to others instead
-  Nanoseconds next_look = now_ns() + kSlice / 2;
+  Nanoseconds next_check = now_ns() + kLongestSleep / 2;
   try {
     while (!done()) {
       if (closing_) break;
       if (pump()) {
-        if (spin_end != 0) spinning_.succeeded();
+        if (spin_end != 0) spin_policy_.succeeded();
         spin_end = offer_end = 0;
         idle = 0;
         if (interrupt != nullptr && !done()) interrupt->blocks();  // it may be much that moves
@@ -258,13 +257,13 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
       }
       if (idle == spins && interrupt != nullptr) {
         const Nanoseconds now = now_ns();
-        const Nanoseconds end = now + static_cast<Nanoseconds>(station_->tuning().spin_us) * 1000;
-        if (spin_end == 0 && !together() && spinning_.worth_long(true)) spin_end = end;
+        const Nanoseconds end = now + static_cast<Nanoseconds>(context_->tuning().spin_us) * 1000;
+        if (spin_end == 0 && !sharing_core() && spin_policy_.should_spin_long(true)) spin_end = end;
         if (now < spin_end) {
           idle = 0;
           ++rounds;
         } else if (spin_end != 0) {
-          spinning_.failed();
+          spin_policy_.failed();
           spin_end = 0;
         } else {
           offer_end = end;
@@ -272,7 +271,7 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
       }
       if (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end)) {
         lock.unlock();
-        if (idle == 0 && spin_end != 0 && rounds % Spinning::kRoundsToYield == 0) sched_yield();
+        if (idle == 0 && spin_end != 0 && rounds % SpinPolicy::kRoundsToYield == 0) sched_yield();
         if (idle++ < spins) {
           relax_processor();
         } else {
@@ -283,19 +282,19 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
         continue;
       }
       if (interrupt != nullptr) interrupt->blocks();
-      doze(lock, std::min(deadline, nearest_deadline()));
+      sleep_on_doorbell(lock, std::min(deadline, nearest_deadline()));
       const Nanoseconds now = now_ns();
-      if (station_ == nullptr || closing_) break;
-      if (now < next_look && now < nearest_deadline() && now < deadline && !station_->broken()) continue;
-      next_look = now + kSlice / 2;
-      look_around();
+      if (context_ == nullptr || closing_) break;
+      if (now < next_check && now < nearest_deadline() && now < deadline && !context_->broken()) continue;
+      next_check = now + kLongestSleep / 2;
+      check_transfers();
       if (now >= deadline) break;
       if (interrupt == nullptr || done()) continue;
       lock.unlock();
       const std::string site = interrupt->site();
       const bool stop = interrupt->requested();
       lock.lock();
-      if (station_ != nullptr && !closing_) station_->note_site(site);
+      if (context_ != nullptr && !closing_) context_->note_site(site);
       if (stop) throw Error(ErrorKind::interrupted, "interrupted while waiting for a message");
     }
   } catch (...) {
@@ -306,9 +305,9 @@ void Messenger::drive(Lock& lock, const std::function<bool()>& done, Nanoseconds
   hand_over();
 }
 
-void Messenger::doze(Lock& lock, Nanoseconds deadline) {
-  MailBell& bell = station_->own().mail_bell;
-  Status& status = station_->status();
+void Messenger::sleep_on_doorbell(Lock& lock, Nanoseconds deadline) {
+  MailDoorbell& bell = context_->own().mail_doorbell;
+  Status& status = context_->status();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
   const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
   for (std::size_t r = 0; r < outgoing_.size(); ++r) {
@@ -322,26 +321,29 @@ void Messenger::doze(Lock& lock, Nanoseconds deadline) {
     const bool sends = first.direction() == Transfer::Direction::send;
     status.mail_since.store(first.deadline() - first.timeout(), std::memory_order_relaxed);
     status.mail_tag.store(first.envelope().tag, std::memory_order_relaxed);
-    status.mail_kind.store(sends ? 1 : 2, std::memory_order_relaxed);
+    status.mail_direction.store(
+        static_cast<std::uint32_t>(sends ? MailDirection::send : MailDirection::receive),
+        std::memory_order_relaxed);
     status.mail_peer.store(peer == kAnyRank ? kNobody : static_cast<std::uint32_t>(peer) + 1,
                            std::memory_order_relaxed);
     lock.unlock();
-    futex_wait(bell.rings, rings, std::min(kSlice, deadline - now_ns()), FutexScope::machine);
+    futex_wait(bell.rings, rings, std::min(kLongestSleep, deadline - now_ns()), FutexScope::machine);
     lock.lock();
   }
   bell.sleepers.fetch_sub(1, std::memory_order_release);
 }
 
-void Messenger::serve() {
+void Messenger::run_background() {
   Lock lock(mutex_);
   int idle_ticks = 0;
   while (!closing_) {
     const bool needed = !outstanding_.empty();
-    if (needed && !driving_ && waiters_ == 0) {
+    if (needed && !progress_running_ && waiters_ == 0) {
       idle_ticks = 0;
-      background_drives_ = true;
-      drive(lock, [this] { return closing_ || outstanding_.empty() || waiters_ > 0; }, kNever, nullptr);
-      background_drives_ = false;
+      background_runs_ = true;
+      run_progress(
+          lock, [this] { return closing_ || outstanding_.empty() || waiters_ > 0; }, kNever, nullptr);
+      background_runs_ = false;
       continue;
     }
     idle_ticks = needed ? 0 : idle_ticks + 1;
@@ -356,7 +358,6 @@ void Messenger::serve() {
 }
 
 // ---- ending
-// -----------------------------------------------------------------------------------------------------
 
 void Messenger::flush() {
   Lock lock(mutex_);
@@ -364,19 +365,19 @@ void Messenger::flush() {
     return std::find(posted_.begin(), posted_.end(), transfer) != posted_.end();
   };
   ++waiters_;
-  while (station_ != nullptr && !closing_) {
+  while (context_ != nullptr && !closing_) {
     pump();
     const bool busy =
         std::any_of(outstanding_.begin(), outstanding_.end(),
                     [&](const TransferPointer& transfer) { return !receives_nothing(transfer); });
     if (!busy) break;
-    if (driving_) {
-      if (background_drives_) station_->ring_own_mail();
-      changed_.wait_for(lock, std::chrono::nanoseconds(kSlice));
+    if (progress_running_) {
+      if (background_runs_) context_->ring_own_mail();
+      changed_.wait_for(lock, std::chrono::nanoseconds(kLongestSleep));
       continue;
     }
     const std::size_t before = outstanding_.size();
-    drive(lock, [&] { return outstanding_.size() < before; }, now_ns() + kSlice, nullptr);
+    run_progress(lock, [&] { return outstanding_.size() < before; }, now_ns() + kLongestSleep, nullptr);
   }
   --waiters_;
 }
@@ -384,24 +385,25 @@ void Messenger::flush() {
 bool Messenger::close(Nanoseconds deadline) {
   {
     Lock lock(mutex_);
-    if (station_ == nullptr) return true;
+    if (context_ == nullptr) return true;
     closing_ = true;
     try {
-      station_->check_unbroken();
+      context_->check_unbroken();
       fail_all(Error(ErrorKind::aborted, prefix() + "the group was shut down"));
     } catch (const Error& cause) {
       fail_all(cause);
     }
-    station_->ring_own_mail();
+    context_->ring_own_mail();
     changed_.notify_all();
     thread_wakes_.notify_all();
-    while (driving_ && now_ns() < deadline) changed_.wait_for(lock, std::chrono::nanoseconds(kMillisecond));
-    if (driving_) {
+    while (progress_running_ && now_ns() < deadline)
+      changed_.wait_for(lock, std::chrono::nanoseconds(kMillisecond));
+    if (progress_running_) {
       thread_.abandon();
       return false;
     }
-    station_ = nullptr;
-    incoming_.clear();  // connections among them, which end before the courier does
+    context_ = nullptr;
+    incoming_.clear();  // connections among them, which end before the connections does
     outgoing_.clear();
   }
   thread_.join();

@@ -2,6 +2,8 @@
 
 #include <bit>
 
+#include "collectives/collectives.hpp"
+
 namespace collectives {
 namespace {
 
@@ -22,34 +24,28 @@ class Digest {
   std::uint64_t state_ = 0xcbf29ce484222325;
 };
 
-std::size_t total_bytes(const std::vector<Part>& parts) {
-  std::size_t total = 0;
-  for (const Part& part : parts) total += part.bytes;
-  return total;
-}
-
 }  // namespace
 
 Fingerprint fingerprint_of(const Request& request) {
   Fingerprint what;
-  what.kind = static_cast<std::uint8_t>(request.kind);
+  what.opcode = static_cast<std::uint8_t>(request.opcode);
   what.dtype = static_cast<std::uint8_t>(request.reduction.dtype);
-  if (reduces(request.kind)) {
+  if (reduces(request.opcode)) {
     what.reduction = static_cast<std::uint8_t>(request.reduction.op);
     if (request.reduction.op == ReduceOp::premul_sum)
       what.check = std::bit_cast<std::uint64_t>(request.reduction.factor);
   }
-  if (rooted(request.kind)) what.root = static_cast<std::uint32_t>(request.root);
-  switch (request.kind) {
-    case Kind::all_gather:
-    case Kind::reduce_scatter: {
+  if (rooted(request.opcode)) what.root = static_cast<std::uint32_t>(request.root);
+  switch (request.opcode) {
+    case Opcode::all_gather:
+    case Opcode::reduce_scatter: {
       Digest digest;
       digest.add(what.check);
-      digest.add(request.kind == Kind::all_gather ? request.outputs : request.inputs);
+      digest.add(request.opcode == Opcode::all_gather ? request.outputs : request.inputs);
       what.check = digest.value();
       break;
     }
-    case Kind::all_to_all:  // its ranks compare tables of sizes
+    case Opcode::all_to_all:  // its ranks compare tables of sizes
       break;
     default:
       what.count = request.count;
@@ -58,34 +54,34 @@ Fingerprint fingerprint_of(const Request& request) {
 }
 
 std::uint64_t own_count_of(const Request& request) {
-  if (request.kind == Kind::reduce_scatter || request.kind == Kind::all_to_all) {
+  if (request.opcode == Opcode::reduce_scatter || request.opcode == Opcode::all_to_all) {
     return total_bytes(request.inputs) / size_of(request.reduction.dtype);
   }
   return request.count;
 }
 
-void execute(const Request& request, Round& round) {
+void execute(const Request& request, CollectiveContext& collective) {
   const std::size_t bytes = request.count * size_of(request.reduction.dtype);
-  switch (request.kind) {
-    case Kind::none:
-    case Kind::barrier:
-      return barrier(round);
-    case Kind::broadcast:
-      return broadcast(round, request.data, bytes, request.root);
-    case Kind::all_reduce:
-      return all_reduce(round, request.data, request.count, request.reduction);
-    case Kind::reduce:
-      return reduce_to_root(round, request.data, request.count, request.reduction, request.root);
-    case Kind::all_gather:
-      return all_gather(round, request.outputs, request.input);
-    case Kind::reduce_scatter:
-      return reduce_scatter(round, request.data, request.inputs, request.reduction);
-    case Kind::gather:
-      return gather(round, request.outputs, request.input, bytes, request.root);
-    case Kind::scatter:
-      return scatter(round, request.data, bytes, request.inputs, request.root);
-    case Kind::all_to_all:
-      return all_to_all(round, request.outputs, request.inputs);
+  switch (request.opcode) {
+    case Opcode::none:
+    case Opcode::barrier:
+      return barrier(collective);
+    case Opcode::broadcast:
+      return broadcast(collective, request.data, bytes, request.root);
+    case Opcode::all_reduce:
+      return all_reduce(collective, request.data, request.count, request.reduction);
+    case Opcode::reduce:
+      return reduce_to_root(collective, request.data, request.count, request.reduction, request.root);
+    case Opcode::all_gather:
+      return all_gather(collective, request.outputs, request.input);
+    case Opcode::reduce_scatter:
+      return reduce_scatter(collective, request.data, request.inputs, request.reduction);
+    case Opcode::gather:
+      return gather(collective, request.outputs, request.input, bytes, request.root);
+    case Opcode::scatter:
+      return scatter(collective, request.data, bytes, request.inputs, request.root);
+    case Opcode::all_to_all:
+      return all_to_all(collective, request.outputs, request.inputs);
   }
 }
 

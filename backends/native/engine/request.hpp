@@ -5,13 +5,16 @@
 #include <cstdint>
 #include <vector>
 
-#include "algorithms/collectives.hpp"
-#include "common/operation.hpp"
+#include "algorithms/part.hpp"
+#include "common/opcode.hpp"
+#include "state/control_page.hpp"
 
 namespace collectives {
 
+class CollectiveContext;
+
 struct Request {
-  Kind kind = Kind::barrier;
+  Opcode opcode = Opcode::barrier;
   Reduction reduction{.dtype = DType::uint8, .op = ReduceOp::sum, .factor = 1.0};
   int root = 0;
   std::byte* data = nullptr;         // the one tensor that is written, or read and written
@@ -28,6 +31,6 @@ Fingerprint fingerprint_of(const Request& request);
 std::uint64_t own_count_of(const Request& request);
 
 // Runs it on the calling thread.
-void execute(const Request& request, Round& round);
+void execute(const Request& request, CollectiveContext& collective);
 
 }  // namespace collectives

@@ -11,7 +11,7 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kSlice = 100 * kMillisecond;
+constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kSpins = 100;
 
 std::uint64_t next_id() noexcept {
@@ -63,10 +63,11 @@ bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
   while ((state & kFinished) == 0) {
     const Nanoseconds now = now_ns();
     if (now >= deadline) return false;
-    const bool undisturbed = futex_wait(state_, state, std::min(kSlice, deadline - now), FutexScope::process);
+    const bool undisturbed =
+        futex_wait(state_, state, std::min(kLongestSleep, deadline - now), FutexScope::process);
     state = state_.load(std::memory_order_acquire);
     const bool look = interrupt != nullptr && (state & kFinished) == 0;
-    if (look && (!undisturbed || now_ns() - now >= kSlice / 2) && interrupt->requested()) {
+    if (look && (!undisturbed || now_ns() - now >= kLongestSleep / 2) && interrupt->requested()) {
       throw Error(ErrorKind::interrupted, "interrupted while waiting for an operation, which goes on");
     }
   }

@@ -13,7 +13,7 @@
 #include "common/clock.hpp"
 #include "common/error.hpp"
 #include "common/thread.hpp"
-#include "transport/station.hpp"
+#include "state/rank_context.hpp"
 
 namespace collectives {
 

@@ -1,15 +1,14 @@
 // Element formats: how elements become accumulators and back. Part of reduce.inl.
 //
-// Words. A *register* holds accumulators, as many as fit the CPU's vector width. A *step* is what one load
-// and one store of a format handle: kParts registers. A format has
+// A register holds accumulators, as many as fit the CPU's vector width. A step is what one load and one store
+// of a format handle: kParts registers. A format has
 //   Element, Register   the accumulators' type, and a vector of it
 //   kParts              registers in a step
 //   kElementBytes       bytes of an element in memory
 //   kStepBytes          bytes of a step in memory
 //   load, store         between kStepBytes of memory (any alignment) and kParts registers; `store` rounds to
-//   nearest
-//                       even and makes every NaN the canonical one
-// Which element lies in which lane of which register is the format's own affair, since lanes never meet.
+//                       nearest even and makes every NaN the canonical one
+// Each format decides which element lies in which lane of which register, since lanes are never combined.
 //
 // Floating-point arithmetic here is IEEE 754 lane by lane and without contraction, so that every vector width
 // gives the same bits.
@@ -142,7 +141,7 @@ constexpr std::uint32_t bits_of_power_of_two(int exponent) {
 //   kInfinity  the magnitude of infinity, all above it being NaN; 0 where the format has none
 //   kNaN       the code that is stored for NaN
 //   kSignedZero  whether there is a negative zero; otherwise its code is the only NaN, and overflow gives
-//   that kOverflow  else the magnitude that stands for everything too large
+//   that kOverflow  else the magnitude that fixed for everything too large
 // Overflow is what torch makes of it (2.12 and later, where e4m3fn saturates).
 template <class Spec>
 struct SmallFloat : Packed<sizeof(typename Spec::Code)> {
@@ -286,7 +285,7 @@ struct Float16 {
 using Float16 = SmallFloat<Binary16>;
 #endif
 
-// Code e stands for 2 to the power e - 127, and 255 for NaN: no sign, no zero. Rounding is to the nearest
+// Code e fixed for 2 to the power e - 127, and 255 for NaN: no sign, no zero. Rounding is to the nearest
 // power of two, 1.5 of one upward; the sign is dropped, infinity is NaN.
 struct Float8E8M0FNU : Packed<1> {
   static void load(const std::byte* from, F32 (&parts)[4]) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "common/lines.hpp"
+#include "common/cache_line.hpp"
 #include "kernels/float_environment.hpp"
 #include "kernels/isa.hpp"
 
@@ -103,12 +103,12 @@ void run_partial(FoldKernel PartialKernels::* kernel, void* dst, const void* con
 }  // namespace
 
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
-            double factor, const Along& along) {
+            double factor, const ReduceOptions& options) {
   check(n, dtype, op, factor);
   const InstructionSet& set = instruction_set();
   if (count == 0) return;
   if (n == 1 && op != ReduceOp::avg && op != ReduceOp::premul_sum) {
-    for (void* to : {dst, along.second}) {
+    for (void* to : {dst, options.second}) {
       if (to != nullptr && to != sources[0]) std::memcpy(to, sources[0], count * size_of(dtype));
     }
     return;
@@ -117,8 +117,8 @@ void reduce(void* dst, const void* const* sources, int n, std::size_t count, DTy
   if (element != dtype) count *= 2;
   const DefaultFloatEnvironment environment;
   const ReduceKernel kernel = set.reduce[static_cast<int>(element)][static_cast<int>(op)];
-  kernel(static_cast<std::byte*>(dst), static_cast<std::byte*>(along.second),
-         static_cast<const std::byte*>(along.next), sources, n, count, factor);
+  kernel(static_cast<std::byte*>(dst), static_cast<std::byte*>(options.second),
+         static_cast<const std::byte*>(options.next), sources, n, count, factor);
 }
 
 std::size_t accumulator_bytes(DType dtype, ReduceOp op) {

@@ -1,7 +1,7 @@
 // Reductions and copies over plain memory: the arithmetic of every collective operation.
 //
-// Words. A *source* is the contribution of one rank, in rank order. The *accumulator* is the type in which
-// sources are combined: float32 for float16, bfloat16 and every float8, otherwise the element type itself
+// A source is the contribution of one rank; sources come in rank order. The accumulator is the type in which
+// they are combined: float32 for float16, bfloat16 and every float8, otherwise the element type itself
 // (complex numbers by component). The result is rounded to the element type once, after the last source.
 //
 // A result is a function of the values of the sources alone: it depends neither on alignment, nor on the
@@ -17,8 +17,8 @@
 
 namespace collectives {
 
-// What goes along with an operation's way through memory.
-struct Along {
+// What goes options with an operation's way through memory.
+struct ReduceOptions {
   // Another place for the result, or null: written from registers, so that no copy has to read it again. It
   // obeys what is said of the first, and does not overlap it.
   void* second = nullptr;
@@ -31,17 +31,14 @@ struct Along {
 // dst[i] = round(sources[0][i] op sources[1][i] op ... op sources[n-1][i]) for i in [0, count), combined from
 // left to right.
 //
-//   SUM, PRODUCT  integers wrap around (two's complement); on bool they are "or" and "and".
-//   AVG           the sum divided by `factor`, before the one rounding. Integers: the exact sum, divided by
-//   the
-//                 integer `factor`, truncated toward zero.
-//   MIN, MAX      a NaN in any source gives NaN; of equal values (the two zeros) the first source's is kept;
-//   on bool
-//                 they are "and" and "or".
-//   BAND/BOR/BXOR integers and bool.
-//   PREMUL_SUM    every source is multiplied by `factor`, rounded to the accumulator type beforehand, then
-//   summed.
-//                 For complex elements the factor is real.
+//   SUM, PRODUCT   Integers wrap around (two's complement); on bool they are "or" and "and".
+//   AVG            The sum divided by `factor`, before the one rounding. Integers: the exact sum, divided by
+//                  the integer `factor`, truncated toward zero.
+//   MIN, MAX       A NaN in any source gives NaN; of equal values (the two zeros) the first source's is kept;
+//                  on bool they are "and" and "or".
+//   BAND/BOR/BXOR  Integers and bool.
+//   PREMUL_SUM     Every source is multiplied by `factor`, rounded to the accumulator type beforehand, then
+//                  summed. For complex elements the factor is real.
 // `factor` is ignored for the other operations. With one source every operation but AVG and PREMUL_SUM copies
 // it.
 //
@@ -57,9 +54,9 @@ struct Along {
 // Throws std::invalid_argument, with nothing written, if n < 1, if the pair is not `reducible`, or if an AVG
 // factor is not positive and finite (for integers: not an integer of at most 2^53).
 void reduce(void* dst, const void* const* sources, int n, std::size_t count, DType dtype, ReduceOp op,
-            double factor, const Along& along = {});
+            double factor, const ReduceOptions& options = {});
 
-// The same reduction in two steps, for sources in several places. The *partial* of some sources is what their
+// The same reduction in two steps, for sources in several places. The partial of some sources is what their
 // accumulators hold after the last of them, in memory: an accumulator an element, in their order and in this
 // CPU's byte order. `combine` reduces partials from left to right and rounds:
 //
@@ -75,14 +72,15 @@ void accumulate(void* partial, const void* const* sources, int n, std::size_t co
 void combine(void* dst, const void* const* partials, int n, std::size_t count, DType dtype, ReduceOp op,
              double factor);
 
-// Copies between ranges that do not overlap. `next` is as in `Along`.
+// Copies between ranges that do not overlap. `next` is as in `ReduceOptions`.
 void copy(void* dst, const void* src, std::size_t bytes, const void* next = nullptr);
 
 // The same for a destination that this CPU will not read soon: the stores pass by the cache where the CPU can
 // do so, and are ordered before any store that follows in program order when the call returns.
 void copy_streaming(void* dst, const void* src, std::size_t bytes, const void* next = nullptr);
 
-// The same, and takes the lines of the source over (common/lines.hpp). Nobody else may use it meanwhile.
+// The same, and takes over the source's cache lines (common/cache_line.hpp). Nobody else may use them
+// meanwhile.
 void copy_taking(void* dst, void* src, std::size_t bytes);
 void copy_taking_streaming(void* dst, void* src, std::size_t bytes);
 

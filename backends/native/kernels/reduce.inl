@@ -24,16 +24,16 @@ namespace {
 // those of the sources before, and what becomes of the accumulators at the end.
 
 template <class Format>
-struct Plain {
+struct Identity {
   using Register = typename Format::Register;
-  explicit Plain(double) {}
+  explicit Identity(double) {}
   Register enter(Register x) const { return x; }
   Register finish(Register a) const { return a; }
 };
 
 template <class Format>
-struct Sum : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Sum : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return a + x; }
 };
@@ -57,44 +57,44 @@ struct PremulSum : Sum<Format> {
 };
 
 template <class Format>
-struct Product : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Product : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return a * x; }
 };
 
 // x != x only for NaN. A NaN accumulator loses no comparison and stays.
 template <class Format>
-struct Min : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Min : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return ((x < a) | (x != x)) ? x : a; }
 };
 
 template <class Format>
-struct Max : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Max : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return ((x > a) | (x != x)) ? x : a; }
 };
 
 template <class Format>
-struct And : Plain<Format> {
-  using Plain<Format>::Plain;
+struct And : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return a & x; }
 };
 
 template <class Format>
-struct Or : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Or : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return a | x; }
 };
 
 template <class Format>
-struct Xor : Plain<Format> {
-  using Plain<Format>::Plain;
+struct Xor : Identity<Format> {
+  using Identity<Format>::Identity;
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return a ^ x; }
 };

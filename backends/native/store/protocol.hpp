@@ -2,28 +2,30 @@
 // and newer). One connection carries requests of one client, in order; a reply is sent for the requests
 // marked so.
 //
-// Words:
-//   u8, u32, u64, i64   integers in the byte order of the machine (little endian on every machine served
-//   here) key, value          u64 length, then that many bytes; a key is at most kMaxKeyBytes, a value
-//   kMaxValueBytes request             u8 command, then the fields of the table
+// A u8, u32, u64 or i64 is an integer in the byte order of the machine, which is little endian on every
+// machine served here. A key or value is a u64 length, then that many bytes: at most kMaxKeyBytes for a key
+// and kMaxValueBytes for a value. A request is a u8 command, then the fields of the table:
 //
-//   command           fields                            reply
-//    0 Validate       u32 kMagic                        -                       first request of every
-//    connection 1 Set            key value                         - 2 CompareSet     key value(expected)
-//    value(new)    value                   what the key holds afterwards 3 Get            key value empty if
-//    the key is missing 4 Add            key i64                           i64                     the sum 5
-//    Check          u64 n, n keys                     u8 0 all there / 1 not 6 Wait           u64 n, n keys
-//    u8 0                    once all are there 7 GetNumKeys     -                                 i64 8
-//    DeleteKey      key                               i64                     1 removed, 0 was missing 9
-//    Append         key value                         -
-//   10 MultiGet       u64 n, n keys                     n values                empty for a missing key
-//   11 MultiSet       u64 n, n times (key value)        -
-//   12 CancelWait     -                                 u8 1                    ends a Wait or Barrier
-//   unanswered so far 13 Ping           u32                               u32                     the same
-//   number 14 QueuePush      key value                         - 15 QueuePop       key i64 n, value if n > 0
-//   n: length before the pop 16 QueueLen       key                               i64 17 ListKeys       - i64
-//   n, n values         the keys as they are stored 18 Barrier        key i64 members                   u8 0
-//   once that many have arrived
+//    command         fields                          reply
+//    0 Validate      u32 kMagic                      -           first request of every connection
+//    1 Set           key value                       -
+//    2 CompareSet    key value(expected) value(new)  value       what the key holds afterwards
+//    3 Get           key                             value       empty if the key is missing
+//    4 Add           key i64                         i64         the sum
+//    5 Check         u64 n, n keys                   u8          0 all there / 1 not
+//    6 Wait          u64 n, n keys                   u8 0        once all are there
+//    7 GetNumKeys    -                               i64
+//    8 DeleteKey     key                             i64         1 removed, 0 was missing
+//    9 Append        key value                       -
+//   10 MultiGet      u64 n, n keys                   n values    empty for a missing key
+//   11 MultiSet      u64 n, n times (key value)      -
+//   12 CancelWait    -                               u8 1        ends a Wait or Barrier unanswered so far
+//   13 Ping          u32                             u32         the same number
+//   14 QueuePush     key value                       -
+//   15 QueuePop      key                             i64 n, value if n > 0   n: length before the pop
+//   16 QueueLen      key                             i64
+//   17 ListKeys      -                               i64 n, n values         the keys as they are stored
+//   18 Barrier       key i64 members                 u8 0        once that many have arrived
 //
 // Clients put "/" before every key of a user, so that the plain key "init/", on which workers count
 // themselves in, cannot collide. A wait whose time is up on the client's clock sends CancelWait; if its

@@ -1,10 +1,6 @@
 // The data behind a store server: keys, queues, and the clients that wait for them. No sockets, no locks: one
-// thread.
-//
-// Words:
-//   client   whoever may wait; has at most one wait at a time
-//   there    a key is there if it holds a value or is a queue that is not empty
-//   woken    clients whose wait ended through a call; the caller tells them
+// thread. A client has at most one wait at a time. A key is there if it holds a value or is a queue that is
+// not empty. Calls append the clients whose wait they ended to `woken`; the caller tells them.
 #pragma once
 
 #include <cstddef>

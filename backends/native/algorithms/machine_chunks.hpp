@@ -1,0 +1,53 @@
+// How messages between machines are cut into chunks and pieces, and which rank acts for a machine.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "algorithms/chunk.hpp"
+#include "state/control_page.hpp"
+#include "state/topology.hpp"
+
+namespace collectives {
+
+inline constexpr std::size_t kLeastChunk = 64 << 10;
+inline constexpr std::size_t kMostChunk = 256 << 10;
+// Chunks that a message should have, so that the stages overlap.
+inline constexpr std::size_t kChunksWanted = 8;
+
+inline std::size_t as_index(int number) { return static_cast<std::size_t>(number); }
+
+// By machine.
+inline std::vector<int> leaders_of(const Topology& topology) {
+  std::vector<int> leaders;
+  for (const auto& machine : topology.machines) leaders.push_back(machine.front());
+  return leaders;
+}
+
+inline bool one_rank_per_machine(const Topology& topology) {
+  return topology.count() == static_cast<int>(topology.machine_of.size());
+}
+
+inline bool has_one_rank(const Topology& topology, std::size_t machine) {
+  return topology.machines[machine].size() == 1;
+}
+
+// `total` in as many parts of equal length, each but the last a multiple of a cache line.
+inline Pieces split_evenly(std::size_t total, std::size_t parts) {
+  return {.total = total, .step = round_up((total + parts - 1) / parts, kSliceAlignment)};
+}
+
+// Bytes of a chunk of a message that is not reduced.
+inline std::size_t moved_chunk(std::size_t bytes) {
+  return round_up(std::clamp(bytes / kChunksWanted, kLeastChunk, kMostChunk), kPage);
+}
+
+// As much of `wanted` as there is room for, a multiple of kSliceAlignment where that can be. With many ranks
+// there is less room for each, and neighbours' pieces share a line.
+inline std::size_t fitted_piece(std::size_t wanted, std::size_t room) {
+  const std::size_t most = std::min(wanted, room);
+  return std::max<std::size_t>(most < kSliceAlignment ? most : round_down(most, kSliceAlignment), 1);
+}
+
+}  // namespace collectives

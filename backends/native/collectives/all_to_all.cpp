@@ -1,0 +1,119 @@
+// all_to_all, even and uneven. The split tables travel with the arrivals, and every rank checks those of all.
+// A rank that sends little stages it; the others fill chunks of their rings that hold a piece for each rank.
+// Between machines every pair of ranks exchanges directly.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "algorithms/pairwise_exchange.hpp"
+#include "collectives/collectives.hpp"
+#include "kernels/kernels.hpp"
+
+namespace collectives {
+void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
+                const std::vector<Part>& inputs) {
+  const auto me = static_cast<std::size_t>(collective.rank());
+  const auto ranks = static_cast<std::size_t>(collective.size());
+  const auto as_rank = [](std::size_t r) { return static_cast<int>(r); };
+  const CopyOut copy_out(collective, total_bytes(outputs));
+  if (ranks == 1) return copy_out(outputs[0].data, inputs[0].data, inputs[0].bytes);
+  // Each sender stages or not by itself.
+  const std::size_t most_staged = most_staged_bytes(Opcode::all_to_all, collective.tuning());
+
+  std::uint64_t* splits = collective.splits(collective.rank());
+  for (std::size_t r = 0; r < ranks; ++r) {
+    splits[r] = inputs[r].bytes;
+    splits[ranks + r] = outputs[r].bytes;
+  }
+  const std::size_t total = total_bytes(inputs);
+  collective.reserve(most_staged);  // what the others send is not known yet
+  if (total <= most_staged) {
+    std::byte* stage = collective.stage(total);
+    for (std::size_t r = 0; r < ranks; stage += inputs[r].bytes, ++r)
+      collectives::copy(stage, inputs[r].data, inputs[r].bytes);
+  }
+  collective.arrive_and_wait();
+
+  std::uint64_t longest = 0;
+  for (std::size_t s = 0; s < ranks; ++s) {
+    const std::uint64_t* theirs = collective.splits(as_rank(s));
+    for (std::size_t d = 0; d < ranks; ++d) {
+      const std::uint64_t expected = collective.splits(as_rank(d))[ranks + s];
+      if (theirs[d] != expected) {
+        collective.mismatch("rank " + std::to_string(s) + " sends " + std::to_string(theirs[d]) +
+                            " bytes to rank " + std::to_string(d) + ", which expects " +
+                            std::to_string(expected));
+      }
+    }
+    // A rank that stages all it sends has no chunks.
+    std::uint64_t sends = 0;
+    std::uint64_t most = 0;
+    for (std::size_t d = 0; d < ranks; ++d) {
+      sends += theirs[d];
+      if (d != s) most = std::max(most, theirs[d]);
+    }
+    if (sends > most_staged) longest = std::max(longest, most);
+  }
+  std::vector<bool> staged(ranks);
+  for (std::size_t s = 0; s < ranks; ++s) {
+    const std::uint64_t* theirs = collective.splits(as_rank(s));
+    std::uint64_t before = 0;
+    std::uint64_t sends = 0;
+    for (std::size_t d = 0; d < ranks; ++d) {
+      if (d < me) before += theirs[d];
+      sends += theirs[d];
+    }
+    staged[s] = sends <= most_staged;
+    if (staged[s] && s != me)
+      collectives::copy(outputs[s].data, collective.staged(as_rank(s), sends) + before, outputs[s].bytes);
+  }
+
+  if (collective.topology().spans_machines()) {
+    copy_out(outputs[me].data, inputs[me].data, inputs[me].bytes);
+    if (longest == 0) return;
+    std::vector<Part> received(outputs);
+    std::vector<Part> sent(inputs);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      if (staged[r] || r == me) received[r].bytes = 0;
+      if (staged[me] || r == me) sent[r].bytes = 0;
+    }
+    return pairwise_exchange(collective, received, sent, longest);
+  }
+  const std::size_t step = collective.piece_bytes();
+  const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  // The own part is copied piece by piece while the others fill or drain, and the rest at the end.
+  const Pieces own{.total = inputs[me].bytes, .step = step};
+  const auto keep = [&](std::size_t begin, std::size_t end) {
+    copy_out(outputs[me].data + begin, inputs[me].data + begin, end - begin);
+  };
+  collective.open_rings(chunks, ranks * step);
+  for (std::uint64_t i = 0; chunks > 0 && i <= chunks; ++i) {
+    if (i < chunks && !staged[me]) {
+      collective.await_room(i);
+      for (std::size_t k = 1; k < ranks; ++k) {
+        const std::size_t r = (me + k) % ranks;
+        const Pieces pieces{.total = inputs[r].bytes, .step = step};
+        collectives::copy(collective.chunk(collective.rank(), i) + r * step, inputs[r].data + pieces.begin(i),
+                          pieces.length(i));
+      }
+      collective.filled(i);
+    }
+    if (i < chunks) keep(own.begin(i), own.begin(i + 1));
+    if (i == 0) continue;
+    const std::uint64_t c = i - 1;
+    for (std::size_t k = 1; k < ranks; ++k) {
+      const std::size_t r = (me + k) % ranks;
+      const Pieces pieces{.total = outputs[r].bytes, .step = step};
+      if (staged[r] || pieces.length(c) == 0) continue;
+      collective.await_filled(as_rank(r), c);
+      copy_out.take(outputs[r].data + pieces.begin(c), collective.chunk(as_rank(r), c) + me * step,
+                    pieces.length(c));
+    }
+    collective.drained(c);
+  }
+  keep(own.begin(chunks), own.total);
+}
+
+}  // namespace collectives

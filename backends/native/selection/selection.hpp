@@ -1,0 +1,75 @@
+// Which algorithm a collective takes, by size. This is the one place that decides it.
+//
+//   operation          size that decides            staged up to     beyond
+//   -----------------  ---------------------------  ---------------  ------------------------------------
+//   barrier            -                            always           -
+//   all_reduce         the tensor                   one_shot_bytes   sliced
+//   reduce             the tensor                   one_shot_bytes   sliced; of two ranks: root_reduces
+//   broadcast, gather  the tensor                   staged_bytes     chunked
+//   all_gather         the longest contribution     staged_bytes     chunked
+//   scatter            all that the root sends      staged_bytes     chunked
+//   reduce_scatter     all that a rank contributes  staged_bytes     chunked
+//   all_to_all         all that a rank sends        staged_bytes     chunked; each sender by itself
+//
+// In a group that spans machines every collective beyond its threshold is hierarchical. Of one rank every one
+// is local. The thresholds, their defaults and their bounds are in selection/tuning.cpp; ranks share them, so
+// that all take the same algorithm. `sliced_chunk_bytes` says how a sliced message is cut.
+//
+// No choice changes a bit of the result (kernels/kernels.hpp).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/opcode.hpp"
+#include "selection/tuning.hpp"
+
+namespace collectives {
+
+enum class Algorithm : std::uint8_t {
+  // One rank: a copy, or nothing.
+  local,
+  // Contributions lie in shared memory before the ranks arrive, and are read right after: one synchronisation
+  // in all. Whoever needs a reduction reduces everything.
+  staged,
+  // all_reduce, reduce: chunks are cut into a slice for each rank, which reduces it; results go through the
+  // same rings (a reduce-scatter and an all-gather, pipelined).
+  sliced,
+  // reduce of two ranks: the root reduces from its own tensor and the other's ring.
+  root_reduces,
+  // Chunks go from the sender's ring to the receivers.
+  chunked,
+  // Each machine combines what its ranks contribute, exchanges it with the others, and hands out results.
+  hierarchical,
+};
+
+// The largest size, in the table's sense, that is staged.
+constexpr std::uint64_t most_staged_bytes(Opcode opcode, const Tuning& tuning) noexcept {
+  const bool whole = opcode == Opcode::all_reduce || opcode == Opcode::reduce;
+  return whole ? tuning.one_shot_bytes : tuning.staged_bytes;
+}
+
+// `bytes`: the size that decides, by the table.
+constexpr Algorithm select_algorithm(Opcode opcode, const Tuning& tuning, int ranks, bool spans_machines,
+                                     std::uint64_t bytes) noexcept {
+  if (ranks == 1) return Algorithm::local;
+  if (bytes <= most_staged_bytes(opcode, tuning)) return Algorithm::staged;
+  if (spans_machines) return Algorithm::hierarchical;
+  if (opcode == Opcode::all_reduce) return Algorithm::sliced;
+  if (opcode == Opcode::reduce) return ranks == 2 ? Algorithm::root_reduces : Algorithm::sliced;
+  return Algorithm::chunked;
+}
+
+// Bytes of a chunk that is cut into slices: enough chunks to overlap, none too short to be worth its
+// synchronisation.
+constexpr std::size_t sliced_chunk_bytes(const Tuning& tuning, std::size_t bytes) noexcept {
+  constexpr std::size_t kUnit = 4096;
+  const auto round_up = [](std::size_t value) { return (value + kUnit - 1) / kUnit * kUnit; };
+  if (bytes <= tuning.unsplit_bytes) return round_up(bytes);
+  return std::clamp<std::size_t>(round_up(bytes / tuning.chunks_wanted),
+                                 std::min(tuning.shortest_chunk_bytes, tuning.chunk_bytes),
+                                 tuning.chunk_bytes);
+}
+
+}  // namespace collectives

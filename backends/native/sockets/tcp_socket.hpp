@@ -1,0 +1,63 @@
+// Connections between machines, and the addresses they are made with. All sockets are non-blocking.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "memory/descriptor.hpp"
+
+namespace collectives {
+
+// A numeric address, IPv4 or IPv6 (with its scope where it has one), and a port.
+struct Endpoint {
+  std::string address;
+  std::uint16_t port = 0;
+
+  // "10.0.0.1:4711", "[fe80::1%eth0]:4711".
+  std::string text() const;
+};
+
+// One address of a network interface of this machine.
+struct Interface {
+  std::string name;
+  std::string address;
+  bool loopback = false;
+};
+
+// The addresses of all interfaces that are up, in the kernel's order.
+std::vector<Interface> interfaces();
+
+struct Listener {
+  Descriptor socket;
+  Endpoint endpoint;
+};
+
+// Listens on exactly this address, on a free port. Throws ErrorKind::network.
+Listener listen_tcp(const std::string& address, int backlog);
+
+// A connection that somebody made, or an empty descriptor where none waits (or it could not be taken).
+Descriptor accept_tcp(const Descriptor& listener) noexcept;
+
+// Begins to connect, from an address of this machine where `from` is not empty. Throws ErrorKind::network
+// where not even that is possible.
+Descriptor begin_connect(const Endpoint& to, const std::string& from);
+
+// How that went once the socket is writable: 0, or the number of the error.
+int connect_error(const Descriptor& socket) noexcept;
+
+// No waiting for more to send.
+void send_at_once(const Descriptor& socket) noexcept;
+
+// Lets the kernel find out, within a few seconds, that the other machine is gone, even where nothing is sent
+// and the process at the other end is stopped.
+void keep_alive(const Descriptor& socket) noexcept;
+
+// What the kernel knows of the other end.
+struct TcpHealth {
+  std::uint32_t silent_ms = 0;  // since its kernel last acknowledged anything
+  bool unanswered = false;      // there is something that it has not acknowledged
+};
+TcpHealth tcp_health(const Descriptor& socket) noexcept;
+
+}  // namespace collectives

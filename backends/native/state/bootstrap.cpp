@@ -1,0 +1,373 @@
+#include "state/bootstrap.hpp"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "common/error.hpp"
+#include "memory/event.hpp"
+#include "sockets/unix_socket.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr std::size_t kSecretBytes = 16;
+constexpr std::size_t kNameCharacters = 2 * kSecretBytes;
+
+// A connection that says no hello for this long comes from no rank of the group.
+constexpr Nanoseconds kHelloLimit = 2 * kSecond;
+
+enum class Step : std::uint32_t { hello = 1, welcome = 2, processes = 3, attached = 4, go = 5 };
+
+struct Message {
+  std::uint64_t magic = kMagic;
+  std::uint64_t version = kLayoutVersion;
+  Step step = Step::hello;
+  std::int32_t rank = 0;
+  std::int32_t size = 0;
+  std::uint32_t count = 0;           // processes: how many follow; welcome: how many will follow in all
+  std::uint32_t spans_machines = 0;  // welcome: whether there are other machines
+  std::uint32_t reserved = 0;
+  char secret[kNameCharacters] = {};
+  std::int32_t ranks[kMostDescriptors] = {};  // processes: whose descriptors these are
+};
+
+std::string random_name() {
+  std::array<unsigned char, kSecretBytes> bytes{};
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t got = ::getrandom(bytes.data() + done, bytes.size() - done, 0);
+    if (got < 0 && errno != EINTR) throw Error(ErrorKind::backend, with_errno("getrandom failed", errno));
+    if (got > 0) done += static_cast<std::size_t>(got);
+  }
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string name;
+  for (const unsigned char byte : bytes) {
+    name.push_back(kDigits[byte >> 4]);
+    name.push_back(kDigits[byte & 15]);
+  }
+  return name;
+}
+
+Descriptor own_process() {
+#ifdef SYS_pidfd_open
+  // An empty descriptor, on kernels before 5.3, leaves liveness to process ids.
+  return Descriptor(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+#else
+  return {};
+#endif
+}
+
+void check_user(const Descriptor& socket) {
+  const uid_t peer = peer_user(socket);
+  if (peer != ::geteuid()) {
+    throw Error(ErrorKind::backend, "the process at the other end runs as user " + std::to_string(peer) +
+                                        ", this one as " + std::to_string(::geteuid()) +
+                                        "; only processes of one user share memory");
+  }
+}
+
+Received expect(const Descriptor& socket, Step step, Message& message, Nanoseconds deadline) {
+  Received received = receive_message(socket, &message, sizeof(message), deadline);
+  if (received.bytes == 0)
+    throw Error(ErrorKind::peer_lost, "the peer closed the connection while the group was formed");
+  if (received.bytes != sizeof(message) || message.magic != kMagic || message.step != step) {
+    throw Error(ErrorKind::network, "unexpected message while the group was formed");
+  }
+  return received;
+}
+
+void say(const Descriptor& socket, Message message, Step step, const std::vector<int>& descriptors,
+         Nanoseconds deadline) {
+  message.step = step;
+  send_message(socket, &message, sizeof(message), descriptors, deadline);
+}
+
+// A rank allocates what it writes, so that the pages lie on its own memory node.
+void commit_own(const Segment& segment, const SegmentLayout& layout, int rank) {
+  segment.commit(layout.rank_offset(rank), layout.rank_bytes());
+}
+
+}  // namespace
+
+BootstrapLeader::BootstrapLeader(std::vector<int> members, int size)
+    : members_(std::move(members)),
+      size_(size),
+      tuning_(default_tuning(size)),
+      secret_(random_name()),
+      followers_(static_cast<std::size_t>(size)),
+      layout_(shape_for(size)) {
+  const std::string name = "collectives-" + random_name();
+  address_ = name + " " + secret_;
+  listener_ = listen_abstract(name, std::max(static_cast<int>(members_.size()), 16));
+  follower(members_.front()).attached = true;
+  follower(members_.front()).process = own_process();
+}
+
+void BootstrapLeader::exclude(int rank) {
+  std::erase(members_, rank);
+  follower(rank) = Follower();
+}
+
+std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
+  for (;;) {
+    std::vector<int> missing;
+    for (const int rank : members_) {
+      if (rank != members_.front() && !follower(rank).socket) missing.push_back(rank);
+    }
+    if (missing.empty()) return missing;
+    const Events events = await_events(true, deadline);
+    // Followers send nothing before the leader does.
+    if (!events.readable.empty()) throw_peer_lost(events.readable.front(), "left");
+    if (!events.connection) return missing;
+    Descriptor socket = accept_until(listener_, 0);
+    if (!socket) continue;
+    try {
+      // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
+      admit(std::move(socket), now_ns() + kHelloLimit);
+    } catch (const Error&) {
+      // Whoever this was, it is turned away; a rank that is still missing will be named.
+    }
+  }
+}
+
+void BootstrapLeader::throw_peer_lost(int rank, const std::string& how) const {
+  throw Error(ErrorKind::peer_lost,
+              "rank " + std::to_string(rank) + " " + how + " while the group was formed", rank);
+}
+
+BootstrapLeader::Events BootstrapLeader::await_events(bool connections, Nanoseconds deadline) {
+  std::vector<pollfd> watched;
+  std::vector<int> owners;
+  const auto watch = [&](const Descriptor& what, int rank) {
+    if (!what) return;
+    watched.push_back({.fd = what.get(), .events = POLLIN, .revents = 0});
+    owners.push_back(rank);
+  };
+  if (connections) watch(listener_, members_.front());
+  for (const int rank : members_) {
+    if (rank != members_.front()) watch(follower(rank).socket, rank);
+  }
+  const std::size_t sockets = watched.size();
+  for (const int rank : members_) {
+    if (rank != members_.front()) watch(follower(rank).process, rank);
+  }
+  Events events;
+  if (!poll_until(watched, deadline)) return events;
+  // A connection may outlive its process, in a child that inherited it.
+  for (std::size_t i = sockets; i < watched.size(); ++i) {
+    if (watched[i].revents != 0) throw_peer_lost(owners[i], "has died");
+  }
+  for (std::size_t i = 0; i < sockets; ++i) {
+    if (watched[i].revents == 0) continue;
+    if (owners[i] == members_.front()) {
+      events.connection = true;
+    } else {
+      events.readable.push_back(owners[i]);
+    }
+  }
+  return events;
+}
+
+void BootstrapLeader::admit(Descriptor socket, Nanoseconds deadline) {
+  check_user(socket);
+  Message hello;
+  Received received = expect(socket, Step::hello, hello, deadline);
+  const bool known = std::memcmp(hello.secret, secret_.data(), kNameCharacters) == 0;
+  const bool fits = hello.version == kLayoutVersion && hello.size == size_ &&
+                    std::find(members_.begin() + 1, members_.end(), hello.rank) != members_.end();
+  if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");
+  Follower& mine = follower(hello.rank);
+  if (mine.socket) throw Error(ErrorKind::network, "two processes claim one rank");
+  if (!received.descriptors.empty()) mine.process = std::move(received.descriptors.front());
+  mine.socket = std::move(socket);
+}
+
+void BootstrapLeader::set_tuning(const Tuning& tuning) {
+  const std::string complaint = complaint_about(tuning);
+  if (!complaint.empty()) throw std::invalid_argument(complaint);
+  tuning_ = tuning;
+}
+
+void BootstrapLeader::share(bool spans_machines, Nanoseconds deadline) {
+  const int own = members_.front();
+  const SegmentLayout layout(shape_for(size_, spans_machines));
+  layout_ = layout;
+  if (spans_machines) {
+    tuning_ = tuning_between_machines(tuning_, layout.shape().slot_bytes);
+  }
+  segment_ = std::make_shared<Segment>(Segment::create(layout.total_bytes()));
+  segment_->commit(0, kPage);
+  auto* header = reinterpret_cast<SegmentHeader*>(segment_->data());
+  header->shape = layout.shape();
+  header->tuning = tuning_;
+  header->version = kLayoutVersion;
+  header->magic = kMagic;
+  commit_own(*segment_, layout, own);
+  std::vector<int> handed{segment_->file().get()};
+  if (spans_machines) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (std::find(members_.begin(), members_.end(), rank) != members_.end()) continue;
+      segment_->commit(layout.rank_offset(rank), layout.mirror_bytes());
+    }
+    leader_event_ = make_event();
+    handed.push_back(leader_event_.get());
+  }
+
+  for (const int rank : members_) {
+    if (rank == own) continue;
+    try {
+      welcome(rank, handed, spans_machines, deadline);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::peer_lost) throw_peer_lost(rank, "left");
+      throw;
+    }
+  }
+}
+
+void BootstrapLeader::welcome(int rank, const std::vector<int>& handed, bool spans_machines,
+                              Nanoseconds deadline) {
+  const Descriptor& socket = follower(rank).socket;
+  std::vector<int> others;
+  for (const int other : members_) {
+    if (other != rank && follower(other).process) others.push_back(other);
+  }
+  Message message;
+  message.count = static_cast<std::uint32_t>(others.size());
+  message.spans_machines = spans_machines ? 1 : 0;
+  say(socket, message, Step::welcome, handed, deadline);
+  for (std::size_t first = 0; first < others.size(); first += kMostDescriptors) {
+    const std::size_t count = std::min(kMostDescriptors, others.size() - first);
+    Message batch;
+    batch.count = static_cast<std::uint32_t>(count);
+    std::vector<int> descriptors;
+    for (std::size_t i = 0; i < count; ++i) {
+      batch.ranks[i] = others[first + i];
+      descriptors.push_back(follower(others[first + i]).process.get());
+    }
+    say(socket, batch, Step::processes, descriptors, deadline);
+  }
+}
+
+std::vector<int> BootstrapLeader::await_attached(Nanoseconds deadline) {
+  for (;;) {
+    std::vector<int> missing;
+    for (const int rank : members_) {
+      if (!follower(rank).attached) missing.push_back(rank);
+    }
+    if (missing.empty()) return missing;
+    const Events events = await_events(false, deadline);
+    if (events.readable.empty()) return missing;
+    for (const int rank : events.readable) {
+      Follower& theirs = follower(rank);
+      if (theirs.attached) throw_peer_lost(rank, "left");  // an attached follower sends nothing more
+      try {
+        Message message;
+        expect(theirs.socket, Step::attached, message, deadline);
+      } catch (const Error& error) {
+        throw_peer_lost(rank, "left (" + error.message() + ")");
+      }
+      theirs.attached = true;
+    }
+  }
+}
+
+Membership BootstrapLeader::release(Nanoseconds deadline) {
+  Membership membership;
+  membership.rank = members_.front();
+  membership.size = size_;
+  membership.tuning = tuning_;
+  membership.topology = single_machine(size_, membership.rank);
+  membership.leader_event = std::move(leader_event_);
+  membership.layout = layout_;
+  membership.segment = std::move(segment_);
+  for (Follower& each : followers_) {
+    try {
+      if (each.socket) say(each.socket, Message{}, Step::go, {}, deadline);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::peer_lost || !each.process) throw;
+    }
+    membership.processes.push_back(std::move(each.process));
+  }
+  membership.processes[static_cast<std::size_t>(membership.rank)].reset();
+  followers_.clear();
+  listener_.reset();
+  return membership;
+}
+
+BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int size, Nanoseconds deadline)
+    : rank_(rank), size_(size) {
+  const std::size_t space = address.find(' ');
+  if (space == std::string::npos || address.size() != space + 1 + kNameCharacters) {
+    throw Error(ErrorKind::network, "malformed address of this machine's leader");
+  }
+  socket_ = connect_abstract(address.substr(0, space), deadline);
+  check_user(socket_);
+  Message hello;
+  hello.rank = rank;
+  hello.size = size;
+  std::memcpy(hello.secret, address.data() + space + 1, kNameCharacters);
+  const Descriptor process = own_process();
+  say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+}
+
+bool BootstrapFollower::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }
+
+bool BootstrapFollower::attach(Nanoseconds deadline) {
+  Message welcome;
+  Received received = expect(socket_, Step::welcome, welcome, deadline);
+  const bool spans_machines = welcome.spans_machines != 0;
+  if (received.descriptors.size() != (spans_machines ? 2U : 1U)) {
+    throw Error(ErrorKind::network, "the leader of this machine sent no segment");
+  }
+  membership_.rank = rank_;
+  membership_.size = size_;
+  membership_.topology = single_machine(size_, rank_);
+  if (spans_machines) membership_.leader_event = std::move(received.descriptors.back());
+  membership_.segment = std::make_shared<Segment>(Segment::attach(std::move(received.descriptors.front())));
+  membership_.layout = SegmentLayout(shape_for(size_, spans_machines));
+  const auto* header = reinterpret_cast<const SegmentHeader*>(membership_.segment->data());
+  if (membership_.segment->bytes() != membership_.layout.total_bytes() || header->magic != kMagic ||
+      header->version != kLayoutVersion || header->shape != membership_.layout.shape() ||
+      !complaint_about(header->tuning).empty()) {
+    throw Error(
+        ErrorKind::network,
+        "the leader of this machine lays its segment out differently; install one version for all ranks");
+  }
+  membership_.tuning = header->tuning;
+  membership_.processes.resize(static_cast<std::size_t>(size_));
+  for (std::uint32_t seen = 0; seen < welcome.count;) {
+    Message batch;
+    Received processes = expect(socket_, Step::processes, batch, deadline);
+    if (batch.count == 0 || processes.descriptors.size() != batch.count || batch.count > kMostDescriptors) {
+      throw Error(ErrorKind::network, "the leader of this machine sent no process descriptors");
+    }
+    for (std::uint32_t i = 0; i < batch.count; ++i) {
+      const auto owner = static_cast<std::size_t>(batch.ranks[i]);
+      if (owner < membership_.processes.size())
+        membership_.processes[owner] = std::move(processes.descriptors[i]);
+    }
+    seen += batch.count;
+  }
+  commit_own(*membership_.segment, membership_.layout, rank_);
+  say(socket_, Message{}, Step::attached, {}, deadline);
+  return spans_machines;
+}
+
+Membership BootstrapFollower::await_release(Nanoseconds deadline) {
+  Message go;
+  expect(socket_, Step::go, go, deadline);
+  socket_.reset();
+  return std::move(membership_);
+}
+
+}  // namespace collectives

@@ -1,0 +1,40 @@
+// One collective in progress, as a waiting thread needs to know it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/clock.hpp"
+#include "state/control_page.hpp"
+
+namespace collectives {
+
+// What a thread that blocks in an operation owes to its owner. The bindings implement it for Python's lock
+// and signals.
+class Interrupt {
+ public:
+  virtual ~Interrupt() = default;
+  // The calling thread is about to yield or sleep, perhaps again.
+  virtual void blocks() = 0;
+  // Whether to give the operation up.
+  virtual bool requested() = 0;
+  // The source line of the call, or an empty text.
+  virtual std::string site() = 0;
+};
+
+struct Call {
+  std::uint64_t sequence = 0;
+  Fingerprint what;
+  std::uint64_t own_count = 0;
+  Nanoseconds timeout = 0;  // as given, for the message
+  Nanoseconds deadline = kNever;
+  Interrupt* interrupt = nullptr;
+  const std::string* site = nullptr;  // the source line, of a call that nobody blocks in
+};
+
+// "all_reduce(SUM, float32, 1024 elements)".
+std::string describe(const Fingerprint& what, std::uint64_t own_count);
+// "all_reduce(SUM, float32, 1024 elements) number 7".
+std::string describe(const Call& call);
+
+}  // namespace collectives

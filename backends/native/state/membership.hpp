@@ -1,0 +1,51 @@
+// What a rank holds once it is attached to its group's shared memory, and before the group exists.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory/descriptor.hpp"
+#include "memory/segment.hpp"
+#include "selection/tuning.hpp"
+#include "sockets/tcp_socket.hpp"
+#include "state/segment_layout.hpp"
+#include "state/topology.hpp"
+
+namespace collectives {
+
+// What a rank needs to reach those on other machines.
+struct Network {
+  std::string secret;  // of the group, 32 characters; proves that a connection comes from one of its ranks
+  bool from_lanes = false;  // connect from the listeners' addresses, because the user chose them
+  std::vector<std::vector<Endpoint>> endpoints;  // by rank, then by lane
+  std::vector<Listener> listeners;               // this rank's, by lane
+};
+
+struct Membership {
+  Membership() = default;
+  Membership(Membership&&) = default;
+  Membership& operator=(Membership&&) = default;
+
+  // Ranks of this machine whose processes have ended, as far as the kernel can tell.
+  std::vector<int> ended() const;
+  // Makes it that of a group that spans machines.
+  void span(Topology where, Network how);
+
+  int rank = 0;
+  int size = 1;
+  Topology topology = single_machine(1, 0);
+  Network network;                   // empty on one machine
+  Descriptor leader_event;           // an eventfd that wakes the leader's connection manager; empty likewise
+  std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping
+  Tuning tuning = default_tuning(1);
+  SegmentLayout layout{
+      SegmentShape{.size = 1, .slot_bytes = 0, .buffer_bytes = 0, .fixed_bytes = 0, .mail_bytes = 0}};
+  // By rank; empty for this rank, remote ones, and where the kernel has no such descriptors.
+  std::vector<Descriptor> processes;
+};
+
+// The membership of a group of one: memory of its own, nothing shared.
+Membership single_rank_membership();
+
+}  // namespace collectives

@@ -1,0 +1,435 @@
+#include "state/rank_context.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "common/dtype.hpp"
+#include "common/opcode.hpp"
+#include "memory/event.hpp"
+#include "memory/futex.hpp"
+
+namespace collectives {
+namespace {
+
+constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
+// A sleeper that is woken again and again checks the others this often all the same.
+constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
+// How much later than the end of a connection the control channel may tell why it ended.
+constexpr Nanoseconds kExplanationLimit = 400 * kMillisecond;
+// How often a rank leaves the core that it shares with a peer, at most.
+constexpr Nanoseconds kCoreChangeEvery = 10 * kMillisecond;
+// Writing a failure record takes microseconds. A writer that takes this long is stopped.
+constexpr Nanoseconds kFailureWriteLimit = kSecond;
+
+// Identity of the space in which process ids count; 0 where unknown.
+std::uint64_t process_space() noexcept {
+  struct stat status{};
+  return ::stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint64_t>(status.st_ino) : 0;
+}
+
+int usable_cores() noexcept {
+  cpu_set_t cores;
+  return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+std::string seconds(Nanoseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(time) / static_cast<double>(kSecond));
+  return text;
+}
+
+// Publishes what the calling thread waits for, as long as it lives.
+class Announcement {
+ public:
+  Announcement(CollectiveDoorbell& bell, int publisher, std::uint64_t word, std::uint64_t value)
+      : doorbell_(bell) {
+    doorbell_.word.store(word, std::memory_order_relaxed);
+    doorbell_.value.store(value, std::memory_order_relaxed);
+    // The waiter's half of the handshake, and release of the two above.
+    doorbell_.publisher.store(static_cast<std::uint32_t>(publisher) + 1, std::memory_order_seq_cst);
+  }
+  Announcement(const Announcement&) = delete;
+  Announcement& operator=(const Announcement&) = delete;
+  ~Announcement() { doorbell_.publisher.store(0, std::memory_order_relaxed); }
+
+ private:
+  CollectiveDoorbell& doorbell_;
+};
+
+}  // namespace
+
+std::string describe(const Call& call) {
+  return describe(call.what, call.own_count) + " number " + std::to_string(call.sequence);
+}
+
+std::string describe(const Fingerprint& what, std::uint64_t own_count) {
+  const auto opcode = static_cast<Opcode>(what.opcode);
+  std::string text = name_of(opcode);
+  if (opcode == Opcode::barrier || opcode == Opcode::none) return text;
+  text += "(";
+  if (reduces(opcode) && is_reduce_op(what.reduction)) {
+    text += std::string(name_of(static_cast<ReduceOp>(what.reduction))) + ", ";
+  }
+  text += std::string(is_dtype(what.dtype) ? name_of(static_cast<DType>(what.dtype)) : "?") + ", " +
+          std::to_string(own_count) + " elements";
+  if (rooted(opcode)) text += ", root " + std::to_string(what.root);
+  return text + ")";
+}
+
+RankContext::RankContext(Membership membership, std::string label)
+    : membership_(std::move(membership)),
+      label_(std::move(label)),
+      base_(membership_.segment->data()),
+      own_(&page(membership_.rank)),
+      process_space_(process_space()),
+      crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
+      spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
+  if (spans_machines()) poll_event_ = make_event();
+  Status& mine = own_->status;
+  mine.process.store(::getpid(), std::memory_order_relaxed);
+  mine.process_space.store(process_space_, std::memory_order_relaxed);
+  mine.entered.store(now_ns(), std::memory_order_relaxed);
+  mine.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+}
+
+RankContext::~RankContext() = default;
+
+void RankContext::commit_mailbox(int receiver) const {
+  membership_.segment->commit(membership_.layout.mailbox_offset(rank(), receiver), shape().mail_bytes);
+}
+
+void RankContext::ring(std::atomic<std::uint32_t>& rings) noexcept {
+  rings.fetch_add(1, std::memory_order_release);
+  futex_wake_all(rings, FutexScope::machine);
+}
+
+void RankContext::ring_everyone() const noexcept {
+  for (int r = 0; r < size(); ++r) {
+    ring(page(r).collective_doorbell.rings);
+    ring(page(r).mail_doorbell.rings);
+  }
+  wake_leader();
+}
+
+void RankContext::signal_poll_event() const noexcept { signal_event(poll_event_); }
+
+void RankContext::clear_poll_event() const noexcept { clear_event(poll_event_); }
+
+// A failure concerns the other machines, which the leader tells, and whoever of this process waits in poll().
+void RankContext::wake_leader() const noexcept {
+  signal_event(membership_.leader_event);
+  signal_poll_event();
+}
+
+void RankContext::block(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
+                        std::uint64_t value) {
+  const auto come = [&] { return word.load(std::memory_order_acquire) >= value; };
+  const int spins = short_spins(peer);
+  const auto spin = [&] {
+    for (int i = 0; i < spins; ++i) {
+      if (come()) return true;
+      relax_processor();
+    }
+    return false;
+  };
+  if (spin()) return;
+  SpinPolicy& spin_policy = spin_policy_[static_cast<std::size_t>(reason)];
+  const bool waited_for = call.interrupt != nullptr;  // so that this core has nothing better to do
+  const bool together = shares_core_with(peer) && !leave_core(next_core_change_);
+  const auto patience =
+      static_cast<Nanoseconds>(waited_for ? tuning().spin_us : tuning().background_spin_us) * 1000;
+  if (!together && spin_policy.should_spin_long(waited_for)) {
+    const Nanoseconds end = now_ns() + patience;
+    for (int round = 1; now_ns() < end; ++round) {
+      if (spin()) return spin_policy.succeeded();
+      if (round % SpinPolicy::kRoundsToYield == 0) sched_yield();
+    }
+    spin_policy.failed();
+  }
+  if (waited_for) call.interrupt->blocks();
+  // Where the core is offered instead of spun on, as long as one would spin.
+  const Nanoseconds end = waited_for && (crowded_ || together) ? now_ns() + patience : 0;
+  for (std::uint64_t i = 0; i < tuning().yields || (end != 0 && now_ns() < end); ++i) {
+    sched_yield();
+    if (come()) return;
+  }
+  sleep(call, peer, word, value);
+}
+
+int RankContext::short_spins(int peer) const noexcept {
+  if (!crowded_) return SpinPolicy::kShortSpins;
+  return last_seen_on_this_core(peer) ? 1 : SpinPolicy::kCrowdedSpins;
+}
+
+bool RankContext::shares_core_with(int peer) const noexcept {
+  return !crowded_ && last_seen_on_this_core(peer);
+}
+
+bool RankContext::last_seen_on_this_core(int peer) const noexcept {
+  const std::uint32_t core = note_core();
+  return core != 0 && page(peer).status.core.load(std::memory_order_relaxed) == core;
+}
+
+// Ranks that sleep alternately can stay on one core for ever, as it never has two threads to run at a time.
+// The peer cannot do the same at this moment, since it does not run.
+bool RankContext::leave_core(Nanoseconds& next) const noexcept {
+  const Nanoseconds now = now_ns();
+  if (now < next) return false;
+  next = now + kCoreChangeEvery;
+  cpu_set_t allowed;
+  const int core = ::sched_getcpu();
+  if (core < 0 || ::sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2)
+    return false;
+  cpu_set_t others = allowed;
+  CPU_CLR(static_cast<std::size_t>(core), &others);
+  if (::sched_setaffinity(0, sizeof(others), &others) != 0) return false;  // which moves the thread at once
+  ::sched_setaffinity(0, sizeof(allowed), &allowed);
+  note_core();
+  return true;
+}
+
+void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word,
+                        std::uint64_t value) {
+  CollectiveDoorbell& bell = own_->collective_doorbell;
+  Status& mine = own_->status;
+  Nanoseconds now = now_ns();
+  Nanoseconds next_check = now + kCheckEvery;
+  mine.entered.store(now, std::memory_order_relaxed);
+  if (mine.site[0].load(std::memory_order_relaxed) != '\0') note_site("");
+  const Announcement announcement(bell, peer, offset_of(word), value);
+  for (;;) {
+    const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+    // Sequentially consistent: the waiter's second half of the handshake; acquire of what the peer wrote
+    // before.
+    if (word.load(std::memory_order_seq_cst) >= value) break;
+    const bool undisturbed =
+        futex_wait(bell.rings, rings, std::min(kLongestSleep, call.deadline - now), FutexScope::machine);
+    if (word.load(std::memory_order_seq_cst) >= value) break;
+    now = now_ns();
+    if (!undisturbed || now >= next_check || now >= call.deadline) {
+      check_liveness(call, peer);
+      next_check = now + kCheckEvery;
+    } else {
+      check_unbroken();
+    }
+  }
+}
+
+void RankContext::check_liveness(const Call& call, int peer) const {
+  check_unbroken();
+  const auto needed = [&](int r) {
+    return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
+  };
+  const auto throw_if_gone = [&](int r) {
+    if (r == rank() || !needed(r) || !(departed(r) || dead(r))) return;
+    // What a rank published last may have become visible between the two checks.
+    if (needed(r)) throw_peer_lost(r, describe(call));
+  };
+  // This machine's own first: when a leader goes, the other machines lose their connection to it and with it
+  // their local ranks, which would be taken for the cause.
+  for (const int r : topology().local()) throw_if_gone(r);
+  for (int r = 0; r < size(); ++r) throw_if_gone(r);
+  if (now_ns() >= call.deadline) throw_timeout(call, peer);
+  if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') {
+    if (call.interrupt != nullptr) {
+      note_site(call.interrupt->site());
+    } else if (call.site != nullptr) {
+      note_site(*call.site);
+    }
+  }
+  if (call.interrupt != nullptr) {
+    if (call.interrupt->requested()) {
+      const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " + describe(call);
+      fail_group(ErrorKind::aborted, rank(), text);
+      throw Error(ErrorKind::interrupted, text);
+    }
+  }
+}
+
+bool RankContext::dead(int rank) const noexcept {
+  if (!is_local(rank)) {
+    const std::uint32_t presence = page(rank).status.presence.load(std::memory_order_acquire);
+    return presence >= static_cast<std::uint32_t>(Presence::dead);
+  }
+  const Descriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
+  if (process) {
+    pollfd ended{.fd = process.get(), .events = POLLIN, .revents = 0};
+    return ::poll(&ended, 1, 0) > 0;
+  }
+  // A process id says something only among those that count alike.
+  const Status& theirs = page(rank).status;
+  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
+  return id > 0 && process_space_ != 0 &&
+         theirs.process_space.load(std::memory_order_relaxed) == process_space_ && ::kill(id, 0) != 0 &&
+         errno == ESRCH;
+}
+
+bool RankContext::departed(int rank) const noexcept {
+  return page(rank).status.presence.load(std::memory_order_acquire) ==
+         static_cast<std::uint32_t>(Presence::departed);
+}
+
+bool RankContext::unreachable(int rank) const noexcept {
+  return page(rank).status.presence.load(std::memory_order_acquire) ==
+         static_cast<std::uint32_t>(Presence::unreachable);
+}
+
+void RankContext::write_failure(const Failure& failure) const noexcept {
+  FailureRecord& record = failure_record();
+  std::uint32_t state = FailureRecord::kNoFailure;
+  const std::uint32_t writing = FailureRecord::kFirstWriter + static_cast<std::uint32_t>(rank());
+  // Acquire-release: one writer wins, and all can see which one writes the fields below.
+  if (!record.state.compare_exchange_strong(state, writing, std::memory_order_acq_rel)) return;
+  record.kind = static_cast<std::uint32_t>(failure.kind);
+  record.rank = failure.rank;
+  record.writer = failure.writer;
+  const std::size_t length = std::min(failure.text.size(), kFailureText - 1);
+  std::memcpy(record.text, failure.text.data(), length);
+  record.text[length] = '\0';
+  record.state.store(FailureRecord::kFailureComplete, std::memory_order_release);
+}
+
+void RankContext::record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept {
+  write_failure({kind, rank, this->rank(), text});
+  wake_leader();
+}
+
+void RankContext::fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept {
+  record_failure(kind, rank, text);
+  ring_everyone();
+}
+
+std::optional<Failure> RankContext::failure() const {
+  const FailureRecord& record = failure_record();
+  // Acquire: the fields.
+  if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
+  return Failure{static_cast<ErrorKind>(record.kind), record.rank, record.writer, record.text};
+}
+
+void RankContext::record_remote_failure(const Failure& failure) const {
+  write_failure(failure);
+  ring_everyone();
+}
+
+void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
+  std::atomic<std::uint32_t>& presence = page(rank).status.presence;
+  // A rank that has departed stays departed. Relaxed: only the connection manager's thread writes mirrors.
+  if (presence.load(std::memory_order_relaxed) >= static_cast<std::uint32_t>(Presence::departed)) return;
+  presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
+}
+
+void RankContext::throw_peer_lost(int rank, const std::string& operation) const {
+  const char* how = " has died";
+  if (departed(rank)) how = " has left the group";
+  if (unreachable(rank))
+    how = " cannot be reached any more, because its machine or the network between is gone,";
+  const std::string text = name_of_rank(rank) + " (process " +
+                           std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ")" +
+                           how + " while others needed it in " + operation +
+                           "; last seen: " + report_of(rank);
+  fail_group(ErrorKind::peer_lost, rank, text);
+  throw_broken(true);
+}
+
+void RankContext::throw_connection_lost(const Call& call, int rank) const {
+  const Nanoseconds limit = now_ns() + kExplanationLimit;
+  while (now_ns() < limit) {
+    check_liveness(call, rank);
+    const timespec pause{0, kMillisecond};
+    ::nanosleep(&pause, nullptr);
+  }
+  // It closed its connection, and neither its leader nor its process tells why.
+  throw_peer_lost(rank, describe(call) + ", where its connection ended");
+}
+
+int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
+  if (!spans_machines()) return peer;
+  for (int r = 0; r < size(); ++r) {
+    const ControlPage& theirs = page(r);
+    const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
+                                            theirs.arrivals[1].sequence.load(std::memory_order_acquire),
+                                            theirs.remote.arrived.load(std::memory_order_acquire)});
+    if (arrived < call.sequence) return r;
+  }
+  return peer;
+}
+
+void RankContext::throw_timeout(const Call& call, int waited_for) const {
+  // What a leader waits for, or a rank for its leader, may be another's fault.
+  const int peer = last_to_arrive(call, waited_for);
+  const std::string text = describe(call) + " was not done within its timeout of " + seconds(call.timeout) +
+                           ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) +
+                           ". Every rank:\n" + report();
+  fail_group(ErrorKind::timeout, peer, text);
+  throw Error(ErrorKind::timeout, "[rank " + std::to_string(rank()) + "] " + label_ + ": " + text, peer);
+}
+
+void RankContext::throw_broken(bool begun) const {
+  const std::string prefix = "[rank " + std::to_string(rank()) + "] " + label_;
+  const FailureRecord& record = failure_record();
+  const Nanoseconds limit = now_ns() + kFailureWriteLimit;
+  // Acquire, here and below: the fields of a complete record.
+  std::uint32_t state = record.state.load(std::memory_order_acquire);
+  while (state >= FailureRecord::kFirstWriter) {
+    const std::uint32_t writer = state - FailureRecord::kFirstWriter;
+    // Looked at before the record is read again: what the writer stored before it died counts.
+    const bool over = now_ns() >= limit || writer >= shape().size || dead(static_cast<int>(writer));
+    state = record.state.load(std::memory_order_acquire);
+    if (state < FailureRecord::kFirstWriter) break;
+    if (over) {
+      throw Error(ErrorKind::peer_lost,
+                  prefix + " is broken: rank " + std::to_string(writer) +
+                      " died or stopped while it recorded the cause; make a new group",
+                  static_cast<int>(writer));
+    }
+    sched_yield();
+  }
+  if (state == FailureRecord::kNoFailure) throw Error(ErrorKind::aborted, prefix + " was shut down");
+  const auto kind = static_cast<ErrorKind>(record.kind);
+  const std::string cause = std::string(record.text);
+  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix + ": " + cause, record.rank);
+  if (kind == ErrorKind::timeout && begun) {
+    throw Error(kind, prefix + ": rank " + std::to_string(record.writer) + " gave up: " + cause, record.rank);
+  }
+  throw Error(ErrorKind::aborted,
+              prefix + " is broken since an earlier error; make a new group. The first cause: " + cause,
+              record.rank);
+}
+
+void RankContext::abort(const std::string& reason) noexcept {
+  record_failure(ErrorKind::aborted, rank(), reason);
+  int running = kRunning;
+  stop_.compare_exchange_strong(running, kAborted, std::memory_order_acq_rel);
+  ring_everyone();
+}
+
+void RankContext::leave() noexcept {
+  if (stop_.exchange(kLeft, std::memory_order_acq_rel) == kLeft) return;
+  own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
+  ring_everyone();
+}
+
+std::string RankContext::cause() const {
+  const std::optional<Failure> known = failure();
+  return known ? known->text : "";
+}
+
+void RankContext::note_site(const std::string& site) const noexcept {
+  Status& mine = own_->status;
+  mine.site_version.fetch_add(1, std::memory_order_acq_rel);
+  const std::size_t length = std::min(site.size(), kSiteBytes - 1);
+  for (std::size_t i = 0; i < length; ++i) mine.site[i].store(site[i], std::memory_order_relaxed);
+  mine.site[length].store('\0', std::memory_order_relaxed);
+  mine.site_version.fetch_add(1, std::memory_order_release);
+}
+
+}  // namespace collectives

@@ -1,0 +1,266 @@
+// A rank's view of its group's shared memory: what it publishes, how it waits for the others, and how it
+// learns that they are gone.
+//
+// Waiting goes in three steps, because ranks may outnumber cores: spin (spin_policy.hpp says how long),
+// yield, then sleep on this rank's doorbell. A sleeper wakes at least every 100 ms and checks whether to go
+// on: an abort here, the group's failure record, dead or departed peers, the deadline, the interrupt hook.
+//
+// Of a group that spans machines each machine has a segment, whose leader keeps the mirrors of remote ranks
+// up to date (transport/arrival_exchange.hpp, transport/control_channel.hpp).
+//
+// Thread safety: one thread at a time executes collectives; `abort`, `leave` and the queries may be called
+// from any.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "state/call.hpp"
+#include "state/membership.hpp"
+#include "state/rank_snapshot.hpp"
+#include "state/segment_layout.hpp"
+#include "state/spin_policy.hpp"
+
+namespace collectives {
+
+// What broke a group, in words that every rank may show.
+struct Failure {
+  ErrorKind kind = ErrorKind::aborted;
+  int rank = -1;    // at fault, or -1
+  int writer = -1;  // who found out
+  std::string text;
+};
+
+inline void relax_processor() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+class RankContext {
+ public:
+  // `label` names the group in messages.
+  RankContext(Membership membership, std::string label);
+  ~RankContext();
+  RankContext(const RankContext&) = delete;
+  RankContext& operator=(const RankContext&) = delete;
+
+  int rank() const noexcept { return membership_.rank; }
+  int size() const noexcept { return membership_.size; }
+  const SegmentShape& shape() const noexcept { return membership_.layout.shape(); }
+  const Tuning& tuning() const noexcept { return membership_.tuning; }
+  SpinPolicy::Likelihood spin_likelihood() const noexcept {
+    return crowded_ ? SpinPolicy::Likelihood::none : SpinPolicy::Likelihood::high;
+  }
+  const std::string& label() const noexcept { return label_; }
+  const Topology& topology() const noexcept { return membership_.topology; }
+  bool spans_machines() const noexcept { return topology().spans_machines(); }
+  bool is_local(int rank) const noexcept { return topology().is_local(rank); }
+  // Hands over what the membership says of the network; once.
+  Network take_network() noexcept { return std::move(membership_.network); }
+  // "rank 3", and on which machine where the group spans machines.
+  std::string name_of_rank(int rank) const;
+
+  ControlPage& page(int rank) const noexcept {
+    return *reinterpret_cast<ControlPage*>(base_ + membership_.layout.rank_offset(rank));
+  }
+  ControlPage& own() const noexcept { return *own_; }
+  Arrival& arrival(int rank, std::uint64_t sequence) const noexcept {
+    return page(rank).arrivals[sequence & 1];
+  }
+  // 2n numbers: elements that the rank sends to, then expects from, each rank.
+  std::uint64_t* splits(int rank, std::uint64_t sequence) const noexcept {
+    return reinterpret_cast<std::uint64_t*>(base_ + membership_.layout.splits_offset(rank)) +
+           (sequence & 1) * 2 * shape().size;
+  }
+  std::byte* staging_slot(int rank, std::uint64_t sequence) const noexcept {
+    return base_ + membership_.layout.slot_offset(rank) + (sequence & 1) * shape().slot_bytes;
+  }
+  std::byte* staging_buffer(int rank) const noexcept {
+    return base_ + membership_.layout.buffer_offset(rank);
+  }
+  // Where the next operation begins in every rank's staging buffer, in bytes that never wrap. Only for the
+  // thread that executes collectives.
+  std::uint64_t buffer_position() const noexcept { return buffer_position_; }
+  void set_buffer_position(std::uint64_t position) noexcept { buffer_position_ = position; }
+
+  std::atomic<std::uint64_t>& written(int sender, int receiver) const noexcept {
+    return counter(membership_.layout.written_offset(sender, receiver));
+  }
+  std::atomic<std::uint64_t>& read(int receiver, int sender) const noexcept {
+    return counter(membership_.layout.read_offset(receiver, sender));
+  }
+  std::byte* mailbox(int sender, int receiver) const noexcept {
+    return base_ + membership_.layout.mailbox_offset(sender, receiver);
+  }
+  // Allocates the mailbox that this rank fills for `receiver`.
+  void commit_mailbox(int receiver) const;
+
+  // Stores a word that others may sleep for, and wakes those who do.
+  void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const noexcept {
+    word.store(value, std::memory_order_seq_cst);  // release for the readers, and one half of the handshake
+    for (int r = 0; r < size(); ++r) {
+      CollectiveDoorbell& doorbell = page(r).collective_doorbell;
+      // The other half; acquire of the two relaxed loads below.
+      if (doorbell.publisher.load(std::memory_order_seq_cst) != static_cast<std::uint32_t>(rank()) + 1)
+        continue;
+      if (doorbell.word.load(std::memory_order_relaxed) == offset_of(word) &&
+          doorbell.value.load(std::memory_order_relaxed) <= value) {
+        ring(doorbell.rings);
+      }
+    }
+  }
+  void ring_mail(int rank) const noexcept {
+    MailDoorbell& doorbell = page(rank).mail_doorbell;
+    // The publisher's half of the handshake; the word before it was stored sequentially consistent.
+    if (doorbell.sleepers.load(std::memory_order_seq_cst) != 0) ring(doorbell.rings);
+  }
+  void ring_own_mail() const noexcept { ring_mail(rank()); }
+  // Wakes all threads of this machine that sleep for the group.
+  void ring_everyone() const noexcept;
+
+  // An eventfd for poll() beside sockets: readable once this process, or a leader's connection manager, has
+  // found something that a waiting operation should check.
+  int poll_event() const noexcept { return poll_event_.get(); }
+  void signal_poll_event() const noexcept;
+  void clear_poll_event() const noexcept;
+  // The eventfd that wakes the leader's connection manager to look at the segment.
+  const Descriptor& leader_event() const noexcept { return membership_.leader_event; }
+
+  // Blocks until `word`, which `peer` writes, has reached `value`. Throws where the group breaks, and on the
+  // deadline. Arrivals and shares of the work are waited for with a spin policy each, since they differ in
+  // how soon they come.
+  enum class Wait { arrival, work };
+  void await(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
+             std::uint64_t value) {
+    // Acquire: what the peer wrote before it published.
+    if (word.load(std::memory_order_acquire) < value) block(call, reason, peer, word, value);
+  }
+
+  // Whether the group can do nothing more: aborted, left, or broken by anyone. Acquire of both: what was
+  // written before is readable.
+  bool broken() const noexcept {
+    return stop_.load(std::memory_order_acquire) != kRunning ||
+           failure_record().state.load(std::memory_order_acquire) != FailureRecord::kNoFailure;
+  }
+  // Throws where the group is broken, before an operation begins.
+  void check_usable() const {
+    if (broken()) [[unlikely]]
+      throw_broken(false);
+  }
+  // The same for an operation that has begun; called by sleepers.
+  void check_unbroken() const {
+    if (broken()) throw_broken(true);
+  }
+
+  // Checks whether a waiting operation is to go on, for which `peer` matters most: throws where the group is
+  // broken, where a rank that is needed has gone, on the deadline, and where the interrupt hook says so. Not
+  // for every turn of a loop: it costs system calls.
+  void check_liveness(const Call& call, int peer) const;
+
+  // Whether the rank's process has ended, or its machine has vanished. One system call for a local rank.
+  bool dead(int rank) const noexcept;
+  bool departed(int rank) const noexcept;
+  bool unreachable(int rank) const noexcept;
+  // Breaks the group for all ranks; the first failure stays.
+  void record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  // The same, and wakes everyone to notice.
+  void fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  // Breaks the group because a rank is gone that `operation` needed, and throws.
+  [[noreturn]] void throw_peer_lost(int rank, const std::string& operation) const;
+  // A connection with a remote rank has ended in an operation: waits a little for the control channel to tell
+  // why, then throws.
+  [[noreturn]] void throw_connection_lost(const Call& call, int rank) const;
+
+  // Releases all waiting threads of this rank and breaks the group for its peers.
+  void abort(const std::string& reason) noexcept;
+  // Marks this rank as departed and releases its own waiting threads. Idempotent.
+  void leave() noexcept;
+  // The first failure, once it is recorded completely.
+  std::optional<Failure> failure() const;
+  // Its text; empty where there is none.
+  std::string cause() const;
+
+  // What every rank waits in or did last, a line for each.
+  std::string report() const;
+  std::string report_of(int rank) const;
+  // What the report is made from.
+  RankSnapshot snapshot(int rank) const;
+
+  Status& status() const noexcept { return own_->status; }
+  // Records for reports which rank this one waits for, outside of `await`; -1 for none.
+  void waits_for(int rank) const noexcept {
+    own_->collective_doorbell.publisher.store(static_cast<std::uint32_t>(rank + 1),
+                                              std::memory_order_relaxed);
+  }
+  // Records the core that the calling thread is on; to be called in every operation, because a rank that
+  // always comes last never waits, and those that wait beside it must know. Returns what it recorded.
+  std::uint32_t note_core() const noexcept {
+    const auto core = static_cast<std::uint32_t>(::sched_getcpu() + 1);
+    // Written only when it changes: others read this line. Relaxed: a hint of the moment.
+    std::atomic<std::uint32_t>& mine = own_->status.core;
+    if (mine.load(std::memory_order_relaxed) != core) mine.store(core, std::memory_order_relaxed);
+    return core;
+  }
+  // How often to check for a peer's word before this thread's core is offered to others.
+  int short_spins(int peer) const noexcept;
+  // Whether a rank of this machine was last seen on this thread's core, though there is one for each.
+  bool shares_core_with(int peer) const noexcept;
+  // Moves the calling thread to another core, which the kernel may undo later. Returns false where it may not
+  // move, or did so a moment ago; `next` is the caller's: when it may again.
+  bool leave_core(Nanoseconds& next) const noexcept;
+  // Records where a blocked call comes from.
+  void note_site(const std::string& site) const noexcept;
+
+  // For the control channel: the process of a local rank, empty where there is no descriptor; and what other
+  // machines reported.
+  const Descriptor& process(int rank) const noexcept {
+    return membership_.processes[static_cast<std::size_t>(rank)];
+  }
+  void record_remote_failure(const Failure& failure) const;
+  void record_remote_exit(int rank, Presence how) const noexcept;
+
+ private:
+  enum Stop : int { kRunning, kAborted, kLeft };
+
+  std::atomic<std::uint64_t>& counter(std::size_t offset) const noexcept {
+    return reinterpret_cast<MailCounter*>(base_ + offset)->bytes;
+  }
+  FailureRecord& failure_record() const noexcept { return reinterpret_cast<SegmentHeader*>(base_)->failure; }
+  std::uint64_t offset_of(const std::atomic<std::uint64_t>& word) const noexcept {
+    return static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
+  }
+  static void ring(std::atomic<std::uint32_t>& rings) noexcept;
+  void wake_leader() const noexcept;
+  bool last_seen_on_this_core(int peer) const noexcept;
+  void block(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
+             std::uint64_t value);
+  void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
+  void write_failure(const Failure& failure) const noexcept;
+  int last_to_arrive(const Call& call, int peer) const noexcept;
+  [[noreturn]] void throw_broken(bool begun) const;
+  [[noreturn]] void throw_timeout(const Call& call, int peer) const;
+
+  Membership membership_;
+  std::string label_;
+  std::byte* base_;
+  ControlPage* own_;
+  std::uint64_t process_space_;
+  std::atomic<int> stop_{kRunning};
+  std::uint64_t buffer_position_ = 0;
+  const bool crowded_;         // there are more ranks here than cores
+  SpinPolicy spin_policy_[2];  // by Wait; of the thread that executes collectives
+  Nanoseconds next_core_change_ = 0;
+  Descriptor poll_event_;  // of a group that spans machines
+};
+
+}  // namespace collectives

@@ -1,0 +1,84 @@
+// How groups end: aborts, timeouts, departures; and many groups one after the other.
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "tests/ranks.hpp"
+
+namespace collectives {
+namespace {
+
+void test_abort(Groups groups) {
+  const int size = static_cast<int>(groups.size());
+  on_all(size, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::vector<std::int32_t> values(10);
+    Request request = request_for(Opcode::all_reduce);
+    request.data = bytes_of(values);
+    request.count = values.size();
+    std::thread aborter;
+    if (r == 0) {
+      aborter = std::thread([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        group.abort("enough");
+      });
+    }
+    if (r != size - 1) {  // one never comes
+      const auto task = group.receive({size - 1, 1, DType::int32, 4}, bytes_of(values), kLimit);
+      CHECK(error_of([&] { group.run(request, kLimit, nullptr); }).kind() == ErrorKind::aborted);
+      CHECK(task->wait(kNever, nullptr));
+      CHECK(task->error()->kind() == ErrorKind::aborted);
+    }
+    if (r == 0) aborter.join();
+    if (r == size - 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // nor leaves before
+    group.shutdown(false);
+  });
+}
+
+void test_timeout_and_departure(Groups groups) {
+  const int size = static_cast<int>(groups.size());
+  Group& last = *groups.back();
+  on_all(size - 1, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::int32_t value = 0;
+    const auto task = group.receive({size - 1, 1, DType::int32, 4}, reinterpret_cast<std::byte*>(&value),
+                                    50 * kMillisecond);
+    CHECK(task->wait(kNever, nullptr));
+    CHECK(task->error()->kind() == ErrorKind::timeout);
+  });
+  on_all(size - 1, [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    std::int32_t value = 0;
+    const auto other =
+        group.receive({size - 1, 1, DType::int32, 4}, reinterpret_cast<std::byte*>(&value), kLimit);
+    if (r == 0) last.shutdown(true);
+    CHECK(other->wait(kNever, nullptr));
+    CHECK(other->error()->kind() == ErrorKind::peer_lost && other->error()->rank() == size - 1);
+    const Error error = error_of([&] { group.run(request_for(Opcode::barrier), kLimit, nullptr); });
+    CHECK(error.kind() == ErrorKind::peer_lost && error.rank() == size - 1);
+  });
+}
+
+void test_many_groups() {
+  for (int round = 0; round < 20; ++round) {
+    Groups groups = attached_ranks(3);
+    on_all(3, [&](int r) { Rank(*groups[static_cast<std::size_t>(r)]).run(request_for(Opcode::barrier)); });
+    // Some end in order, some with the object.
+    if (round % 2 == 0) on_all(3, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
+  }
+}
+
+}  // namespace
+
+Tests group_tests() {
+  return {
+      {"abort between machines", [] { test_abort(machine_ranks({{0}, {1, 2}})); }},
+      {"abort", [] { test_abort(shared_ranks(3)); }},
+      {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
+      {"many groups", [] { test_many_groups(); }},
+  };
+}
+
+}  // namespace collectives

@@ -1,0 +1,149 @@
+// Point-to-point messages on one machine.
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/ranks.hpp"
+
+namespace collectives {
+namespace {
+
+void test_messages(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    const int size = group.size();
+    // Several threads of a rank exchange with all others, with tags of their own, while collectives run.
+    const auto exchange = [&](std::uint32_t tag) {
+      std::minstd_rand random(tag);  // the same lengths on every rank
+      for (int round = 0; round < 20; ++round) {
+        const std::size_t count = random() % (round % 5 == 0 ? 300'000 : 3000);
+        std::vector<std::shared_ptr<Transfer>> transfers;
+        std::vector<std::vector<std::int32_t>> received(static_cast<std::size_t>(size),
+                                                        std::vector<std::int32_t>(count));
+        auto sent = values_of(r, count, round);
+        const auto envelope = [&](int peer) { return Envelope{peer, tag, DType::int32, count * 4}; };
+        const bool at_once = round % 2 == 0;
+        for (int p = 0; p < size; ++p) {
+          if (at_once && group.send_at_once(envelope(p), bytes_of(sent))) continue;
+          transfers.push_back(group.send(envelope(p), bytes_of(sent), kLimit));
+        }
+        for (int p = size - 1; p >= 0; --p) {
+          std::byte* const data = bytes_of(received[static_cast<std::size_t>(p)]);
+          if (at_once && group.receive_at_once(envelope(p), data)) continue;
+          transfers.push_back(group.receive(envelope(p), data, kLimit));
+        }
+        for (const auto& transfer : transfers) {
+          CHECK(transfer->wait(kNever, nullptr));
+          CHECK(transfer->error() == nullptr);
+        }
+        for (int p = 0; p < size; ++p)
+          CHECK(received[static_cast<std::size_t>(p)] == values_of(p, count, round));
+      }
+    };
+    std::thread first(exchange, 1);
+    std::thread second(exchange, 2);
+    Rank me(group);
+    for (int i = 0; i < 50; ++i) check_reductions(me, 3000, 0);
+    first.join();
+    second.join();
+    group.shutdown(true);
+  });
+}
+
+void test_messages_at_once(Groups groups) {
+  Group& sender = *groups[0];
+  Group& receiver = *groups[1];
+  std::int32_t sent = 7;
+  std::int32_t got = 0;
+  std::byte* const from = reinterpret_cast<std::byte*>(&sent);
+  std::byte* const to = reinterpret_cast<std::byte*>(&got);
+  const Envelope there{1, 3, DType::int32, 4};
+  const Envelope back{0, 3, DType::int32, 4};
+  const Envelope other_tag{0, 4, DType::int32, 4};
+  CHECK(!receiver.receive_at_once(back, to));  // nothing has come
+  CHECK(sender.send_at_once(there, from));
+  CHECK(!receiver.receive_at_once(other_tag, to));  // another message is the first
+  CHECK(receiver.receive_at_once(back, to) && got == 7);
+  // A receive that was posted before has the first message.
+  std::int32_t first = 0;
+  const auto posted = receiver.receive(back, reinterpret_cast<std::byte*>(&first), kLimit);
+  sent = 8;
+  CHECK(sender.send_at_once(there, from));
+  sent = 9;
+  CHECK(sender.send_at_once(there, from));
+  got = 0;
+  if (!receiver.receive_at_once(back, to)) {
+    CHECK(receiver.receive(back, to, kLimit)->wait(kNever, nullptr));
+  }
+  CHECK(posted->wait(kNever, nullptr));
+  CHECK(first == 8 && got == 9);
+  // Until the ring is full; then order is kept with what waits for room.
+  std::vector<std::int32_t> many(1024);
+  const Envelope brief{1, 5, DType::int32, 4096};
+  int left = 0;
+  for (; sender.send_at_once(brief, bytes_of(many)); ++left) many[0] = left + 1;
+  const auto waiting = sender.send(brief, bytes_of(many), kLimit);
+  CHECK(!sender.send_at_once(brief, bytes_of(many)));
+  std::vector<std::int32_t> taken(1024);
+  for (int i = 0; i <= left; ++i) {
+    const Envelope same{0, 5, DType::int32, 4096};
+    if (!receiver.receive_at_once(same, bytes_of(taken))) {
+      CHECK(receiver.receive(same, bytes_of(taken), kLimit)->wait(kNever, nullptr));
+    }
+    CHECK(taken[0] == i);
+  }
+  CHECK(waiting->wait(kNever, nullptr));
+  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
+}
+
+void test_any_source_and_background(Groups groups) {
+  on_all(static_cast<int>(groups.size()), [&](int r) {
+    Group& group = *groups[static_cast<std::size_t>(r)];
+    constexpr std::size_t kCount = 200'000;  // more than a ring
+    const Envelope to_first{0, 5, DType::int32, kCount * 4};
+    const Envelope from_any{kAnyRank, 5, DType::int32, kCount * 4};
+    auto values = values_of(r, kCount);
+    if (r != 0) {
+      const auto task = group.send(to_first, bytes_of(values), kLimit);
+      while (!task->finished()) std::this_thread::yield();  // nobody waits: the background thread drives
+    } else {
+      for (int i = 1; i < group.size(); ++i) {
+        const auto task = group.receive(from_any, bytes_of(values), kLimit);
+        CHECK(task->wait(kNever, nullptr));
+        CHECK(values == values_of(task->source(), kCount));
+      }
+    }
+    group.shutdown(true);
+  });
+}
+
+// A frame that names no data type breaks the group: its sender speaks another version.
+void test_frame_of_no_dtype(Groups groups) {
+  std::int32_t value = 0;
+  auto* const data = reinterpret_cast<std::byte*>(&value);
+  const Envelope to{1, 3, static_cast<DType>(kDTypeCount), 4};
+  CHECK(groups[0]->send_at_once(to, data));
+  const auto transfer = groups[1]->receive({0, 3, DType::int32, 4}, data, kLimit);
+  CHECK(transfer->wait(kNever, nullptr));
+  CHECK(transfer->error() != nullptr && transfer->error()->kind() == ErrorKind::aborted);
+  CHECK(transfer->error()->message().find("unknown data type 46") != std::string::npos);
+  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(false); });
+}
+
+}  // namespace
+
+Tests messenger_tests() {
+  return {
+      {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
+      {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
+      {"messages at once", [] { test_messages_at_once(shared_ranks(2)); }},
+      {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
+      {"frame of no data type", [] { test_frame_of_no_dtype(shared_ranks(2)); }},
+  };
+}
+
+}  // namespace collectives

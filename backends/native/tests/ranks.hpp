@@ -1,0 +1,59 @@
+// Ranks of tests, as threads of one process.
+//
+// Shared ranks use one mapping, so that a thread sanitizer sees what they do to each other. Attached ranks go
+// through sockets and descriptors and map the segment once each, as processes do. The ranks of machines share
+// a mapping for each machine, and talk to the others over loopback.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/group.hpp"
+#include "tests/testing.hpp"
+
+namespace collectives {
+
+inline constexpr Nanoseconds kLimit = 60 * kSecond;
+
+using Groups = std::vector<std::unique_ptr<Group>>;
+using Machines = std::vector<std::vector<int>>;
+
+std::shared_ptr<Segment> segment_for(int size);
+Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size);
+inline Groups shared_ranks(int size) { return ranks_sharing(segment_for(size), size); }
+Groups attached_ranks(int size);
+// Not connected yet where `connected` is false: each rank is to call `Group::connect`.
+Groups machine_ranks(const Machines& machines, bool connected = true);
+
+// Runs `body(rank)` on a thread for each rank.
+void on_all(int size, const std::function<void(int)>& body);
+
+class Rank {
+ public:
+  explicit Rank(Group& group) : group_(group) {}
+
+  int rank() const { return group_.rank(); }
+  int size() const { return group_.size(); }
+  std::size_t ranks() const { return static_cast<std::size_t>(group_.size()); }
+  Group& group() const { return group_; }
+
+  // Executes on the caller's thread and on the group's, alternately.
+  void run(Request request);
+
+ private:
+  Group& group_;
+  int runs_ = 0;
+};
+
+Request request_for(Opcode opcode, int root = 0);  // sums of int32
+std::byte* bytes_of(std::vector<std::int32_t>& values);
+std::vector<std::int32_t> values_of(int rank, std::size_t count, int salt = 0);
+std::vector<std::int32_t> sum_of(int size, std::size_t count);
+
+// all_reduce, reduce and reduce_scatter of int32.
+void check_reductions(Rank& me, std::size_t count, int root);
+
+}  // namespace collectives

@@ -1,0 +1,83 @@
+// What ranks publish in shared memory, and how they notice that others are gone.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "tests/ranks.hpp"
+
+namespace collectives {
+namespace {
+
+// Those who wait leave a core that they share with the rank they wait for, if they know that they share it.
+void test_core_of_a_rank_that_never_waits() {
+  const std::shared_ptr<Segment> segment = segment_for(2);
+  const Groups groups = ranks_sharing(segment, 2);
+  const SegmentLayout layout(shape_for(2));
+  const auto page = [&](int r) -> ControlPage& {
+    return *reinterpret_cast<ControlPage*>(segment->data() + layout.rank_offset(r));
+  };
+  std::thread first([&] { Rank(*groups[0]).run(request_for(Opcode::barrier)); });
+  while (page(0).arrivals[1].sequence.load(std::memory_order_acquire) == 0) std::this_thread::yield();
+  Rank(*groups[1]).run(request_for(Opcode::barrier));  // finds that the other has come
+  first.join();
+  CHECK(page(0).status.core.load() != 0);
+  CHECK(page(1).status.core.load() != 0);
+  page(0).status.core.store(0);
+  page(1).status.core.store(0);
+  const Envelope to{1, 0, DType::uint8, 1};
+  const std::byte letter{};
+  CHECK(groups[0]->send_at_once(to, &letter));  // and a sender waits for nobody
+  CHECK(page(0).status.core.load() != 0);
+  std::byte come{};
+  const Envelope from{0, 0, DType::uint8, 1};
+  CHECK(groups[1]->receive_at_once(from, &come));
+  CHECK(page(1).status.core.load() != 0);
+}
+
+// A writer that dies between the two stores of a failure record leaves nobody spinning.
+void test_failure_record_that_stays_incomplete(bool writer_dies) {
+  const std::shared_ptr<Segment> segment = segment_for(2);
+  const Groups groups = ranks_sharing(segment, 2);
+  if (writer_dies) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(0);
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    const SegmentLayout layout(shape_for(2));
+    auto& page = *reinterpret_cast<ControlPage*>(segment->data() + layout.rank_offset(1));
+    page.status.process.store(child);
+  }
+  auto& record = reinterpret_cast<SegmentHeader*>(segment->data())->failure;
+  record.state.store(FailureRecord::kFirstWriter + 1);
+  const Nanoseconds begin = now_ns();
+  const Error error = error_of([&] { groups[0]->run(request_for(Opcode::barrier), kLimit, nullptr); });
+  CHECK(error.kind() == ErrorKind::peer_lost && error.rank() == 1);
+  CHECK(now_ns() - begin < 20 * kSecond);
+  // One that only was slow is waited for.
+  std::thread slow([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    record.kind = static_cast<std::uint32_t>(ErrorKind::timeout);
+    record.state.store(FailureRecord::kFailureComplete);
+  });
+  if (!writer_dies) {
+    CHECK(error_of([&] { groups[0]->run(request_for(Opcode::barrier), kLimit, nullptr); }).kind() ==
+          ErrorKind::aborted);
+  }
+  slow.join();
+}
+
+}  // namespace
+
+Tests state_tests() {
+  return {
+      {"core of a rank that never waits", [] { test_core_of_a_rank_that_never_waits(); }},
+      {"failure record of a dead writer", [] { test_failure_record_that_stays_incomplete(true); }},
+      {"failure record of a stopped writer", [] { test_failure_record_that_stays_incomplete(false); }},
+  };
+}
+
+}  // namespace collectives

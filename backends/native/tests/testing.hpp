@@ -1,0 +1,44 @@
+// The tests of the core: programs without Python, whose ranks are threads, made for sanitizers.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "common/error.hpp"
+
+namespace collectives {
+
+using Tests = std::vector<std::pair<const char*, std::function<void()>>>;
+
+// Of each file; core_test.cpp runs them all.
+Tests selection_tests();
+Tests state_tests();
+Tests transport_tests();
+Tests collectives_tests();
+Tests collectives_between_machines_tests();
+Tests messenger_tests();
+Tests group_tests();
+
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
+  } while (false)
+
+template <class Function>
+Error error_of(Function&& function) {
+  try {
+    std::forward<Function>(function)();
+  } catch (const Error& error) {
+    return error;
+  }
+  std::fprintf(stderr, "expected an error\n");
+  std::abort();
+}
+
+}  // namespace collectives

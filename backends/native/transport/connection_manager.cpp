@@ -1,0 +1,432 @@
+#include "transport/connection_manager.hpp"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "memory/close_on_fork.hpp"
+#include "memory/event.hpp"
+#include "state/rank_context.hpp"
+#include "transport/control_channel.hpp"
+
+namespace collectives {
+namespace {
+
+// A connection without a hello for this long comes from no rank of the group.
+constexpr Nanoseconds kHelloLimit = 2 * kSecond;
+// Connections that may wait for their hello; the one that waited longest is dropped for the next.
+constexpr std::size_t kMostPending = 256;
+// A rank's listener lives as long as its group, so where nobody listens the rank has gone. A connection may
+// be refused by chance for this long.
+constexpr Nanoseconds kRefusalLimit = 700 * kMillisecond;
+constexpr Nanoseconds kDialAgain = 100 * kMillisecond;
+constexpr Nanoseconds kDialLimit = 60 * kSecond;
+// How long a leader waits for the others to acknowledge its departure.
+constexpr Nanoseconds kDepartureLimit = 500 * kMillisecond;
+constexpr Nanoseconds kLongestSleep = 50 * kMillisecond;
+constexpr int kMostIndex = 64;
+
+// Takes the same time wherever they differ.
+bool same_secret(const char* given, const std::string& secret, std::size_t size) noexcept {
+  unsigned difference = secret.size() == size ? 0 : 1;
+  for (std::size_t i = 0; i < std::min(size, secret.size()); ++i) {
+    difference |= static_cast<unsigned char>(given[i]) ^ static_cast<unsigned char>(secret[i]);
+  }
+  return difference == 0;
+}
+
+}  // namespace
+
+ConnectionManager::ConnectionManager(RankContext& context, Network network)
+    : context_(context),
+      network_(std::move(network)),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(make_event()) {
+  if (!epoll_) throw Error(ErrorKind::backend, with_errno("epoll_create1 failed", errno));
+  add(Source::wake, wake_.get(), EPOLLIN);
+  for (const Listener& listener : network_.listeners) {
+    add(Source::listener, listener.socket.get(), EPOLLIN);
+    close_on_fork(listener.socket.get());
+  }
+  const Topology& topology = context_.topology();
+  if (topology.leads(context_.rank())) {
+    add(Source::wake, context_.leader_event().get(), EPOLLIN);
+    control_ = std::make_unique<ControlChannel>(context_, *this);
+    for (int machine = 0; machine < topology.machine; ++machine) {
+      dial(topology.leader_of(machine), Purpose::control, 0);
+    }
+  }
+  thread_.start("collectives-net", [this] { serve(); });
+}
+
+ConnectionManager::~ConnectionManager() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  signal_event(wake_);
+  thread_.join();
+  for (const Listener& listener : network_.listeners) cancel_close_on_fork(listener.socket.get());
+}
+
+void ConnectionManager::add(Source source, int fd, std::uint32_t events) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint32_t>(fd);
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) return;
+  if (errno == EEXIST && ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) == 0) return;
+  throw Error(ErrorKind::backend, with_errno("epoll_ctl failed", errno));
+}
+
+void ConnectionManager::remove(int fd) const noexcept {
+  epoll_event event{};
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, &event);
+}
+
+// ---- for other threads
+
+void ConnectionManager::dial(int rank, Purpose purpose, int index) {
+  {
+    const std::lock_guard lock(mutex_);
+    const Key key{rank, purpose, index};
+    if (!asked_.insert(key).second) return;
+    wanted_.push_back(key);
+  }
+  signal_event(wake_);
+}
+
+Descriptor ConnectionManager::take(int rank, Purpose purpose, int index) {
+  const std::lock_guard lock(mutex_);
+  const Key key{rank, purpose, index};
+  if (const auto failed = failed_.find(key); failed != failed_.end()) throw failed->second;
+  const auto found = ready_.find(key);
+  if (found == ready_.end()) return {};
+  Descriptor socket = std::move(found->second);
+  ready_.erase(found);
+  return socket;
+}
+
+Descriptor ConnectionManager::connect(const Call& call, int rank, Purpose purpose, int index) {
+  if (context_.rank() > rank) dial(rank, purpose, index);
+  for (;;) {
+    Descriptor socket;
+    try {
+      socket = take(rank, purpose, index);
+    } catch (const Error& error) {
+      context_.check_liveness(call, rank);
+      if (error.kind() == ErrorKind::peer_lost) context_.throw_connection_lost(call, rank);
+      throw;
+    }
+    if (socket) return socket;
+    context_.check_liveness(call, rank);
+    if (call.interrupt != nullptr) call.interrupt->blocks();
+    pollfd waiting{.fd = context_.poll_event(), .events = POLLIN, .revents = 0};
+    if (::poll(&waiting, 1, static_cast<int>(kLongestSleep / kMillisecond)) > 0) context_.clear_poll_event();
+  }
+}
+
+void ConnectionManager::watch(int socket, bool write) {
+  const auto writable = write ? static_cast<std::uint32_t>(EPOLLOUT) : 0U;
+  add(Source::watch, socket, EPOLLIN | EPOLLRDHUP | EPOLLONESHOT | writable);
+}
+
+void ConnectionManager::unwatch(int socket) { remove(socket); }
+
+std::vector<int> ConnectionManager::unconnected() {
+  const Topology& topology = context_.topology();
+  std::vector<int> missing;
+  if (!topology.leads(context_.rank())) {
+    // Acquire, though nothing depends on it: the pair of the release in `deliver`.
+    const auto& connected = context_.page(topology.leader()).machine_arrival.connected;
+    if (connected.load(std::memory_order_acquire) == 0) missing.push_back(topology.leader());
+    return missing;
+  }
+  for (int machine = 0; machine < topology.count(); ++machine) {
+    if (machine == topology.machine) continue;
+    const int leader = topology.leader_of(machine);
+    const std::lock_guard lock(mutex_);
+    const Key key{leader, Purpose::control, 0};
+    if (const auto failed = failed_.find(key); failed != failed_.end()) throw failed->second;
+    if (ready_.find(key) == ready_.end()) missing.push_back(leader);
+  }
+  return missing;
+}
+
+std::string ConnectionManager::connection_error() {
+  const std::lock_guard lock(mutex_);
+  return error_text_;
+}
+
+// ---- the thread
+
+void ConnectionManager::serve() noexcept {
+  Nanoseconds give_up_at = 0;  // when the thread ends, whoever has not acknowledged its departure
+  for (;;) {
+    try {
+      bool ending = false;
+      {
+        const std::lock_guard lock(mutex_);
+        ending = ending_;
+      }
+      if (ending) {
+        if (!control_) return;
+        if (give_up_at == 0) {
+          control_->announce_departure();
+          give_up_at = now_ns() + kDepartureLimit;
+        }
+        if (control_->no_links() || now_ns() >= give_up_at) return;
+      }
+      poll_once();
+    } catch (const std::exception& error) {
+      if (give_up_at != 0) return;
+      context_.abort("rank " + std::to_string(context_.rank()) +
+                     " cannot serve its connections any more: " + error.what());
+      const timespec pause{0, kMillisecond};
+      ::nanosleep(&pause, nullptr);
+    }
+  }
+}
+
+int ConnectionManager::poll_timeout_ms(Nanoseconds now) const {
+  Nanoseconds next = kNever;
+  for (const auto& [fd, pending] : pending_connections_) next = std::min(next, pending.deadline);
+  for (const Dial& each : dials_) next = std::min(next, each.socket ? each.give_up_at : each.again_at);
+  if (control_) next = std::min(next, control_->next_check());
+  if (accept_again_at_ != 0) next = std::min(next, accept_again_at_);
+  if (next == kNever) return -1;
+  return static_cast<int>(
+      std::clamp<Nanoseconds>((next - now + kMillisecond - 1) / kMillisecond, 0, INT_MAX));
+}
+
+void ConnectionManager::poll_once() {
+  epoll_event events[64];
+  const int count = ::epoll_wait(epoll_.get(), events, 64, poll_timeout_ms(now_ns()));
+  if (count < 0 && errno != EINTR) throw Error(ErrorKind::backend, with_errno("epoll_wait failed", errno));
+  for (int i = 0; i < count; ++i) {
+    const std::uint64_t data = events[i].data.u64;
+    handle(static_cast<Source>(data >> 32), static_cast<int>(data & 0xffffffff), events[i].events);
+  }
+  std::vector<Key> wanted;
+  {
+    const std::lock_guard lock(mutex_);
+    wanted.swap(wanted_);
+  }
+  const Nanoseconds now = now_ns();
+  for (const Key& key : wanted) {
+    dials_.push_back(
+        Dial{.key = key, .asked = now, .give_up_at = now + kDialLimit, .socket = {}, .error_text = {}});
+    start_connect(dials_.back());
+  }
+  handle_timers(now_ns());
+}
+
+void ConnectionManager::handle(Source source, int fd, std::uint32_t events) {
+  switch (source) {
+    case Source::wake:
+      clear_event(wake_);
+      if (control_) {
+        clear_event(context_.leader_event());
+        control_->check_soon();
+      }
+      return;
+    case Source::listener:
+      return accept_connections(fd);
+    case Source::pending:
+      if (const auto found = pending_connections_.find(fd); found != pending_connections_.end())
+        read_hello(found->second);
+      return;
+    case Source::dial:
+      for (Dial& each : dials_) {
+        if (each.socket.get() == fd) return finish_connect(each);
+      }
+      return;
+    case Source::watch:
+      return context_.ring_own_mail();
+    case Source::control:
+      if (control_) control_->handle(fd, events);
+      return;
+  }
+}
+
+void ConnectionManager::handle_timers(Nanoseconds now) {
+  std::erase_if(pending_connections_, [now](const auto& entry) { return entry.second.deadline <= now; });
+  for (Dial& each : dials_) {
+    if (each.socket && now >= each.give_up_at) {
+      each.socket.reset();
+      retry(each, ETIMEDOUT);
+    } else if (!each.socket && std::get<0>(each.key) >= 0 && now >= each.again_at) {
+      start_connect(each);
+    }
+  }
+  dials_.remove_if([](const Dial& each) { return std::get<0>(each.key) < 0; });  // done
+  if (accept_again_at_ != 0 && now >= accept_again_at_) {
+    accept_again_at_ = 0;
+    for (const Listener& listener : network_.listeners) add(Source::listener, listener.socket.get(), EPOLLIN);
+  }
+  if (control_ && now >= control_->next_check()) control_->check(now);
+}
+
+void ConnectionManager::deliver(const Key& key, Descriptor socket) {
+  const auto [rank, purpose, index] = key;
+  send_at_once(socket);
+  const bool is_control = purpose == Purpose::control;
+  if (is_control) control_->add_link(rank, std::move(socket));
+  {
+    const std::lock_guard lock(mutex_);
+    // Of a control connection, which the control channel keeps, only the mark that it is there.
+    ready_.emplace(key, std::move(socket));
+  }
+  if (is_control && control_->complete())
+    context_.own().machine_arrival.connected.store(1, std::memory_order_release);
+  changes_.fetch_add(1, std::memory_order_release);
+  context_.ring_own_mail();
+  context_.signal_poll_event();
+}
+
+// ---- accepting
+
+void ConnectionManager::accept_connections(int listener) {
+  for (const Listener& each : network_.listeners) {
+    if (each.socket.get() != listener) continue;
+    for (;;) {
+      Descriptor socket = accept_tcp(each.socket);
+      if (!socket) {
+        if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
+        {
+          const std::lock_guard lock(mutex_);
+          error_text_ =
+              with_errno("rank " + std::to_string(context_.rank()) + " cannot take connections", errno);
+        }
+        // New connections stay in the kernel's queue meanwhile.
+        for (const Listener& all : network_.listeners) remove(all.socket.get());
+        accept_again_at_ = now_ns() + kDialAgain;
+        return;
+      }
+      if (pending_connections_.size() >= kMostPending) {
+        const auto oldest =
+            std::min_element(pending_connections_.begin(), pending_connections_.end(),
+                             [](auto& a, auto& b) { return a.second.deadline < b.second.deadline; });
+        pending_connections_.erase(oldest);
+      }
+      const int fd = socket.get();
+      add(Source::pending, fd, EPOLLIN);
+      pending_connections_[fd] =
+          PendingConnection{.socket = std::move(socket), .deadline = now_ns() + kHelloLimit};
+    }
+  }
+}
+
+void ConnectionManager::read_hello(PendingConnection& pending) {
+  const int fd = pending.socket.get();
+  const ssize_t got =
+      ::recv(fd, pending.bytes.data() + pending.received, pending.bytes.size() - pending.received, 0);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got > 0) pending.received += static_cast<std::size_t>(got);
+  if (got > 0 && pending.received < pending.bytes.size()) return;
+  Hello hello;
+  std::memcpy(&hello, pending.bytes.data(), sizeof(hello));
+  Descriptor socket = std::move(pending.socket);
+  remove(fd);
+  pending_connections_.erase(fd);
+  // Dropped without an answer.
+  if (got <= 0 || hello.magic != kMagic || !same_secret(hello.secret, network_.secret, sizeof(hello.secret)))
+    return;
+  const Topology& topology = context_.topology();
+  const bool known = hello.version == kLayoutVersion && hello.size == context_.size() && hello.rank >= 0 &&
+                     hello.rank < hello.size && !topology.is_local(hello.rank) && hello.index >= 0 &&
+                     hello.index < kMostIndex && hello.purpose <= Purpose::mail;
+  if (!known) return;
+  const bool leaders = topology.leads(hello.rank) && topology.leads(context_.rank());
+  const bool of_leaders = hello.purpose == Purpose::control || hello.purpose == Purpose::arrival;
+  if (of_leaders && !leaders) return;
+  deliver({hello.rank, hello.purpose, hello.index}, std::move(socket));
+}
+
+// ---- dialling
+
+void ConnectionManager::start_connect(Dial& dial) {
+  const auto [rank, purpose, index] = dial.key;
+  const std::size_t lane = static_cast<std::size_t>(index % lanes());
+  try {
+    dial.socket = begin_connect(network_.endpoints[static_cast<std::size_t>(rank)][lane],
+                                network_.from_lanes ? network_.listeners[lane].endpoint.address : "");
+    add(Source::dial, dial.socket.get(), EPOLLOUT);
+  } catch (const Error& error) {
+    dial.socket.reset();
+    dial.error_text = error.message();
+    retry(dial, 0);
+  }
+}
+
+void ConnectionManager::finish_connect(Dial& dial) {
+  remove(dial.socket.get());
+  int error = connect_error(dial.socket);
+  if (error == 0) {
+    const auto [rank, purpose, index] = dial.key;
+    Hello hello;
+    std::memcpy(hello.secret, network_.secret.data(), std::min(sizeof(hello.secret), network_.secret.size()));
+    hello.rank = context_.rank();
+    hello.size = context_.size();
+    hello.purpose = purpose;
+    hello.index = index;
+    // A new connection has room for it.
+    if (::send(dial.socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello)) {
+      const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
+      return deliver(key, std::move(dial.socket));
+    }
+    error = errno;
+  }
+  dial.socket.reset();
+  retry(dial, error);
+}
+
+void ConnectionManager::retry(Dial& dial, int error) {
+  const Nanoseconds now = now_ns();
+  const auto [rank, purpose, index] = dial.key;
+  const std::size_t lane = static_cast<std::size_t>(index % lanes());
+  const Topology& topology = context_.topology();
+  const std::string where = network_.endpoints[static_cast<std::size_t>(rank)][lane].text();
+  if (error != 0) {
+    dial.error_text =
+        with_errno("rank " + std::to_string(context_.rank()) + " on '" + topology.host_of(context_.rank()) +
+                       "' cannot connect to rank " + std::to_string(rank) + " on '" + topology.host_of(rank) +
+                       "' at " + where,
+                   error);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    error_text_ = dial.error_text;
+  }
+  const bool refused = error == ECONNREFUSED || error == ECONNRESET;
+  if (!refused) dial.refused = 0;
+  if (refused && dial.refused == 0) dial.refused = now;
+  if (refused && now - dial.refused >= kRefusalLimit) return fail(dial, ErrorKind::peer_lost);
+  if (now >= dial.give_up_at) return fail(dial, ErrorKind::network);
+  dial.again_at = now + kDialAgain;
+}
+
+void ConnectionManager::fail(Dial& dial, ErrorKind kind) {
+  std::string text = dial.error_text;
+  text +=
+      kind == ErrorKind::peer_lost
+          ? "; it has ended, or a firewall rejects connections to it"
+          : "; let firewalls pass TCP between the machines, or name the network interface that reaches the "
+            "others in COLLECTIVES_SOCKET_IFNAME on each";
+  {
+    const std::lock_guard lock(mutex_);
+    failed_.emplace(dial.key, Error(kind, text, std::get<0>(dial.key)));
+  }
+  dial.key = Key{-1, Purpose::control, 0};
+  changes_.fetch_add(1, std::memory_order_release);
+  context_.ring_own_mail();
+  context_.signal_poll_event();
+}
+
+}  // namespace collectives

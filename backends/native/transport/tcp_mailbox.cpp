@@ -1,0 +1,156 @@
+#include "transport/tcp_mailbox.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "common/error.hpp"
+#include "transport/connection_manager.hpp"
+
+namespace collectives {
+namespace {
+
+// Bytes that are handed to a connection at a time, and taken from one.
+constexpr std::size_t kBytesPerCall = 256 << 10;
+// A message's frame fits into so many.
+constexpr std::size_t kLeastWanted = 64;
+
+// Which of the two connections of a pair carries the messages of `sender`.
+int index_of(int sender, int receiver) noexcept { return sender < receiver ? 0 : 1; }
+
+}  // namespace
+
+TcpOutbox::TcpOutbox(ConnectionManager& connections, int sender, int receiver)
+    : connections_(connections), receiver_(receiver), index_(index_of(sender, receiver)) {}
+
+TcpInbox::TcpInbox(ConnectionManager& connections, int sender, int receiver)
+    : connections_(connections), sender_(sender), index_(index_of(sender, receiver)) {}
+
+// ---- sending
+
+TcpOutbox::~TcpOutbox() {
+  if (socket_ && watched_) connections_.unwatch(socket_.get());
+}
+
+void TcpOutbox::end(const std::string& error_text) {
+  ended_ = now_ns();
+  error_text_ = error_text;
+  rest_.clear();
+  begin_ = 0;
+}
+
+void TcpOutbox::connect() {
+  const std::uint64_t changes = connections_.changes();
+  if (!dialled_) {
+    connections_.dial(receiver_, Purpose::mail, index_);
+    dialled_ = true;
+  } else if (changes == seen_changes_) {
+    return;
+  }
+  seen_changes_ = changes;
+  try {
+    socket_ = connections_.take(receiver_, Purpose::mail, index_);
+  } catch (const Error& error) {
+    end(error.message());
+  }
+}
+
+std::size_t TcpOutbox::room() {
+  if (!socket_ && ended_ == 0) connect();
+  if (!socket_ || ended_ != 0) return 0;
+  flush();
+  return rest_.empty() && ended_ == 0 ? kBytesPerCall : 0;
+}
+
+std::size_t TcpOutbox::push(const std::byte* bytes, std::size_t count) {
+  std::size_t done = 0;
+  while (done < count && ended_ == 0) {
+    const ssize_t size = ::send(socket_.get(), bytes + done, count - done, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (size >= 0) {
+      done += static_cast<std::size_t>(size);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      break;
+    } else if (errno != EINTR) {
+      end(with_errno("the connection broke", errno));
+    }
+  }
+  return done;
+}
+
+void TcpOutbox::write(const void* bytes, std::size_t count) {
+  const auto* from = static_cast<const std::byte*>(bytes);
+  const std::size_t done = rest_.empty() ? push(from, count) : 0;
+  if (ended_ == 0) rest_.insert(rest_.end(), from + done, from + count);
+}
+
+void TcpOutbox::flush() {
+  if (rest_.empty()) return;
+  begin_ += push(rest_.data() + begin_, rest_.size() - begin_);
+  if (begin_ < rest_.size()) return;
+  rest_.clear();
+  begin_ = 0;
+}
+
+bool TcpOutbox::flushed() {
+  flush();
+  return rest_.empty() && ended_ == 0;
+}
+
+void TcpOutbox::before_sleep() {
+  if (!socket_ || rest_.empty() || ended_ != 0) return;
+  watched_ = true;
+  connections_.watch(socket_.get(), true);
+}
+
+// ---- receiving
+
+TcpInbox::~TcpInbox() {
+  if (socket_ && watched_) connections_.unwatch(socket_.get());
+}
+
+std::size_t TcpInbox::available() {
+  if (!socket_) {
+    const std::uint64_t changes = connections_.changes();
+    if (changes == seen_changes_) return 0;
+    seen_changes_ = changes;
+    socket_ = connections_.take(sender_, Purpose::mail, index_);
+    if (!socket_) return 0;
+    buffer_ = std::make_unique_for_overwrite<std::byte[]>(kBytesPerCall);
+  }
+  while (end_ - begin_ < kLeastWanted && ended_ == 0) {
+    std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+    const ssize_t size = ::recv(socket_.get(), buffer_.get() + end_, kBytesPerCall - end_, MSG_DONTWAIT);
+    if (size > 0) {
+      end_ += static_cast<std::size_t>(size);
+      armed_ = false;
+      break;
+    }
+    if (size < 0 && errno == EINTR) continue;
+    if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    error_text_ = size == 0 ? "the connection has ended" : with_errno("the connection broke", errno);
+    ended_ = now_ns();
+  }
+  return end_ - begin_;
+}
+
+void TcpInbox::peek(void* bytes, std::size_t count) const {
+  std::memcpy(bytes, buffer_.get() + begin_, count);
+}
+
+void TcpInbox::read(void* bytes, std::size_t count) {
+  peek(bytes, count);
+  begin_ += count;
+}
+
+void TcpInbox::before_sleep() {
+  if (!socket_ || armed_ || ended_ != 0) return;
+  watched_ = true;
+  armed_ = true;
+  connections_.watch(socket_.get(), false);
+}
+
+}  // namespace collectives
