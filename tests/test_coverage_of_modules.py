@@ -65,7 +65,12 @@ TESTED_THROUGH = {
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "enqueue in_flight loopback operations reductions rendezvous watchdog work",
+        "loopback rendezvous watchdog work",
+    ),
+    "backends/nccl/operations": (
+        "backends/nccl",
+        "parts of its group, over the double of NCCL",
+        "enqueue in_flight nccl_calls reductions",
     ),
     "backends/nccl/device": ("backends/nccl", "the double's device has their interface", "base cuda"),
     "backends/nccl/library": (

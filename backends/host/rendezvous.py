@@ -320,8 +320,8 @@ class _Attempt:
                 missing,
                 "could not be connected",
                 lambda: (
-                    f"{group.connection_error() or 'no answer'}. Let firewalls pass TCP between the machines, or "
-                    "name the network interface that reaches the others in COLLECTIVES_SOCKET_IFNAME on each"
+                    f"{group.connection_error() or 'no answer'}. Let firewalls pass TCP between machines, "
+                    "or name the interface that reaches the others in COLLECTIVES_SOCKET_IFNAME on each"
                 ),
             )
         except BaseException as error:

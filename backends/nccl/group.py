@@ -15,18 +15,18 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
-from collectives.backends.nccl import operations
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
-from collectives.backends.nccl.enqueue import Enqueuer, Request
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.in_flight import PendingOperation, pause
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
-from collectives.backends.nccl.operations import CallSequence
+from collectives.backends.nccl.operations import nccl_calls
+from collectives.backends.nccl.operations.enqueue import Enqueuer, Request
+from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
+from collectives.backends.nccl.operations.nccl_calls import CallSequence
+from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
 from collectives.backends.nccl.options import Options, checked_options
-from collectives.backends.nccl.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
 from collectives.core.capabilities import Capabilities
@@ -151,40 +151,40 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         reduction = reduction_of(tensor.dtype, opts.reduceOp)
-        add_calls = partial(operations.all_reduce, tensor=tensor, reduction=reduction)
+        add_calls = partial(nccl_calls.all_reduce, tensor=tensor, reduction=reduction)
         return self._collective("all_reduce", [tensor], opts, add_calls, opts.reduceOp.name)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        add_calls = partial(operations.broadcast, tensor=tensor, root=opts.rootRank)
+        add_calls = partial(nccl_calls.broadcast, tensor=tensor, root=opts.rootRank)
         return self._collective("broadcast", [tensor], opts, add_calls, f"root {opts.rootRank}")
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
         reduction = reduction_of(tensor.dtype, opts.reduceOp)
-        add_calls = partial(operations.reduce, tensor=tensor, reduction=reduction, root=opts.rootRank)
+        add_calls = partial(nccl_calls.reduce, tensor=tensor, reduction=reduction, root=opts.rootRank)
         detail = f"{opts.reduceOp.name}, root {opts.rootRank}"
         return self._collective("reduce", [tensor], opts, add_calls, detail)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        add_calls = partial(operations.all_gather, outputs=outputs, tensor=tensor)
+        add_calls = partial(nccl_calls.all_gather, outputs=outputs, tensor=tensor)
         return self._collective("all_gather", outputs, opts, add_calls)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        add_calls = partial(operations.all_gather_single, output=output, tensor=tensor)
+        add_calls = partial(nccl_calls.all_gather_single, output=output, tensor=tensor)
         return self._collective("all_gather_into_tensor", [output], opts, add_calls)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        add_calls = partial(operations.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
+        add_calls = partial(nccl_calls.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
         return self._collective("gather", outputs or [], opts, add_calls, f"root {opts.rootRank}", [tensor])
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        add_calls = partial(operations.scatter, output=output, inputs=inputs, root=opts.rootRank)
+        add_calls = partial(nccl_calls.scatter, output=output, inputs=inputs, root=opts.rootRank)
         return self._collective("scatter", [output], opts, add_calls, f"root {opts.rootRank}")
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
         reduction = reduction_of(output.dtype, opts.reduceOp)
-        add_calls = partial(operations.reduce_scatter, output=output, inputs=inputs, reduction=reduction)
+        add_calls = partial(nccl_calls.reduce_scatter, output=output, inputs=inputs, reduction=reduction)
         return self._collective("reduce_scatter", [output], opts, add_calls, opts.reduceOp.name, inputs)
 
     def _reduce_scatter_single(
@@ -192,14 +192,14 @@ class ProcessGroupNCCL(ProcessGroup):
     ) -> Work:
         reduction = reduction_of(output.dtype, opts.reduceOp)
         add_calls = partial(
-            operations.reduce_scatter_single, output=output, tensor=tensor, reduction=reduction
+            nccl_calls.reduce_scatter_single, output=output, tensor=tensor, reduction=reduction
         )
         return self._collective("reduce_scatter_tensor", [output], opts, add_calls, opts.reduceOp.name)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
     ) -> Work:
-        add_calls = partial(operations.all_to_all, outputs=outputs, inputs=inputs)
+        add_calls = partial(nccl_calls.all_to_all, outputs=outputs, inputs=inputs)
         return self._collective("all_to_all", outputs, opts, add_calls)
 
     def _alltoall_single(
@@ -211,7 +211,7 @@ class ProcessGroupNCCL(ProcessGroup):
         opts: AllToAllOptions,
     ) -> Work:
         add_calls = partial(
-            operations.all_to_all_single,
+            nccl_calls.all_to_all_single,
             output=output,
             tensor=tensor,
             output_splits=output_splits,
@@ -223,7 +223,7 @@ class ProcessGroupNCCL(ProcessGroup):
         device = self._device_of_barrier(opts)
         operation = Operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
         return self._enqueuer.submit(
-            Request(operation, device, operations.barrier, (), async_op=opts.asyncOp, blocks=True)
+            Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
         )
 
     def _collective(
@@ -314,7 +314,7 @@ class ProcessGroupNCCL(ProcessGroup):
         if dst == self._rank:
             self._failures.refuse(operation)
             return self._loopback.send(device, tensor)
-        add_calls = partial(operations.send, tensor=tensor, peer=1)
+        add_calls = partial(nccl_calls.send, tensor=tensor, peer=1)
         return self._enqueuer.submit(Request(operation, device, add_calls, (), peer=dst, sends=True))
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
@@ -323,7 +323,7 @@ class ProcessGroupNCCL(ProcessGroup):
         if src == self._rank:
             self._failures.refuse(operation)
             return self._loopback.receive(self, device, tensor)
-        add_calls = partial(operations.receive, tensor=tensor, peer=0)
+        add_calls = partial(nccl_calls.receive, tensor=tensor, peer=0)
         return self._enqueuer.submit(Request(operation, device, add_calls, [tensor], peer=src))
 
     # ---- devices -------------------------------------------------------------------------------------------

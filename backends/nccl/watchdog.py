@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Protocol
 
-from collectives.backends.nccl.in_flight import PendingOperation
+from collectives.backends.nccl.operations.in_flight import PendingOperation
 
 __all__ = ["Watchdog", "Watched"]
 

@@ -12,7 +12,7 @@ import torch
 from torch.futures import Future
 
 from collectives.backends.nccl.device import Device
-from collectives.backends.nccl.in_flight import PendingOperation, pause
+from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
 from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError
 

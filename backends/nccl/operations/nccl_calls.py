@@ -18,7 +18,7 @@ from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byt
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.library.codes import NcclDataType, NcclRedOp
 from collectives.backends.nccl.library.interface import Communicator
-from collectives.backends.nccl.reductions import Reduction
+from collectives.backends.nccl.operations.reductions import Reduction
 from collectives.core.arguments.staging import is_dense
 
 __all__ = [
