@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import adam, batch, check, net, share, train, trained
 from torch_world import run_torch
 
+pytestmark = pytest.mark.full
+
 
 def collectives(x, group):
     """Every functional collective, some of whose results others need."""

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import check, net, share, train, trained
 from torch_world import run_torch
 
+pytestmark = pytest.mark.full
+
 
 def torch_zero(*args, **options):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns

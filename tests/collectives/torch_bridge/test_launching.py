@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 import collectives
 from collectives.torch_bridge import register_backend
@@ -35,11 +36,8 @@ def child(rank, path):
     main()
 
 if __name__ == "__main__":
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    torch.multiprocessing.spawn(child, (port,), 2)
+    import sys
+    torch.multiprocessing.spawn(child, (sys.argv[1],), 2)
 """
 
 
@@ -59,10 +57,11 @@ def finished(done):
     assert "Overriding" not in done.stderr
 
 
+@pytest.mark.full
 def test_spawn(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.format(backend="collectives", start=SPAWN))
-    finished(run(tmp_path, sys.executable, "-P", str(script)))
+    finished(run(tmp_path, sys.executable, "-P", str(script), str(free_port())))
 
 
 def test_import_registers_and_loads_no_backend(tmp_path):

@@ -162,6 +162,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_torch_logs_show_the_buckets_of_the_compiler():
     """``TORCH_LOGS`` shows what it shows of torch's wrapper: the buckets, and the graph cut at them."""
     done = subprocess.run(
