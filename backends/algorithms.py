@@ -4,10 +4,9 @@ A group's own all-reduce is one call, and its backend is free to carry it out in
 These are the ways that anybody can write down with the other operations of a group on CPU tensors (PyTorch
 Distributed, VLDB 2020, section 2.3: naive, by a ring, by a tree; section 3.3: a gather and local reductions).
 
-Words. A *partial* is the reduction of some ranks' tensors in the type in which they are combined, which is
-wider than theirs for floats of 16 bits or less and for averages of integers (``native/kernels/kernels.hpp``):
-partials travel, and the last step alone rounds. S are the bytes of a tensor, P those of its partial, n is the
-number of ranks.
+Ranks exchange partial reductions ("partials") in the accumulator's type, which is wider than the tensors' for
+floats of 16 bits or less and for averages of integers (``native/kernels/kernels.hpp``); only the last step
+rounds. S are the bytes of a tensor, P those of a partial, n is the number of ranks.
 
 ========  =======================================  =======================================================
 name      what a rank sends and receives           in which order the ranks' elements are combined

@@ -1,11 +1,7 @@
-"""Measurements: one program per question, one result record, tables and plots.
+"""Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
-Every program runs its ranks as processes of this machine, times its peers in turn within one run, and takes
-the slowest rank's time of each call. Programs are reached from the command line: ``collectives bench NAME``.
-
-Words used here: a *peer* is what is measured, usually a backend; a *call* is one use of the measured function
-on all ranks at once; a *turn* is a few calls of one peer in a row; peers alternate by turns, so that noise of
-the machine meets all of them alike.
+Inside: the programs; in folders what they share (core) and what one question needs (comparison, training,
+cost_model, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations

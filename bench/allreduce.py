@@ -1,8 +1,8 @@
 """How long does an all-reduce take, by backend, size and number of ranks?
 
-Calls go through the public function ``collectives.all_reduce``. For every call the ranks leave a barrier of
-the bench's own together, each takes its duration with its own clock, and the slowest rank's counts. Peers
-take turns at each size.
+Calls go through the public function ``collectives.all_reduce``. Before every call the ranks leave a barrier
+together; each rank times the call with its own clock, and the slowest rank counts. Peers alternate in batches
+of a few calls, so that noise of the machine meets all of them alike.
 
 """
 

@@ -1,10 +1,10 @@
 """How long does an iteration of data parallel training take, by model, wrapper and backend?
 
-Every peer trains the same model on the same random data in processes of its own; peers take turns within one
-run. The ranks leave a barrier of the bench's own together before every iteration, each takes its durations
-with its own clock, and the slowest rank's count. One thread on each rank.
+Every peer trains the same model on the same random data in processes of its own, with one thread on each
+rank. Before every iteration the ranks leave a barrier together; each rank times it with its own clock, and
+the slowest rank counts. Peers alternate in batches of a few iterations.
 
-Peers are named KIND:BACKEND+WORD: ``ours:host`` is this package's DistributedDataParallel over the host
+Peers are named KIND:BACKEND+OPTION: ``ours:host`` is this package's DistributedDataParallel over the host
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
 torch.distributed, ``alone`` the bare model. Hooks: ``+noop`` (no communication: the best that is possible),
 ``+fp16``, ``+bf16``. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,22 +28,23 @@ from typing import Any
 from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
+    add_rank_options,
     add_ranks,
-    add_team,
     at_least,
     conclude,
     failing_as_command,
+    options_from,
     parse_names,
     show_progress,
 )
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
-from collectives.bench.training.peers import Peer
 from collectives.ranks.processes import RankFailedError, RankProcesses, SpawnedRanks
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
@@ -55,7 +55,7 @@ __all__ = ["Options", "add_arguments", "measure", "run"]
 PEERS = ("ours:host", "ours:host+noop", "torch:gloo", "torch:gloo+noop", "torch:collectives")
 
 ROUNDS = 8
-"""Turns of each peer."""
+"""Batches of iterations of each peer."""
 
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 200
@@ -142,20 +142,20 @@ class _Ranks:
 
     Args:
         peer: the peer.
-        team: the ranks, which first run one iteration; blocks until they have.
+        processes: the ranks, which first run one iteration; blocks until they have.
         store: where they met; kept as long as they live.
     """
 
-    def __init__(self, peer: Peer, team: RankProcesses, store: TCPStore) -> None:
+    def __init__(self, peer: Peer, processes: RankProcesses, store: TCPStore) -> None:
         self.peer = peer
-        self.team = team
+        self.processes = processes
         self.store = store
-        self.ready: list[Ready] = team.gather()
-        self.times = [Times([], [], [], []) for _ in range(team.size)]
+        self.ready: list[Ready] = processes.gather()
+        self.times = [Times([], [], [], []) for _ in range(processes.size)]
 
     def run(self, iterations: int, *, timed: bool = True) -> None:
         """Has the ranks run so many iterations and takes their times where ``timed``."""
-        for mine, new in zip(self.times, self.team.ask(iterations), strict=True):
+        for mine, new in zip(self.times, self.processes.ask(iterations), strict=True):
             if timed:
                 for field in Times.__slots__:
                     getattr(mine, field).extend(getattr(new, field))
@@ -212,7 +212,7 @@ def _measure_model(
     """Measures all peers with one model; each round begins with another peer."""
     say = progress or (lambda _: None)
     batch, length = options.batch or model.batch, options.tokens or model.length
-    teams: list[_Ranks] = []
+    started: list[_Ranks] = []
     with ExitStack() as stack:
         for peer in peers:
             say(f"{model.name}: starting {peer}")
@@ -226,25 +226,24 @@ def _measure_model(
                 options.imports,
                 cores_of_ranks(options.ranks) if options.bind else (),
             )
-            descriptor, board = create_barrier_memory(options.ranks)
-            stack.callback(os.close, descriptor)
+            memory = stack.enter_context(barrier_memory(options.ranks))
             store = parent_store()
-            team = SpawnedRanks(options.ranks, train, (options.ranks, given, board, store.port))
-            teams.append(_Ranks(peer, stack.enter_context(team), store))
-            _check_memory(model, teams, len(peers))
-        _play(teams, model, options, say)
-        ends: list[list[End]] = [ranks.team.ask(0) for ranks in teams]
-    norms = _agreed_norms(teams)
+            processes = SpawnedRanks(options.ranks, train, (options.ranks, given, memory, store.port))
+            started.append(_Ranks(peer, stack.enter_context(processes), store))
+            _check_memory(model, started, len(peers))
+        _run_rounds(started, model, options, say)
+        ends: list[list[End]] = [ranks.processes.ask(0) for ranks in started]
+    norms = _agreed_norms(started)
     return [
-        _record(ranks, model, (batch, length), end, norms) for ranks, end in zip(teams, ends, strict=True)
+        _record(ranks, model, (batch, length), end, norms) for ranks, end in zip(started, ends, strict=True)
     ]
 
 
-def _check_memory(model: Model, teams: Sequence[_Ranks], wanted: int) -> None:
+def _check_memory(model: Model, started: Sequence[_Ranks], wanted: int) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
-    ready = teams[0].ready
+    ready = started[0].ready
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
-    needed = (wanted - len(teams)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
+    needed = (wanted - len(started)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
     available = memory_available_bytes()
     if needed > available:
         raise MemoryError(
@@ -253,9 +252,9 @@ def _check_memory(model: Model, teams: Sequence[_Ranks], wanted: int) -> None:
         )
 
 
-def _play(teams: Sequence[_Ranks], model: Model, options: Options, say: Progress) -> None:
+def _run_rounds(started: Sequence[_Ranks], model: Model, options: Options, say: Progress) -> None:
     begin = time.monotonic()
-    for ranks in teams:
+    for ranks in started:
         say(f"{model.name}: warming {ranks.peer} up")
         ranks.run(max(1, options.warmup - 1), timed=False)  # one more was run already
     each_s = (time.monotonic() - begin) / max(1, options.warmup - 1)
@@ -264,16 +263,16 @@ def _play(teams: Sequence[_Ranks], model: Model, options: Options, say: Progress
         wanted = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(options.budget_s / each_s)))
     rounds = min(ROUNDS, wanted)
     for this in range(rounds):
-        first = this % len(teams)
+        first = this % len(started)
         say(f"{model.name}: round {this + 1} of {rounds}")
-        for ranks in [*teams[first:], *teams[:first]]:
+        for ranks in [*started[first:], *started[:first]]:
             ranks.run(wanted * (this + 1) // rounds - wanted * this // rounds)
 
 
-def _agreed_norms(teams: Sequence[_Ranks]) -> Mapping[str, float]:
+def _agreed_norms(started: Sequence[_Ranks]) -> Mapping[str, float]:
     """Returns, by hook, the gradients' norm that peers must agree with: the first peer's with that hook."""
     norms: dict[str, float] = {}
-    for ranks in teams:
+    for ranks in started:
         norms.setdefault(ranks.peer.hook, ranks.ready[0].grad_norm)
     return norms
 
@@ -292,7 +291,7 @@ def _record(
     return TrainingRecord(
         peer=str(peer),
         model=model.name,
-        ranks=ranks.team.size,
+        ranks=ranks.processes.size,
         batch=shape[0],
         length=shape[1],
         parameters=first.parameters,
@@ -342,7 +341,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--find-unused", action="store_true", help="find_unused_parameters=True for all wrappers"
     )
     parser.add_argument("--static", action="store_true", help="static_graph=True for all wrappers")
-    add_team(parser)
+    add_rank_options(parser)
     add_json(parser)
 
 
@@ -352,24 +351,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the arguments do not fit together, memory is short, or a rank failed.
     """
-    with failing_as_command(ValueError):
-        options = Options(
-            models=arguments.models,
-            peers=arguments.peers,
-            ranks=arguments.nproc,
-            batch=arguments.batch,
-            tokens=arguments.tokens,
-            optimizer=arguments.optimizer,
-            iterations=arguments.iters,
-            warmup=arguments.warmup,
-            budget_s=arguments.budget,
-            bucket_cap_mb=arguments.bucket_cap,
-            views=arguments.views,
-            find_unused=arguments.find_unused,
-            static=arguments.static,
-            imports=arguments.imports,
-            bind=arguments.bind,
-        )
+    renamed = {"ranks": "nproc", "iterations": "iters", "budget_s": "budget", "bucket_cap_mb": "bucket_cap"}
+    options = options_from(Options, arguments, **renamed)
     with failing_as_command(RankFailedError, MemoryError):
         report = measure(options, show_progress)
     return conclude(report, report_lines(report), lambda record: record.agrees, arguments.json)

@@ -17,7 +17,7 @@ import torch
 
 import collectives
 from collectives.bench.comparison import verification
-from collectives.bench.comparison.measurement import available_backends
+from collectives.bench.comparison.options import available_backends
 from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.ranks.mpirun import start_ranks

@@ -1,7 +1,8 @@
 """How long does each collective and a message take, by backend, size and number of ranks?
 
-Calls go through the public functions. For every call the ranks leave a barrier of the bench's own together,
-each takes its duration with its own clock, and the slowest rank's counts. Peers take turns at each size.
+Calls go through the public functions. Before every call the ranks leave a barrier together; each rank times
+the call with its own clock, and the slowest rank counts. Peers alternate in batches of a few calls, so that
+noise of the machine meets all of them alike.
 ``sendrecv`` is half of a ping-pong between neighbours, all pairs at once; the root is rank 0.
 
 """

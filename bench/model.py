@@ -2,7 +2,7 @@ r"""How long would an operation take on many machines, and where does each algor
 
 Calibrates a cost model (latency, overhead and time per byte, of shared memory and of the network) on
 measurements of this machine, checks it against measurements that the calibration has not seen, and predicts
-an all-reduce by our algorithms and by others of the field, up to thousands of ranks.
+an all-reduce by the host backend's algorithms and by textbook ones, up to thousands of ranks.
 
 Measurements are made here, or taken from the JSON file of an earlier ``collectives bench allreduce`` or
 ``collectives bench collectives`` (--record). All-reduces, broadcasts and barriers with the fewest and with
@@ -23,20 +23,19 @@ them. The first two commands measure, the last calibrates, checks and predicts:
 
 *efficiency* is the time that no algorithm can beat (latencies of the best fan-out; 2(m-1)/m of the size on
 each link; every byte read and written once) over the algorithm's time. *limit* is the largest term of its
-time. Algorithms with a * are ours.
+time. Algorithms with a * are the host backend's ("ours").
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from collectives.bench.comparison.measurement import measure
 from collectives.bench.comparison.options import Options
-from collectives.bench.comparison.records import KINDS, Record, Report, read_report
+from collectives.bench.comparison.records import KINDS, Report, read_report
 from collectives.bench.core.arguments import (
     at_least,
     check_plot,
@@ -50,6 +49,7 @@ from collectives.bench.core.namespaces import burst_bytes, bytes_a_second
 from collectives.bench.core.records import write_json
 from collectives.bench.core.sizes import parse_sizes
 from collectives.bench.core.text import header_lines
+from collectives.bench.cost_model.algorithms import host_algorithm
 from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
@@ -62,8 +62,8 @@ from collectives.bench.cost_model.calibration import (
     points_of_records,
     split,
 )
-from collectives.bench.cost_model.parameters import Parameters, Scale
-from collectives.bench.cost_model.predictions import predict_host, predictions, scales_up_to, scaling_ends
+from collectives.bench.cost_model.parameters import Parameters
+from collectives.bench.cost_model.predictions import predictions, scales_up_to, scaling_ends
 from collectives.bench.cost_model.report import check_lines, parameter_lines, prediction_lines
 from collectives.ranks.processes import RankFailedError
 
@@ -181,7 +181,12 @@ def run(arguments: argparse.Namespace) -> int:
         start = replace(start, cores=int(reports[0].environment["cores_usable"]))
         points = []
         for i, report in enumerate(reports):
-            found = points_of_records(_on_one_machine(report), arguments.kind)
+            machines = report.options.get("machines", 1)
+            if machines != 1:
+                raise ValueError(
+                    f"a --record was measured on {machines} machines; give it as --network-record"
+                )
+            found = points_of_records(report.records, arguments.kind)
             check_scatter(found, str(arguments.record[i]) if arguments.record else "what was measured here")
             points += found
         used, kept = split(points)
@@ -195,19 +200,30 @@ def run(arguments: argparse.Namespace) -> int:
     target = replace(parameters, cores=arguments.cores or arguments.ranks_per_machine, burst_bytes=0.0)
     target = replace(target, **given)
     scales = scales_up_to(arguments.ranks, arguments.ranks_per_machine)
-    lines = [
-        *header_lines(reports[0]),
-        *parameter_lines(
-            parameters, used, calibrated=(*MEMORY, *(NETWORK if arguments.network_record else ()))
-        ),
-        *check_lines(used, kept, parameters),
-        *prediction_lines(arguments.sizes, scales, target),
-    ]
-    print("\n".join(lines))
+    calibrated = (*MEMORY, *(NETWORK if arguments.network_record else ()))
+    print("\n".join(header_lines(reports[0])))
+    print("\n".join(parameter_lines(parameters, used, calibrated)))
+    print("\n".join(check_lines(used, kept, parameters)))
+    print("\n".join(prediction_lines(arguments.sizes, scales, target)))
     if arguments.json is not None:
-        write_json(
-            arguments.json, _as_json(reports[0], parameters, target, used, kept, arguments.sizes, scales)
-        )
+        checked = errors(kept, parameters)
+        plain = {
+            "program": "model",
+            "environment": dict(reports[0].environment),
+            "parameters": asdict(parameters),
+            "predicted_for": asdict(target),
+            "calibration": [as_json(point, parameters) for point in used],
+            "check": [as_json(point, parameters) for point in kept],
+            "check_errors": None if checked is None else checked._asdict(),
+            "predictions": [
+                {**asdict(each), "is_ours": each.algorithm == host_algorithm("all_reduce", size, scale)}
+                for size in arguments.sizes
+                for scale in scales
+                for each in predictions(size, scale, target)
+            ],
+            "ends": [asdict(each) for each in scaling_ends(arguments.sizes, scales, target)],
+        }
+        write_json(arguments.json, plain)
     if arguments.plot is not None:
         from collectives.bench.cost_model.plot import plot_scaling
 
@@ -224,14 +240,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         "message_us": arguments.message_overhead,
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _on_one_machine(report: Report) -> list[Record]:
-    """Returns a report's records; refuses those between machines."""
-    machines = report.options.get("machines", 1)
-    if machines != 1:
-        raise ValueError(f"a --record was measured on {machines} machines; give it as --network-record")
-    return report.records
 
 
 def _start_between(parameters: Parameters, link: str | None) -> Parameters:
@@ -274,31 +282,3 @@ def _measure(arguments: argparse.Namespace) -> Report:
         budget_s=arguments.budget,
     )
     return measure(options, show_progress, program="model")
-
-
-def _as_json(
-    report: Report,
-    parameters: Parameters,
-    target: Parameters,
-    used: Sequence[Point],
-    kept: Sequence[Point],
-    sizes: Sequence[int],
-    scales: Sequence[Scale],
-) -> dict[str, Any]:
-    checked = errors(kept, parameters)
-    return {
-        "program": "model",
-        "environment": dict(report.environment),
-        "parameters": asdict(parameters),
-        "predicted_for": asdict(target),
-        "calibration": [as_json(point, parameters) for point in used],
-        "check": [as_json(point, parameters) for point in kept],
-        "check_errors": None if checked is None else asdict(checked),
-        "predictions": [
-            {**asdict(each), "is_ours": each.algorithm == predict_host(size, scale, target).algorithm}
-            for size in sizes
-            for scale in scales
-            for each in predictions(size, scale, target)
-        ],
-        "ends": [asdict(each) for each in scaling_ends(sizes, scales, target)],
-    }

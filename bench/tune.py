@@ -1,12 +1,12 @@
 """Measures which thresholds of the host backend are best on this machine, and keeps those that are better.
 
 A threshold decides how an operation is carried out, such as up to which length a message goes in one piece;
-it never changes a bit of a result. Groups that differ in one threshold take turns at the operations that it
-decides about, beside two groups that do not differ at all: only what saves clearly more time than those
-differ by counts as better. At the end all new thresholds together are timed against the defaults, and stored
-if they are better and make nothing slower. Groups of this machine load them from then on.
+it never changes a bit of a result. Groups that differ in one threshold are timed in turn, beside two groups
+that do not differ at all: only what saves clearly more time than those differ by counts as better. At the end
+all new thresholds together are timed against the defaults, and stored if they are better and make nothing
+slower. Groups of this machine load them from then on.
 
-Leave the machine to it meanwhile.
+Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.backends.host import thresholds as host_tuning
+from collectives.backends.host import thresholds
 from collectives.bench.core.arguments import parse_counts, show_progress
 from collectives.bench.core.sizes import format_bytes
 from collectives.bench.tuning.search import Outcome, TooNoisyError, search
-from collectives.bench.tuning.worker import Rig
+from collectives.bench.tuning.timing import TimedGroups
 from collectives.cli import CommandError
 from collectives.ranks.processes import RankFailedError
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         type=Path,
         metavar="FILE",
-        help=f"where to store them (default: where groups look, {host_tuning.path() or 'which is nowhere'})",
+        help=f"where to store them (default: where groups look, {thresholds.path() or 'which is nowhere'})",
     )
 
 
@@ -60,17 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the machine is too noisy to decide, a rank failed, or the file cannot be written.
     """
-    file: Path | None = arguments.file or host_tuning.path()
+    file: Path | None = arguments.file or thresholds.path()
     if file is None and not arguments.dry_run:
         raise CommandError(
-            f"{host_tuning.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
+            f"{thresholds.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
         )
     share_s = max(1.0, arguments.budget / len(arguments.nproc) - STARTING_S)
     outcomes: list[Outcome] = []
     for ranks in arguments.nproc:
         try:
-            with Rig(ranks) as rig:
-                outcome = search(rig, ranks, host_tuning.defaults(ranks), share_s, progress=show_progress)
+            with TimedGroups(ranks) as groups:
+                outcome = search(groups, ranks, thresholds.defaults(ranks), share_s, progress=show_progress)
         except TooNoisyError as error:
             raise CommandError(
                 f"{ranks} ranks: {error}; nothing is stored. Try again when nothing else runs on this machine"
@@ -93,14 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _store(found: Mapping[int, Mapping[str, int]], file: Path) -> None:
     try:
-        kept = host_tuning.stored(file)
+        kept = thresholds.stored(file)
     except FileNotFoundError:
         kept = {}
     except ValueError as error:
         print(f"{file} is replaced, because it cannot be used: {error}")
         kept = {}
     try:
-        print(f"Stored in {host_tuning.save({**kept, **found}, file)}.")
+        print(f"Stored in {thresholds.save({**kept, **found}, file)}.")
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
 

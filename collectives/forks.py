@@ -1,8 +1,9 @@
-"""What a forked child inherits of its parent's groups and stores, and how each of them learns of the fork.
+"""Forked children: what they inherit of their parent's groups and stores, they must not use.
 
-Of a process with groups, a child that :func:`os.fork` makes (as a ``DataLoader`` with workers does) has the
-memory and the connections, but none of the threads. It must neither use nor end them: its parent goes on with
-both. So each is told in the child before other code runs there; the parent's operations pay nothing.
+A child that :func:`os.fork` makes of a process with groups (a ``DataLoader`` with workers does) has its memory
+and connections, but none of its threads. It must neither use nor end them, because its parent goes on with both.
+So a function marks each group and store in the child before other code runs there; the parent's operations pay
+nothing.
 """
 
 from __future__ import annotations
@@ -12,36 +13,36 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["left_to_parent", "tell_in_children"]
+__all__ = ["belongs_to_parent", "call_in_forked_children"]
 
 _T = TypeVar("_T")
 
-_living: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
+_functions: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 
-def tell_in_children(thing: _T, tell: Callable[[_T], object]) -> None:
-    """Has a thing told in every child that this process or a child of it forks, as long as it lives.
+def call_in_forked_children(instance: _T, function: Callable[[_T], object]) -> None:
+    """Has a function called in every child that this process or a child of it forks.
 
     Args:
-        thing: what is told; it is not kept alive.
-        tell: called with it in the child, where it must not wait. An error keeps no other thing from being
-            told, and goes to :data:`sys.unraisablehook`, which prints it. Must not refer to the thing.
+        instance: the function's argument; it is not kept alive, and the function is not called without it.
+        function: called in the child, where it must not wait. An error keeps no other function from being
+            called, and goes to :data:`sys.unraisablehook`, which prints it. Must not refer to the instance.
     """
-    _living[thing] = tell
+    _functions[instance] = function
 
 
-def left_to_parent(what: str) -> str:
-    """Returns what to say of something that a child has no part in."""
+def belongs_to_parent(what: str) -> str:
+    """Returns the words of an error about what a forked child inherited."""
     return f"{what} belongs to the parent of this forked process; make a new one in the child"
 
 
-def _tell(things: Iterator[tuple[Any, Callable[[Any], object]]]) -> None:
+def _call(functions: Iterator[tuple[Any, Callable[[Any], object]]]) -> None:
     try:
-        for thing, tell in things:
-            tell(thing)
+        for instance, function in functions:
+            function(instance)
     except BaseException:
-        _tell(things)  # the rest; errors of theirs get this one as their context
+        _call(functions)  # the rest; errors of theirs get this one as their context
         raise
 
 
-os.register_at_fork(after_in_child=lambda: _tell(iter(list(_living.items()))))
+os.register_at_fork(after_in_child=lambda: _call(iter(list(_functions.items()))))

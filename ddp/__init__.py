@@ -1,4 +1,7 @@
-"""Data parallel training over a process group."""
+"""Data parallel training over a process group: DistributedDataParallel, its Join, hooks and optimizers.
+
+Not here: process groups and collectives, of which this package uses the contracts only (:mod:`collectives`).
+"""
 
 from __future__ import annotations
 

@@ -56,10 +56,12 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     the next iteration may go on, after gradients are zeroed.
 
     Whether a backward pass averages is decided by the forward that it belongs to; see :meth:`no_sync`.
-    Several forwards may come before their backward passes. Gradients are averaged as they stand in ``.grad``,
+    Several forwards may come before their backward passes; a backward pass that forward runs itself, as
+    manual optimization does, is averaged when it ends. Gradients are averaged as they stand in ``.grad``,
     with what was accumulated there before. ``torch.autograd.grad`` does not accumulate in ``.grad``: its
-    results are this rank's alone. Sparse gradients, as of an embedding with ``sparse=True``, are averaged as
-    they are and stay sparse; communication hooks do not see them.
+    results are this rank's alone. ``torch.distributed.autograd.backward`` is refused at its end. Sparse
+    gradients, as of an embedding with ``sparse=True``, are averaged as they are and stay sparse;
+    communication hooks do not see them.
 
     What hooks on the parameters make of a gradient, such as a clipped one, is what is averaged, where they
     were registered before forward.
@@ -82,8 +84,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             MiB. Zero reduces every gradient by itself.
         find_unused_parameters: whether ranks may leave out parameters in the backward pass. Such a rank
             contributes what is in ``.grad``, else zeros. Where all ranks left a parameter out, its ``.grad``
-            stays as it was. Costs one small all-reduce. On a GPU, a backward pass that reaches no parameter
-            cannot be told from ``torch.autograd.grad``, so that such a rank does not take part.
+            stays as it was. Costs one small all-reduce.
         check_reduction: deprecated and without effect, as in torch; warns.
         gradient_as_bucket_view: whether ``.grad`` become views of the buckets in the first backward pass,
             which saves the memory of the gradients and a copy. Such gradients cannot be detached in place;
@@ -296,7 +297,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
             self.reducer.clock.mark(Mark.FORWARD_END)
-            self.reducer.prepare_for_backward(forward, tensors_in(output), training=self.training)
+            self.reducer.prepare_for_backward(forward, tensors_in(output), self.training)
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -55,13 +55,13 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object) -> Rendezvous:
-    """Meets the other processes of the job at a URL.
+    """Finds the other processes of the job by a URL.
 
     All of them must call it. It blocks in the first ``next`` on the result: rank 0 until all have come,
     the others until they have reached rank 0's store.
 
     Args:
-        url: where to meet; see the module for the schemes.
+        url: where to find them; see the module for the schemes.
         rank: rank of this process, from 0; -1 if the URL or the environment says it.
         world_size: number of processes; -1 likewise.
         kwargs: for the handler; those of this module take ``timeout``, a :class:`datetime.timedelta`.

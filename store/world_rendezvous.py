@@ -32,7 +32,7 @@ _ATTEMPT_CHECK = timedelta(milliseconds=100)
 """How long rank 0 waits for all before it looks for newer attempts."""
 
 _OTHERS_LIMIT = timedelta(seconds=5)
-"""How long rank 0 waits, after two ranks disagreed, for others to come and be told."""
+"""How long rank 0 waits, after two ranks disagreed, for others to come and get the reason."""
 
 _ANSWER_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""

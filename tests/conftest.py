@@ -8,14 +8,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
 import tiers
 from interrupts import let_children_be_interrupted
+from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
+PROCESSES = 2
 
 _SHARED_MEMORY = Path("/dev/shm")
 _left: list[str] = []
@@ -28,6 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backends", default=",".join(BACKENDS), help="backends that the shared tests run on, by commas"
     )
     tiers.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Has two processes share the tests where the user names none, because many tests only wait."""
+    if hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    if not config.option.usepdb and config.getoption("numprocesses", 0) is None:
+        config.option.numprocesses = PROCESSES
+        config.option.dist = "worksteal"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,10 +99,21 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         _left.append(f"process {pid}: {command}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
     _left.extend(f"socket of the pytest process: {name}" for name in sorted(_own_sockets() - _sockets_before))
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output.update(left_behind=_left, left_out=tiers.left_out(session.config))
+        return  # the process that started this one reports, and tells whose files are left
+    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
     if _left and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Takes over what a worker of pytest-xdist found at its end."""
+    found = getattr(node, "workeroutput", {})
+    _left.extend(found.get("left_behind", ()))
+    tiers.set_left_out(node.config, found.get("left_out", 0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -42,26 +42,28 @@ TESTED_THROUGH = {
     "store": (
         "store/test_contract.py",
         "public as names of `collectives.store`",
-        "base keep_alive memory prefix",
+        "base keep_alive memory prefix waiting",
     ),
     "store/file": ("store/test_file.py", "public as `FileStore`", "run store"),
     "store/tcp": ("store/test_tcp.py", "public as `TCPStore`", "client listen store"),
-    "backends/_shared": ("conformance", "parts of every group", "exit_reasons forwarding operation"),
-    "backends/gloo": ("backends/gloo", "parts of its group", "failures messages torch_gloo work"),
-    "backends/host": ("backends/host", "parts of its group", "parts work"),
+    "backends/_shared": ("conformance", "parts of every group", "exit_reasons operation tensor_memory"),
+    "backends/gloo": ("backends/gloo", "parts of its group", "failures messages options rendezvous torch_group work"),
+    "backends/host": ("backends/host", "parts of its group", "failures work"),
     "backends/mpi": (
         "backends/mpi",
         "parts of its group, which a job of MPI alone can make",
         (
-            "buffers engine fast_path group launching membership native_exchange parts rendezvous runtime "
-            "tags traffic work"
+            "communicators dispatch engine fast_path group library native_exchange progress_thread "
+            "rendezvous work"
         ),
     ),
+    "backends/mpi/messages": ("backends/mpi", "messages of its group", "buffers exchange tags"),
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "in_flight launching loopback reductions rendezvous steps watchdog",
+        "enqueue in_flight loopback operations reductions rendezvous watchdog work",
     ),
+    "backends/nccl/device": ("backends/nccl", "the double's device has their interface", "base cuda"),
     "backends/nccl/library": (
         "backends/nccl/test_library.py",
         "both providers through one interface",

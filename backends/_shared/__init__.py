@@ -1,4 +1,4 @@
-"""What several backends need: forwarding to groups, messages to the own rank, failures told by the store.
+"""What several backends need: operations in messages, memory of tensors, process records, exit reasons.
 
 Not here: anything that only one backend uses.
 """

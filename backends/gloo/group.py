@@ -24,9 +24,9 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
-from collectives.backends.gloo.messages import Messages, armed
+from collectives.backends.gloo.messages import Messages, finish_in_background
 from collectives.backends.gloo.options import gloo_options, option_names
-from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.backends.gloo.rendezvous import agree_on_devices
 from collectives.backends.gloo.torch_group import (
     TorchGroup,
@@ -49,7 +49,7 @@ from collectives.core.types import (
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
-from collectives.forks import left_to_parent
+from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
@@ -155,18 +155,18 @@ class ProcessGroupGloo(ProcessGroup):
     # ---- collectives ---------------------------------------------------------------------------------------
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        made = reduction_for(tensor.dtype, opts.reduceOp, self._size)
         operation = self._operation("all_reduce", [tensor], opts.timeout, opts.reduceOp.name)
         if not tensor.numel():
             return CompletedWork([tensor])
-        if not isinstance(made, Plan):
+        if not isinstance(made, WireConversion):
             staged = dense_outputs([tensor])
             work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
-            return armed(staged.finish(work), opts.asyncOp)
+            return finish_in_background(staged.finish(work), opts.asyncOp)
         wire = made.to_wire(dense(tensor))
         work = self._run_allreduce(wire, made.op, opts, operation)
         finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
-        return armed(finishing, opts.asyncOp)
+        return finish_in_background(finishing, opts.asyncOp)
 
     def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
         record = c10d.AllreduceOptions()
@@ -174,7 +174,7 @@ class ProcessGroupGloo(ProcessGroup):
         return self._start(what, opts.asyncOp, record, lambda inner: inner.allreduce([tensor], record))
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        made = plan(tensor.dtype, opts.reduceOp, self._size)
+        made = reduction_for(tensor.dtype, opts.reduceOp, self._size)
         operation = self._operation(
             "reduce", [tensor], opts.timeout, f"{opts.reduceOp.name}, root {opts.rootRank}"
         )
@@ -183,7 +183,7 @@ class ProcessGroupGloo(ProcessGroup):
         record = c10d.ReduceOptions()
         record.rootRank = opts.rootRank
         is_root = self._rank == opts.rootRank
-        if isinstance(made, Plan):
+        if isinstance(made, WireConversion):
             record.reduceOp = c10d.ReduceOp(made.op)
             wire = made.to_wire(dense(tensor))
         else:
@@ -194,10 +194,10 @@ class ProcessGroupGloo(ProcessGroup):
 
         def finish() -> None:
             if is_root:
-                _write(tensor, made.from_wire(wire) if isinstance(made, Plan) else wire)
+                _write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else armed(FinishingWork(work, finish, [tensor]), opts.asyncOp)
+        return work if in_place else finish_in_background(FinishingWork(work, finish, [tensor]), opts.asyncOp)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -211,7 +211,7 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs([tensor])
         flat = as_bytes(staged.stand_ins[0])
         work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
-        return armed(staged.finish(work), async_op)
+        return finish_in_background(staged.finish(work), async_op)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
@@ -232,7 +232,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
         )
-        return armed(staged.finish(work), opts.asyncOp)
+        return finish_in_background(staged.finish(work), opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -245,7 +245,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
         )
-        return armed(staged.finish(work), opts.asyncOp)
+        return finish_in_background(staged.finish(work), opts.asyncOp)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
@@ -257,7 +257,7 @@ class ProcessGroupGloo(ProcessGroup):
         parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
         sent = as_bytes(dense(tensor))
         work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
-        return armed(staged.finish(work), opts.asyncOp)
+        return finish_in_background(staged.finish(work), opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
@@ -271,7 +271,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
         )
-        return armed(staged.finish(work), opts.asyncOp)
+        return finish_in_background(staged.finish(work), opts.asyncOp)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
@@ -288,7 +288,7 @@ class ProcessGroupGloo(ProcessGroup):
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
                 as_bytes(stand_in).copy_(part)
 
-        return armed(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
+        return finish_in_background(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -303,7 +303,7 @@ class ProcessGroupGloo(ProcessGroup):
         received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
         sizes, sent_sizes = byte_splits(output, output_splits), byte_splits(tensor, input_splits)
         work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
-        return armed(staged.finish(work, [output]), opts.asyncOp)
+        return finish_in_background(staged.finish(work, [output]), opts.asyncOp)
 
     def _run_alltoall(
         self,
@@ -338,9 +338,9 @@ class ProcessGroupGloo(ProcessGroup):
         operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
         return self._messages.receive(operation, tensor, src, tag, self._timeout)
 
-    def settled(self, work: MessageGlooWork) -> None:
+    def message_done(self, work: MessageGlooWork) -> None:
         """Forgets a message that is done or failed."""
-        self._messages.settled(work)
+        self._messages.message_done(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
 
@@ -376,12 +376,12 @@ class ProcessGroupGloo(ProcessGroup):
     def failed(self, operation: Operation, error: Exception) -> Exception:
         """Returns what to raise for an error of Gloo; the first one breaks the group."""
         broken = self._cause is not None
-        found = self._judge(operation, error)
+        found = self._error_of(operation, error)
         if not broken and self._cause is not None:
             self._messages.abort(self._cause)  # runs callbacks of users, hence without the lock
         return found
 
-    def _judge(self, operation: Operation, error: Exception) -> Exception:
+    def _error_of(self, operation: Operation, error: Exception) -> Exception:
         text = str(error)
         what = f"{self.where()} {operation}:"
         with self._breaking:
@@ -431,7 +431,7 @@ class ProcessGroupGloo(ProcessGroup):
     def refuse_in_child(self, operation: Operation) -> None:
         """Raises where this is a child that was forked after the operation was issued."""
         if self._inherited:
-            raise GroupAbortedError(f"{self.where()} {operation}: {left_to_parent('the group')}")
+            raise GroupAbortedError(f"{self.where()} {operation}: {belongs_to_parent('the group')}")
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
@@ -448,7 +448,7 @@ class ProcessGroupGloo(ProcessGroup):
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then closes the connections."""
-        self._messages.settle()
+        self._messages.wait_until_done()
         with self._breaking:
             if self._ended:
                 return

@@ -11,22 +11,22 @@ from typing import Any, Protocol
 
 import torch
 
-from collectives.backends._shared.loopback import Loopback
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import as_bytes
+from collectives.backends.gloo.loopback import Loopback
 from collectives.backends.gloo.work import MessageGlooWork, Owner
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.work import FinishingWork, Work
 from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
 
-__all__ = ["Messages", "MessagesOwner", "armed"]
+__all__ = ["Messages", "MessagesOwner", "finish_in_background"]
 
 _UNWATCHED_MESSAGES = 64
 """Messages of which nobody has asked whether they are done, before the group does."""
 
 
-def armed(work: Work, async_op: bool) -> Work:
-    """Returns ``work``; a last step of an asynchronous one is done also if nobody waits."""
+def finish_in_background(work: Work, async_op: bool) -> Work:
+    """Returns ``work``; the last step of an asynchronous one runs even if nobody waits."""
     if async_op and isinstance(work, FinishingWork):
         work.get_future()
     return work
@@ -109,10 +109,10 @@ class Messages:
                 return owner.failed(operation, CollectiveTimeoutError("timed out"))
 
             local = self._loopback.receive(into, tag, staged.stand_ins[0], limit, expired)
-            return armed(staged.finish(local), True)
+            return finish_in_background(staged.finish(local), True)
         if src is not None:
             work = self._start(operation, src, lambda inner: inner.recv([into], src, tag))
-            return armed(staged.finish(work), True)
+            return finish_in_background(staged.finish(work), True)
         with self._lock:
             self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
         try:
@@ -120,7 +120,7 @@ class Messages:
         except BaseException:
             self._arrived_from_any(tag)
             raise
-        return armed(staged.finish(work), True)
+        return finish_in_background(staged.finish(work), True)
 
     def _arrived_from_any(self, tag: int) -> None:
         with self._lock:
@@ -144,27 +144,27 @@ class Messages:
             self._unwatched.append(work)
             oldest = self._unwatched.popleft() if len(self._unwatched) > _UNWATCHED_MESSAGES else None
         if oldest is not None:
-            oldest.is_completed()  # where it is not done yet, a thread sees to it that it is let go then
+            oldest.is_completed()  # where it is not done yet, a thread waits for it from now on
         return work
 
-    def settled(self, work: MessageGlooWork) -> None:
+    def message_done(self, work: MessageGlooWork) -> None:
         """Forgets a message that is done or failed."""
         with self._lock:
             self._under_way.discard(work)
         if work.any_source_tag is not None:
             self._arrived_from_any(work.any_source_tag)
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Blocks until all messages under way are done or failed; raises nothing."""
         with self._lock:
             messages = list(self._under_way)
         for message in messages:
-            message.settle()
+            message.wait_until_done()
 
     def abort(self, error: Exception) -> None:
         """Fails the receives that wait for a message of this rank to itself."""
         self._loopback.abort(error)
 
     def release(self) -> None:
-        """Lets go of the messages that nobody watches."""
+        """Drops the messages that nobody watches."""
         self._unwatched.clear()

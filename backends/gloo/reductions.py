@@ -1,9 +1,8 @@
 """How reductions that Gloo lacks are computed from those that it has.
 
-Words. The *wire* tensor is what Gloo reduces. A *plan* turns a tensor into its wire form before the reduction
-and back after it; ``None`` stands for "Gloo reduces the tensor as it is". Rules where several are possible:
-integers wrap around, their average is the exact sum divided and truncated toward zero; on ``bool``, SUM and
-MAX are "or", PRODUCT and MIN are "and".
+Where Gloo cannot reduce a tensor as it is, it reduces a wire tensor that a conversion makes of it. Integers
+wrap around, and their average is the exact sum divided and truncated toward zero; on ``bool``, SUM and MAX
+are "or", PRODUCT and MIN are "and".
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.distributed as torch_distributed
 
 from collectives.core.types import ReduceOp
 
-__all__ = ["REDUCTIONS", "Plan", "plan"]
+__all__ = ["REDUCTIONS", "WireConversion", "reduction_for"]
 
 _ARITHMETIC = frozenset({"SUM", "AVG", "PRODUCT", "MIN", "MAX"})
 _BITWISE = frozenset({"BAND", "BOR", "BXOR"})
@@ -50,8 +49,8 @@ _TORCH_OP = torch_distributed.ReduceOp
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A reduction that takes a detour over a wire tensor.
+class WireConversion:
+    """A reduction by way of a wire tensor.
 
     Attributes:
         op: reduction of the wire tensor, one of ``torch.distributed``.
@@ -64,8 +63,8 @@ class Plan:
     from_wire: Callable[[torch.Tensor], torch.Tensor]
 
 
-def plan(dtype: torch.dtype, op: ReduceOp, size: int) -> Plan | _TORCH_OP.RedOpType:
-    """Returns Gloo's own reduction where it can reduce tensors of ``dtype`` in place, else the detour.
+def reduction_for(dtype: torch.dtype, op: ReduceOp, size: int) -> WireConversion | _TORCH_OP.RedOpType:
+    """Returns Gloo's own reduction where it can reduce tensors of ``dtype`` in place, else the conversion.
 
     Args:
         dtype: a key of :data:`REDUCTIONS`.
@@ -83,7 +82,7 @@ def plan(dtype: torch.dtype, op: ReduceOp, size: int) -> Plan | _TORCH_OP.RedOpT
     wide = _WIDER.get(dtype)
     if wide is None:
         return _native(op.name)
-    return Plan(_native(op.name), lambda x: x.to(wide), lambda x: x.to(dtype))
+    return WireConversion(_native(op.name), lambda x: x.to(wide), lambda x: x.to(dtype))
 
 
 def _native(name: str) -> _TORCH_OP.RedOpType:
@@ -91,22 +90,22 @@ def _native(name: str) -> _TORCH_OP.RedOpType:
     return found
 
 
-def _premultiplied(dtype: torch.dtype, factor: float) -> Plan:
+def _premultiplied(dtype: torch.dtype, factor: float) -> WireConversion:
     """Products and sums in the wide type, one rounding at the end."""
     wide = torch.float32 if dtype in {torch.float16, torch.bfloat16} else _WIDER.get(dtype, dtype)
-    return Plan(_native("SUM"), lambda x: x.to(wide) * factor, lambda x: x.to(dtype))
+    return WireConversion(_native("SUM"), lambda x: x.to(wide) * factor, lambda x: x.to(dtype))
 
 
-def _average(dtype: torch.dtype, size: int) -> Plan:
+def _average(dtype: torch.dtype, size: int) -> WireConversion:
     """An exact sum in 64 bits."""
-    return Plan(
+    return WireConversion(
         _native("SUM"),
         lambda x: x.to(torch.int64, copy=True),
         lambda x: torch.div(x, size, rounding_mode="trunc").to(dtype),
     )
 
 
-def _wide_average(dtype: torch.dtype, size: int) -> Plan:
+def _wide_average(dtype: torch.dtype, size: int) -> WireConversion:
     """An exact sum of 64-bit values in two words: one of their upper halves and one of the lower."""
 
     def halves(x: torch.Tensor) -> torch.Tensor:
@@ -127,13 +126,13 @@ def _wide_average(dtype: torch.dtype, size: int) -> Plan:
             floor += (floor < 0) & (rest % size != 0)
         return floor.view(dtype)
 
-    return Plan(_native("SUM"), halves, divide)
+    return WireConversion(_native("SUM"), halves, divide)
 
 
-def _unsigned_64(op: ReduceOp) -> Plan:
+def _unsigned_64(op: ReduceOp) -> WireConversion:
     """The same bits as signed integers; an order is kept by turning the sign bit."""
     flip = _SIGN if op.name in {"MIN", "MAX"} else 0
-    return Plan(
+    return WireConversion(
         _native(op.name),
         lambda x: x.view(torch.int64) ^ flip,
         lambda x: (x ^ flip).view(torch.uint64),

@@ -30,19 +30,19 @@ def agree_on_devices(options: GroupOptions, count: int) -> None:
     store.set(str(options.rank), f"{count}{' on demand' if connects_on_demand() else ''}")
     ranks = [str(rank) for rank in range(options.size)]
     store.wait(ranks, options.timeout)
-    told = [store.get(rank).decode() for rank in ranks]
-    for rank, other in enumerate(told):
-        if other != told[0]:
+    published = [store.get(rank).decode() for rank in ranks]
+    for rank, other in enumerate(published):
+        if other != published[0]:
             raise DistBackendError(
                 f"[rank {options.rank}] gloo group {options.group_name!r}: all ranks must use the same "
                 "number of network interfaces and connect at the same time, but rank 0 has "
-                f"{_said(told[0])}, and rank {rank} {_said(other)}; set COLLECTIVES_SOCKET_IFNAME (or "
-                "GLOO_SOCKET_IFNAME) to as many names, and TORCH_GLOO_LAZY_INIT to the same "
-                "value, on every rank"
+                f"{_in_words(published[0])}, and rank {rank} {_in_words(other)}; "
+                "set COLLECTIVES_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) to as many names, and "
+                "TORCH_GLOO_LAZY_INIT to the same value, on every rank"
             )
 
 
-def _said(told: str) -> str:
-    count, _, when = told.partition(" ")
+def _in_words(published: str) -> str:
+    count, _, when = published.partition(" ")
     plural = "" if count == "1" else "s"
     return f"{count} interface{plural}, connected {when or 'at once'}"

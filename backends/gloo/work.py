@@ -23,7 +23,7 @@ class Owner(Protocol):
     def failed(self, operation: Operation, error: Exception) -> Exception:
         """Returns what to raise for an error of Gloo in an operation, after the group took note of it."""
 
-    def settled(self, work: MessageGlooWork) -> None:
+    def message_done(self, work: MessageGlooWork) -> None:
         """Forgets a message that is done or failed."""
 
     def where(self) -> str:
@@ -149,7 +149,7 @@ class CollectiveGlooWork(Work):
 class MessageGlooWork(Work):
     """A send or a receive; Gloo finds out that it is done only inside its ``wait``.
 
-    The first that waits drives it. Where nobody waits but somebody asks (:meth:`is_completed`,
+    The first thread that waits calls that. Where nobody waits but somebody asks (:meth:`is_completed`,
     :meth:`get_future`, a wait with a limit), a thread of its own does. A limit is never given to Gloo's wait,
     because Gloo breaks all connections of the group when it passes; only the operation's own limit does that.
 
@@ -180,9 +180,9 @@ class MessageGlooWork(Work):
         self._done = threading.Event()
         self._error: Exception | None = None
         self._future: Future[list[torch.Tensor]] | None = None
-        self._observed = False
+        self._has_waiter = False
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Blocks until the message is done or failed; raises nothing but what a signal's handler does."""
         if not self._claim.acquire(blocking=False):
             self._done.wait()
@@ -203,7 +203,7 @@ class MessageGlooWork(Work):
         except BaseException as signal:
             if not returned:
                 self._claim.release()
-                self._drive()
+                self._wait_in_thread()
                 raise
             interruption = signal
             if self._source == -1:
@@ -213,7 +213,7 @@ class MessageGlooWork(Work):
             self._error = error
             self._done.set()
             future = self._future
-        self._owner.settled(self)
+        self._owner.message_done(self)
         if future is not None:
             self._complete(future)
         if interruption is not None:
@@ -228,29 +228,31 @@ class MessageGlooWork(Work):
     def _results(self) -> list[torch.Tensor]:
         return [] if self._source is None else list(self._operation.outputs)
 
-    def _observe(self) -> None:
-        """Lets a thread drive the message, unless one does."""
+    def _ensure_waited(self) -> None:
+        """Lets a thread wait for the message, unless one does."""
         with self._lock:
-            if self._observed or self._done.is_set():
+            if self._has_waiter or self._done.is_set():
                 return
-            self._observed = True
-        self._drive()
+            self._has_waiter = True
+        self._wait_in_thread()
 
-    def _drive(self) -> None:
-        threading.Thread(target=self.settle, name=f"gloo {self._operation.name}", daemon=True).start()
+    def _wait_in_thread(self) -> None:
+        threading.Thread(
+            target=self.wait_until_done, name=f"gloo {self._operation.name}", daemon=True
+        ).start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the message is done."""
         self._owner.refuse_in_child(self._operation)
         if timeout is not None and _is_limit(timeout):
-            self._observe()
+            self._ensure_waited()
             if not self._done.wait(timeout.total_seconds()):
                 raise CollectiveTimeoutError(
                     f"{self._owner.where()} {self._operation}: not done after "
                     f"wait({timeout.total_seconds():g} s); it goes on"
                 )
         else:
-            self.settle()
+            self.wait_until_done()
         if self._error is not None:
             raise self._error
         return True
@@ -258,7 +260,7 @@ class MessageGlooWork(Work):
     def is_completed(self) -> bool:
         """Returns whether the message is done or failed."""
         if not self._done.is_set():
-            self._observe()
+            self._ensure_waited()
         return self._done.is_set()
 
     def exception(self) -> BaseException | None:
@@ -290,5 +292,5 @@ class MessageGlooWork(Work):
         if done:
             self._complete(future)
         else:
-            self._observe()
+            self._ensure_waited()
         return future

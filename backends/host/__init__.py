@@ -1,7 +1,7 @@
 """The host backend: CPU tensors over shared memory on a machine, and TCP between machines.
 
-Inside: the process group, how its ranks meet, addresses, thresholds, Work. Not here: transports and
-algorithms, which are C++ (``backends/native``).
+Inside: the process group, its Work, rendezvous of its ranks, network addresses, thresholds of algorithms. Not
+here: transports, algorithms and kernels, which are C++ (``backends/native``).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class ProcessGroupHost(ProcessGroup):
 
     @property
     def detects_mismatch(self) -> bool:
-        """``True``: every collective begins with a meeting that compares what the ranks call."""
+        """``True``: every collective begins by comparing what the ranks call."""
         return True
 
     def lost_ranks(self) -> list[int]:

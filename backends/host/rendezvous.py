@@ -338,8 +338,8 @@ class _Attempt:
         if now < self.began + _PROBE_AFTER_S:
             return
         known = [rank for rank in ranks if rank in self.listening]
-        turn = int(now / _SLICE_S) * _PROBES % max(len(known), 1)
-        for rank in (known[turn:] + known[:turn])[:_PROBES]:
+        first = int(now / _SLICE_S) * _PROBES % max(len(known), 1)
+        for rank in (known[first:] + known[:first])[:_PROBES]:
             if not self._refuses(rank):
                 self.refused.pop(rank, None)
             elif now - self.refused.setdefault(rank, now) >= _REFUSAL_S:

@@ -120,21 +120,21 @@ class InFlight:
     Thread safety: every method may be called from any thread.
     """
 
-    _CROWD = 64
+    _SCAN_ABOVE = 64
 
     def __init__(self) -> None:
         self._works: deque[HostWork] = deque()
         self._lock = threading.Lock()
-        self._crowd = self._CROWD
+        self._scan_above = self._SCAN_ABOVE
 
     def keep(self, work: HostWork) -> None:
-        """Keeps a Work, and lets go of those done."""
+        """Keeps a Work, and drops those done."""
         with self._lock:
             self._works.append(work)
             self._forget()
 
     def forget(self) -> None:
-        """Lets go of the Works that are done."""
+        """Drops the Works that are done."""
         with self._lock:
             self._forget()
 
@@ -142,9 +142,9 @@ class InFlight:
         works = self._works
         while works and works[0].task.finished():
             works.popleft()
-        if len(works) > self._crowd:  # finished ones may stand behind a receive that nothing comes for
+        if len(works) > self._scan_above:  # finished ones may stand behind a receive that nothing comes for
             self._works = deque(work for work in works if not work.task.finished())
-            self._crowd = max(self._CROWD, 2 * len(self._works))
+            self._scan_above = max(self._SCAN_ABOVE, 2 * len(self._works))
 
 
 class _Completions:

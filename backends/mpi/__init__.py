@@ -1,4 +1,8 @@
-"""The mpi backend: an MPI library, reached through mpi4py, behind our contract."""
+"""The mpi backend: an MPI library, reached through mpi4py, behind our contract.
+
+Inside: the process group, its Work, how operations are dispatched and make progress, MPI's communicators. Not
+here: the exchange of small messages by address, which is C++ (``backends/native/mpi``).
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collectives.backends._shared.tensor_memory import Part, part_of
 from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_streams
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange
-from collectives.backends.mpi.native_exchange import ShortWay
+from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.backends.mpi.work import MPIWork
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.work import Work
@@ -30,7 +30,7 @@ class Dispatcher:
 
     Args:
         engine: the engine.
-        short: what the core carries out.
+        native: what the core carries out.
         messages: messages of the group's own.
         exchanges: gives the number of the next exchange, which is the same on all ranks.
         rank: this process's rank.
@@ -40,14 +40,14 @@ class Dispatcher:
     def __init__(
         self,
         engine: Engine,
-        short: ShortWay,
+        native: NativeExchange,
         messages: MessageExchange,
         exchanges: Iterator[int],
         rank: int,
         size: int,
     ) -> None:
         self._engine = engine
-        self._short = short
+        self._native = native
         self._messages = messages
         self._exchanges = exchanges
         self._rank = rank
@@ -100,8 +100,8 @@ class Dispatcher:
         synchronize_streams(keep)
         after = on_device(operation.outputs, after)
         with self._engine.calling(operation):
-            in_flight = self._short.issue(**what)
-        steps = itertools.chain(self._short.steps(in_flight), then)
+            in_flight = self._native.issue(**what)
+        steps = itertools.chain(self._native.steps(in_flight), then)
         # Its memory is the core's as long as MPI may write into it.
         work = MPIWork(self._engine, operation, [], steps, after, (in_flight, *keep), None, nbytes)
         self._engine.launch(work, asynchronous)

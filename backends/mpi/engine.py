@@ -34,7 +34,7 @@ __all__ = ["Engine"]
 _SPINS = 300
 """Tests in a row before a waiting thread lets others have the core."""
 
-_SPINS_IN_A_CROWD = 3
+_SPINS_OVERSUBSCRIBED = 3
 
 _BUSY_SECONDS = 0.001
 _SLOWEST_BYTES_PER_SECOND = 1e9
@@ -84,7 +84,7 @@ class Engine:
         self._size = size
         self._active: list[MPIWork] = []
         self._testall = library.mpi.Request.Testall
-        self._spins = _SPINS_IN_A_CROWD if library.crowded else _SPINS
+        self._spins = _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS
         self._check_at = 0.0
         self._checking = threading.Lock()
 
@@ -262,7 +262,7 @@ class Engine:
             others = [rank for rank in range(self._size) if rank != self._rank]
             silent = [rank for rank in others if not self._store.check([f"waiting/{rank}"])]
             known = [
-                f"rank {rank} waited last in {self._store.get(f'at/{rank}').decode()}"
+                f"rank {rank} waited last in {self._store.get(f'waiting/{rank}').decode()}"
                 for rank in others
                 if rank not in silent
             ]

@@ -13,7 +13,7 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import part_of
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.tags import Tags
-from collectives.backends.mpi.native_exchange import ShortWay
+from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.backends.mpi.work import MPIWork
 from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError
@@ -37,7 +37,7 @@ class FastPath:
     Asynchronous calls do not take it.
 
     Args:
-        short: the short way.
+        native: collectives in the C++ core.
         engine: the engine, for what takes long or fails.
         tags: the tags of users' messages.
         size: number of ranks.
@@ -45,9 +45,9 @@ class FastPath:
     """
 
     def __init__(
-        self, short: ShortWay, engine: Engine, tags: Tags, size: int, timeout: Callable[[], timedelta]
+        self, native: NativeExchange, engine: Engine, tags: Tags, size: int, timeout: Callable[[], timedelta]
     ) -> None:
-        self._short = short
+        self._native = native
         self._engine = engine
         self._tags = tags
         self._size = size
@@ -67,11 +67,11 @@ class FastPath:
         engine = self._engine
         if async_op or engine.cause is not None or engine.ended or not engine.idle:
             return None
-        done = self._short.fast_collective(opcode, output, input, reduce_op, root, list_form)
+        done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
         if done is True or done is False:
             return COMPLETED if done else None
         operation = Operation(_NAMES[opcode], done.number, [], self._timeout())
-        self._await(MPIWork(engine, operation, [], self._short.steps(done), keep=(done, output, input)))
+        self._await(MPIWork(engine, operation, [], self._native.steps(done), keep=(done, output, input)))
         return COMPLETED
 
     def message(
@@ -88,7 +88,7 @@ class FastPath:
             or not (0 <= peer < self._size and 0 <= tag < self._tags.own)
         ):
             return None
-        done = self._short.fast_message(sends, tensor, peer, tag)
+        done = self._native.fast_message(sends, tensor, peer, tag)
         if done is True or done is False:
             return COMPLETED if done else None
         name, detail = ("send", "to") if sends else ("recv", "from")
@@ -97,7 +97,7 @@ class FastPath:
         def check() -> None:
             check_length(engine.where, operation, done.moved, part_of(tensor).nbytes)
 
-        steps, after = self._short.steps(done), None if sends else check
+        steps, after = self._native.steps(done), None if sends else check
         self._await(MPIWork(engine, operation, [], steps, after, (done, tensor), point_to_point=True))
         return COMPLETED
 

@@ -25,7 +25,7 @@ from collectives.backends.mpi.library import library
 from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
 from collectives.backends.mpi.messages.tags import Tags
-from collectives.backends.mpi.native_exchange import MOST_RANKS, ShortWay
+from collectives.backends.mpi.native_exchange import MOST_RANKS, NativeExchange
 from collectives.backends.mpi.work import Steps
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
@@ -45,7 +45,7 @@ from collectives.core.types import (
 )
 from collectives.core.work import CompletedWork, Work
 from collectives.errors import GroupAbortedError
-from collectives.forks import left_to_parent
+from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
 
@@ -121,7 +121,7 @@ class ProcessGroupMPI(ProcessGroup):
         messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
         exchanges = itertools.count()
-        self._short = ShortWay(
+        self._native = NativeExchange(
             self._library,
             self._own_communicator,
             self._communicator,
@@ -131,9 +131,9 @@ class ProcessGroupMPI(ProcessGroup):
             self._numbers,
             exchanges,
         )
-        self._dispatcher = Dispatcher(self._engine, self._short, messages, exchanges, self._rank, self._size)
+        self._dispatcher = Dispatcher(self._engine, self._native, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        fast_path = FastPath(self._short, self._engine, self._tags, self._size, lambda: this._timeout)
+        fast_path = FastPath(self._native, self._engine, self._tags, self._size, lambda: this._timeout)
         self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
         self.fast_message = fast_path.message  # type: ignore[method-assign]
 
@@ -166,7 +166,7 @@ class ProcessGroupMPI(ProcessGroup):
         data = staged.stand_ins[0] if writes else dense(tensor).cpu()
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
         kind = _KINDS["all_reduce" if root is None else "reduce"]
-        if self._short.serves(kind, whole.nbytes, arithmetic.item):
+        if self._native.serves(kind, whole.nbytes, arithmetic.item):
             return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
@@ -241,7 +241,7 @@ class ProcessGroupMPI(ProcessGroup):
         staged = dense_outputs([] if self._rank == opts.rootRank else [tensor])
         data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
         whole = part_of(data)
-        if self._short.serves(_KINDS["broadcast"], whole.nbytes, 1):
+        if self._native.serves(_KINDS["broadcast"], whole.nbytes, 1):
             return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
@@ -276,7 +276,7 @@ class ProcessGroupMPI(ProcessGroup):
             place = Part(whole.address + self._rank * own.nbytes, own.nbytes)
             copy_own(target, place, source, own)
             own = place
-        if self._short.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
+        if self._native.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
             return self._dispatcher.by_core(
                 operation,
                 opts.asyncOp,
@@ -430,7 +430,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
-        self._engine.leave(GroupAbortedError(f"{self.where()} {left_to_parent('the group')}"))
+        self._engine.leave(GroupAbortedError(f"{self.where()} {belongs_to_parent('the group')}"))
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

@@ -73,7 +73,7 @@ class Library:
         mpi: the module ``mpi4py.MPI``.
         any_thread: whether every thread may call MPI; else only the one that started it.
         concurrent: whether threads may call MPI at the same time (``MPI_THREAD_MULTIPLE``).
-        crowded: whether this machine has more ranks than cores, so that waiting ranks must leave them soon.
+        oversubscribed: whether this machine has more ranks than cores; waiting ranks yield soon then.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -86,7 +86,7 @@ class Library:
             mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
             mpi.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
         }.get(level, "MPI_THREAD_MULTIPLE")
-        self.crowded = self.local_size > (os.cpu_count() or 1)
+        self.oversubscribed = self.local_size > (os.cpu_count() or 1)
         self._shared_lock = threading.RLock()
 
     @functools.cached_property

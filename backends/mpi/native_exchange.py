@@ -1,4 +1,4 @@
-"""The short way: collectives of small and middling tensors, issued and finished by the C++ core.
+"""Collectives of small and middling tensors, issued and finished by the C++ core.
 
 The core sends every rank's messages to each other one and reduces what comes with the package's kernels
 (``backends/native/mpi``). It calls the MPI library that mpi4py has loaded, by address: what MPI takes from
@@ -22,7 +22,7 @@ from collectives.backends.mpi.library import Library
 from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 
-__all__ = ["MOST_RANKS", "ShortWay"]
+__all__ = ["MOST_RANKS", "NativeExchange"]
 
 MOST_RANKS = 16
 """Up to here every rank sends small tensors to each other one; beyond, MPI's own collectives do."""
@@ -34,18 +34,18 @@ _WHOLE_BYTES = 256 << 10
 """The largest tensor that is broadcast, or gathered by all, by messages from each rank to each other."""
 
 _LOCAL_BYTES = 8 << 20
-"""The most that a synchronous call takes the short way with, all its tensors on this rank together."""
+"""The most bytes for the fast path, all tensors of a call on this rank together."""
 
 _SPINS = 2000
 """Tests in a row."""
 
-_SPINS_IN_A_CROWD = 20
+_SPINS_OVERSUBSCRIBED = 20
 
 for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
 
 
-class ShortWay:
+class NativeExchange:
     """Collectives of one group on a communicator, by messages that the core sends.
 
     Attributes:
@@ -97,7 +97,7 @@ class ShortWay:
             operations,
             exchanges,
             (_AT_ONCE_BYTES, _WHOLE_BYTES, MOST_RANKS, CHUNK_BYTES, _LOCAL_BYTES),
-            _SPINS_IN_A_CROWD if library.crowded else _SPINS,
+            _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
         self.fast_collective = exchange.plain if library.concurrent else _never

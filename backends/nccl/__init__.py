@@ -1,9 +1,7 @@
 """Process groups over NVIDIA's NCCL, for CUDA tensors.
 
-From the bottom: ``library`` is NCCL as its providers give it, ``device`` streams and events,
-``communicators`` makes what NCCL communicates over, ``steps`` says what an operation does on its stream,
-``launching`` puts it there, ``watchdog`` and ``failures`` end it where it does not end itself, and ``group``
-is the process group.
+Inside: the process group, its Work and options, how operations become calls on streams, communicators, and
+failures; in ``library`` how NCCL is found and called, in ``device`` streams and events. Not here: the CPU.
 """
 
 from __future__ import annotations

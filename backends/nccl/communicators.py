@@ -276,15 +276,15 @@ class Communicators:
         def identifiers() -> bytes:
             return b"".join(self._library.unique_id() for _ in range(count))
 
-        turn = next(self._counters.setdefault(key, itertools.count()))
-        brought = self._rendezvous.broadcast(f"{key}/{turn}", ranks, what, limit, identifiers)
-        width = len(brought) // count
+        number = next(self._counters.setdefault(key, itertools.count()))
+        value = self._rendezvous.broadcast(f"{key}/{number}", ranks, what, limit, identifiers)
+        width = len(value) // count
         own = ranks.index(self._rank)
         made = []
         try:
             with device.activate():
                 for shift in range(count):
-                    identifier = brought[shift * width : (shift + 1) * width]
+                    identifier = value[shift * width : (shift + 1) * width]
                     place = (own - shift) % size
                     made.append(self._keep(self._library.init(identifier, size, place, self._options.config)))
         except (NcclError, ValueError) as error:

@@ -155,7 +155,7 @@ class Failures:
         self._break(blamed(what, rank, how), "", pending, found)
 
     def _ranks_elsewhere(self) -> str:
-        """Returns what each of the other ranks waits in, as far as they told."""
+        """Returns what each of the other ranks waits in, as far as they published it."""
         lines = []
         for rank in range(self._size):
             if rank == self._rank:

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself.
+"""Messages of a rank to itself, in the order of streams.
 
 NCCL lets a send to the own rank wait for its receive on the same stream, for ever where that is a later call.
 Here such a message is a copy of the tensor, which the receive copies on.

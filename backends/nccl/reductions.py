@@ -1,4 +1,4 @@
-"""What NCCL can reduce, and how it is told to.
+"""What NCCL can reduce, and the codes for it.
 
 NCCL computes with the types of :data:`~collectives.backends.nccl.library.codes.DATA_TYPES`. Beyond those, a
 complex number is two real ones for SUM, AVG and PREMUL_SUM, and a bool is a byte of 0 or 1, of which the

@@ -21,7 +21,7 @@ import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
 from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
-from collectives.backends.round_robin.work import BarrierWork, LaneWork, tell_lane
+from collectives.backends.round_robin.work import BarrierWork, LaneWork, name_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
 from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
@@ -95,7 +95,7 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
         for group in groups:
             group.abort()
         if isinstance(error, DistError):
-            tell_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
+            name_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
         raise
 
 
@@ -169,8 +169,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         self._capabilities = _of_lanes(parts)
         # A lane that takes more than the composition would do so on the fast path.
         self._fast_path = all(part == self._capabilities for part in parts)
-        # Where no lane tells of different calls, a barrier need not find them before it takes all lanes.
-        self._tells = any(lane.detects_mismatch for lane in self._lanes)
+        # Where no lane detects mismatches, a barrier need not wait for that before it takes all lanes.
+        self._detects_mismatch = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
         self._cause: BaseException | None = None
         for group in groups:
@@ -279,8 +279,8 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             raise GroupAbortedError(text) from cause
 
     def _failed(self, lane: int, error: DistError) -> None:
-        """Takes note of an error of a lane."""
-        tell_lane(error, lane, self.describe())
+        """Handles an error of a lane."""
+        name_lane(error, lane, self.describe())
         if isinstance(error, _BREAKING):
             self._break(error)
 
@@ -320,7 +320,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             own = BarrierOptions(left, asynchronous, opts.device_ids, opts.device)
             return self._on(lane, lambda group: group._barrier(own))
 
-        if not self._tells:
+        if not self._detects_mismatch:
             return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
         work = barrier(first, opts.asyncOp)
         if opts.asyncOp:

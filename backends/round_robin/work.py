@@ -1,4 +1,4 @@
-"""Works of a composition: that of one lane, that of a barrier over all; and errors that tell the lane."""
+"""Works of a composition, of one lane and of a barrier over all, and errors that name their lane."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.futures import Future
 from collectives.core.work import CoalescedWork, Work, chain
 from collectives.errors import CollectiveMismatchError, DistError
 
-__all__ = ["BarrierWork", "LaneWork", "tell_lane"]
+__all__ = ["BarrierWork", "LaneWork", "name_lane"]
 
 _PARTS = re.compile(r"(\[rank \d+\] )?(.*)", re.DOTALL)
 """The rank in front of a message, where it is there, and the rest."""
 
 Failed = Callable[[DistError], None]
-"""Takes note of an error of a lane: names the lane in it, and breaks the composition where it must."""
+"""Handles an error of a lane: names the lane in it, and breaks the composition where it must."""
 
 
-def tell_lane(error: DistError, lane: int, composition: str) -> None:
+def name_lane(error: DistError, lane: int, composition: str) -> None:
     """Adds the lane to the message of an error, once, behind the rank; keeps its number as ``error.lane``.
 
     Args:
@@ -39,7 +39,7 @@ def tell_lane(error: DistError, lane: int, composition: str) -> None:
 
 
 class LaneWork(Work):
-    """The Work of a lane; the composition hears of its error.
+    """The Work of a lane, whose error the composition handles.
 
     Args:
         inner: the lane's Work.
@@ -103,7 +103,7 @@ class LaneWork(Work):
 class BarrierWork(Work):
     """A barrier that begins on one lane, and covers the others when all ranks have called it there.
 
-    A rank that calls something else does so on that first lane, where both hear of it. The others are still
+    A rank that calls something else does so on that first lane, where both get an error. The others are still
     in step then. But a collective that is issued meanwhile comes behind the barrier on its own lane, which
     the barrier must have reached before that: :meth:`cover`.
 

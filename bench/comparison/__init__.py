@@ -1,7 +1,7 @@
-"""Peers side by side at operations, sizes and numbers of ranks.
+"""Collective operations timed on several peers side by side: backends, torch's, plain mpi4py.
 
-Inside: the plan of a run, the side that every rank plays, the peers. The programs are
-:mod:`collectives.bench.allreduce` and :mod:`collectives.bench.every_operation`.
+Inside: options, the parent's and the ranks' side of a measurement, peers, records, tables, plots, goals. Not
+here: the programs (:mod:`collectives.bench.allreduce`, :mod:`collectives.bench.every_operation`).
 """
 
 from __future__ import annotations

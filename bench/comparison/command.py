@@ -1,9 +1,4 @@
-"""A comparison of peers at operations, sizes and numbers of ranks; what the programs of it share.
-
-Calls go through the public functions of ``collectives``. For every call the ranks leave a barrier of the
-bench's own together, each takes its duration with its own clock, and the slowest rank's counts. Peers take
-turns at each size.
-"""
+"""The command line of a comparison: its options, and what it prints, writes and draws."""
 
 from __future__ import annotations
 
@@ -23,8 +18,8 @@ from collectives.bench.comparison.table import brief_line, report_lines
 from collectives.bench.core.arguments import (
     add_iterations,
     add_json,
-    add_team,
-    at_least,
+    add_machines,
+    add_rank_options,
     check_plot,
     failing_as_command,
     parse_counts,
@@ -45,15 +40,14 @@ __all__ = ["READING", "add_arguments", "run"]
 
 READING = """\
 - *cold* calls rotate through buffers that were all rewritten since they were last used, as gradients are;
-- *hot* calls reuse one buffer as it is, as many benchmarks do, with flattering figures for small and middle
-  sizes;
+- *hot* calls reuse one buffer, as many benchmarks do, which flatters small and middle sizes;
 - *loop* is the time of one call in a row of many without a barrier, for small sizes.
 
 Columns and bandwidths are those of nccl-tests: size is that of the whole array, algbw = size / time,
 busbw = algbw * 2(n-1)/n of an all-reduce, algbw * (n-1)/n where the array consists of a part for each
 rank, in 1e9 bytes a second. ``#wrong`` counts elements over all calls and ranks that differ from a formula of
-rank. With ``--limit`` the last column is the part of the in-place memory limit that the first peer reaches:
-the time of ``tensor.add_(0)`` over an array of the size on all ranks at once, over the peer's.
+rank. ``--limit`` measures ``tensor.add_(0)`` on all ranks at once. The limit is not a peer; its column shows
+the share of memory bandwidth that the first peer reaches: the limit's time over the peer's.
 
 Goals, each ``--goal``:
 PEER[.KIND] <= PEER[.KIND] [/ FACTOR | * FACTOR] [+ X us] [@ SIZES] [; ops NAME,...] [; ranks N,...]
@@ -131,20 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         action="store_true",
         help="measure the memory limit too: tensor.add_(0) on all ranks at the same time",
     )
-    add_team(parser)
-    parser.add_argument(
-        "--machines",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
-        "administrator (default: none)",
-    )
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
-    )
+    add_rank_options(parser)
+    add_machines(parser)
     parser.add_argument(
         "--goal",
         dest="goals",

@@ -66,7 +66,7 @@ class Goal:
     def is_for(self, record: Record) -> bool:
         """Returns whether the goal says something of a record's point."""
         return (
-            (not self.operations or record.question in self.operations)
+            (not self.operations or record.compared_at in self.operations)
             and (not self.ranks or record.ranks in self.ranks)
             and (not self.sizes or any(low <= record.size_bytes <= high for low, high in self.sizes))
         )
@@ -112,7 +112,7 @@ def parse_goal(text: str) -> Goal:
     factor = float(match["factor"] or 1)
     if factor == 0:
         raise ValueError(f"{text!r} has a factor of 0")
-    words = dict(_words(text, match["rest"] or ""))
+    clauses = dict(_clauses(text, match["rest"] or ""))
     return Goal(
         text.strip(),
         match["peer"],
@@ -122,12 +122,12 @@ def parse_goal(text: str) -> Goal:
         1 / factor if match["sign"] == "/" else factor,
         float(match["extra"] or 0),
         tuple(_range(part) for part in (match["sizes"] or "").split(",") if part.strip()),
-        _names(text, words.get("ops", "")),
-        tuple(int(number) for number in words.get("ranks", "").split(",") if number),
+        _names(text, clauses.get("ops", "")),
+        tuple(int(number) for number in clauses.get("ranks", "").split(",") if number),
     )
 
 
-def _words(text: str, rest: str) -> Iterator[tuple[str, str]]:
+def _clauses(text: str, rest: str) -> Iterator[tuple[str, str]]:
     for clause in rest.split(";")[1:]:
         name, _, value = clause.strip().partition(" ")
         if name not in {"ops", "ranks"} or not value.strip():
@@ -153,14 +153,14 @@ def _names(text: str, value: str) -> tuple[str, ...]:
 def check(goal: Goal, records: Sequence[Record]) -> list[Check]:
     """Returns the goal at every point where both peers were measured."""
     others = {
-        (record.question, record.ranks, record.size_bytes): record.timing(goal.other_kind)
+        (record.compared_at, record.ranks, record.size_bytes): record.timing(goal.other_kind)
         for record in records
         if record.peer == goal.other
     }
     checks = []
     for record in records:
         mine = record.timing(goal.kind)
-        theirs = others.get((record.question, record.ranks, record.size_bytes))
+        theirs = others.get((record.compared_at, record.ranks, record.size_bytes))
         if record.peer == goal.peer and goal.is_for(record) and mine is not None and theirs is not None:
             checks.append(Check(record, mine.median_us, theirs.median_us * goal.factor + goal.extra_us))
     return checks
@@ -179,7 +179,7 @@ def goal_lines(goals: Sequence[Goal], records: Sequence[Record]) -> tuple[list[s
         for each in missed:
             record = each.record
             lines.append(
-                f"#   {record.question}, {record.ranks} ranks, {format_bytes(record.size_bytes)}: "
+                f"#   {record.compared_at}, {record.ranks} ranks, {format_bytes(record.size_bytes)}: "
                 f"{each.time_us:.4g} us, allowed {each.allowed_us:.4g} us "
                 f"({each.time_us / each.allowed_us:.3g}x)"
             )

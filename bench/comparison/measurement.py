@@ -1,24 +1,21 @@
-"""The parent's side of a comparison: which peers run here, batches within a time budget, results."""
+"""The parent's side of a comparison: starts ranks, has them time batches of calls, collects the results."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from collectives.backends.nccl.library import loading
-from collectives.bench.comparison import mpi4py_peer, torch_peer
+from collectives.bench.comparison import mpi4py_peer
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
 from collectives.bench.comparison.operations import ADD, OPERATIONS, ROOT, rounded_count
-from collectives.bench.comparison.options import Options, is_own_backend
-from collectives.bench.comparison.peers import split_name
+from collectives.bench.comparison.options import Options, available_backends
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.comparison.worker import LIMIT, Batch, BatchResult, Ready, Workload, run_worker
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import describe_machine
@@ -26,9 +23,8 @@ from collectives.bench.core.namespaces import Machines
 from collectives.bench.core.records import Skipped, Timing
 from collectives.ranks.mpirun import needs_mpirun, start_ranks, start_under_mpirun
 from collectives.ranks.processes import RankProcesses
-from collectives.registry.backends import backend_names, backend_spec, why_unavailable
 
-__all__ = ["MAX_CALLS", "MIN_CALLS", "ROUNDS", "Point", "available_backends", "measure", "points_of"]
+__all__ = ["MAX_CALLS", "MIN_CALLS", "ROUNDS", "Point", "measure", "points_of"]
 
 ROUNDS = 10
 """Batches of each peer at each size."""
@@ -53,40 +49,6 @@ LOOP_MAX_CALLS = 500
 
 Progress = Callable[[str], object]
 Found = Callable[[Sequence[Record]], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How often and how long.
-
-    Attributes:
-        sizes: sizes of the arrays in bytes, ascending.
-        calls: cold and hot calls of each peer at each size; ``None`` lets the budget decide.
-        warmup: calls of each kind before those that count, at least 2; checked, but not timed. ``None`` lets
-            the budget decide.
-        budget_s: seconds that the sweep over all operations, sizes and peers should take; the least number of
-            calls is made even if it takes longer.
-    """
-
-    sizes: tuple[int, ...]
-    calls: int | None
-    warmup: int | None
-    budget_s: float
-
-
-@dataclass(slots=True)
-class Findings:
-    """What came of a sweep.
-
-    Attributes:
-        records: by operation, then by size, then by peer.
-        skipped: peers that could not be measured.
-        versions: of the software behind peers, by peer.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +110,8 @@ def _left_early(results: Sequence[BatchResult]) -> int:
 
 def measure(
     options: Options,
-    progress: Callable[[str], object] | None = None,
-    found: Callable[[Sequence[Record]], object] | None = None,
+    progress: Progress | None = None,
+    found: Found | None = None,
     program: str = "allreduce",
 ) -> Report:
     """Runs the measurement and returns its report; peers that cannot run here are in it as skipped.
@@ -169,159 +131,78 @@ def measure(
         if options.machines > 1 and (name == MPI4PY or needs_mpirun(name)):
             backends.remove(name)
             skipped.append(Skipped(name, "mpirun would start its ranks on one machine only", ""))
-    versions: dict[str, str] = {}
     described = DEVICES[options.device].describe(options.ranks)
-    environment = {**describe_machine(), **described, "peers": versions}
+    environment = {**describe_machine(), **described, "peers": {}}
     report = Report(program, environment, asdict(options), skipped=skipped)
-    schedule = Schedule(options.sizes, options.calls, options.warmup, options.budget_s)
     if backends or options.limit:
         for ranks in options.ranks:
-            findings = sweep(ranks, options.workload(backends, ranks), schedule, progress, found)
-            report.records += findings.records
-            report.skipped += findings.skipped
-            versions |= findings.versions
+            with ExitStack() as stack:
+                workload = options.workload(backends, ranks)
+                started = _start(stack, ranks, workload)
+                _measure_points(report, started, workload, options, progress or _ignore, found or _ignore)
     return report
 
 
-def available_backends(
-    names: Sequence[str] | None, device: str = "cpu", provider: str | None = None
-) -> tuple[list[str], list[Skipped]]:
-    """Returns the backends that this machine can run, and the others with reasons.
-
-    Args:
-        names: backends and other peers to look at, in order; ``None`` for all backends, and plain mpi4py or
-            torch's NCCL.
-        device: type of the tensors' device, which must be there.
-        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
-
-    Raises:
-        ValueError: a name is not known.
-    """
-    if names is None:
-        first, other = {"cpu": ("host", MPI4PY), "cuda": ("nccl", torch_peer.NCCL)}[device]
-        names = [*sorted(backend_names(), key=lambda name: (name != first, name)), other]
-    available: list[str] = []
-    skipped: list[Skipped] = []
-    for name in dict.fromkeys(names):
-        peer = _full_name(name) if is_own_backend(name) else name
-        reason, install = _why_not_here(peer, device, provider)
-        if reason is None:
-            available.append(peer)
-        else:
-            skipped.append(Skipped(peer, reason, install))
-    return available, skipped
+def _ignore(_: object) -> None:
+    pass
 
 
-def _full_name(name: str) -> str:
-    backend, algorithm = split_name(name)
-    spelled = backend_spec(backend).name
-    return spelled if algorithm is None else f"{spelled}:{algorithm}"
-
-
-def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | None, str]:
-    """Returns why a peer cannot be measured, ``None`` where it can, and the command that would add it."""
-    if name.startswith(torch_peer.PREFIX):
-        return torch_peer.why_unavailable(name, device), ""
-    here = "the CPU" if device == "cpu" else device
-    if name == MPI4PY:
-        if device != "cpu":
-            return f"serves tensors on cpu, and this measures tensors on {here}", ""
-        return mpi4py_peer.why_unavailable(), mpi4py_peer.INSTALL
-    backend, algorithm = split_name(name)
-    spec = backend_spec(backend)
-    chosen = spec.name == "nccl" and provider is not None
-    reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
-    if reason is None and device not in spec.devices:
-        reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
-    if reason is None and algorithm is not None and device != "cpu":
-        reason = f"reduces tensors on the CPU, and this measures tensors on {here}"
-    if reason is None and needs_mpirun(name):
-        reason = mpi4py_peer.why_unavailable()
-    return reason, spec.install
-
-
-def sweep(
-    ranks: int,
-    workload: Workload,
-    schedule: Schedule,
-    progress: Progress | None = None,
-    found: Found | None = None,
-) -> Findings:
-    """Measures all peers at all operations and sizes with so many ranks.
-
-    Args:
-        ranks: number of ranks.
-        workload: what is measured, and the peers.
-        schedule: sizes and numbers of calls.
-        progress: called with a short line before each size.
-        found: called with the records of each size of an operation when they are there.
-
-    Raises:
-        RankFailedError: a rank failed.
-        NamespacesUnavailableError: there can be no network namespaces here.
-    """
+def _start(stack: ExitStack, ranks: int, workload: Workload) -> list[RankProcesses]:
+    """Returns the ranks that measure, those of plain mpi4py last; the stack ends them."""
     own = replace(workload, backends=tuple(name for name in workload.backends if name != MPI4PY))
-    with ExitStack() as stack:
-        if own.machines > 1:
-            machines = stack.enter_context(Machines(own.machines, own.link))
-            places = tuple(machines.namespace(rank * own.machines // ranks) for rank in range(ranks))
-            own = replace(own, host=machines.host, namespaces=places)
-        store = parent_store(own.host)
-        stack.callback(store.close)
-        started: list[RankProcesses] = []
-        if own.backends or own.limit:
-            args = (ranks, own, _barrier_memory(stack, ranks), store.port)
-            started.append(stack.enter_context(start_ranks(own.backends, ranks, run_worker, args)))
-        if MPI4PY in workload.backends:
-            other = replace(workload, backends=(MPI4PY,), limit=False)
-            body, memory = mpi4py_peer.run_worker, _barrier_memory(stack, ranks)
-            started.append(stack.enter_context(start_under_mpirun(ranks, body, (ranks, other, memory))))
-        return _conduct(started, workload, schedule, progress, found)
+    if own.machines > 1:
+        machines = stack.enter_context(Machines(own.machines, own.link))
+        own = replace(own, host=machines.host, namespaces=machines.namespaces_of(ranks))
+    store = parent_store(own.host)
+    stack.callback(store.close)
+    started: list[RankProcesses] = []
+    if own.backends or own.limit:
+        args = (ranks, own, stack.enter_context(barrier_memory(ranks)), store.port)
+        started.append(stack.enter_context(start_ranks(own.backends, ranks, run_worker, args)))
+    if MPI4PY in workload.backends:
+        other = replace(workload, backends=(MPI4PY,), limit=False)
+        body, memory = mpi4py_peer.run_worker, stack.enter_context(barrier_memory(ranks))
+        started.append(stack.enter_context(start_under_mpirun(ranks, body, (ranks, other, memory))))
+    return started
 
 
-def _barrier_memory(stack: ExitStack, ranks: int) -> str:
-    descriptor, path = create_barrier_memory(ranks)
-    stack.callback(os.close, descriptor)
-    return path
-
-
-def _conduct(
+def _measure_points(
+    report: Report,
     started: Sequence[RankProcesses],
     workload: Workload,
-    schedule: Schedule,
-    progress: Progress | None,
-    found: Found | None,
-) -> Findings:
+    options: Options,
+    progress: Progress,
+    found: Found,
+) -> None:
+    """Measures all peers at all operations and sizes, and adds what it finds to the report."""
     answers: list[Ready] = [processes.gather()[0] for processes in started]
     ranks = started[0].size
     refused = {what: why for ready in answers for what, why in ready.refused.items()}
-    findings = Findings(skipped=_skipped(refused, workload.operations, ranks))
+    report.skipped += _skipped(refused, workload.operations, ranks)
     for ready in answers:
-        findings.versions |= ready.versions
+        report.environment["peers"].update(ready.versions)
     measuring = {name: started[-1 if name == MPI4PY else 0] for name in workload.backends}
     if workload.limit:
         measuring[LIMIT] = started[0]
     item_bytes = getattr(torch, workload.dtype).itemsize
     points = [
-        point for name in workload.operations for point in points_of(name, schedule.sizes, item_bytes, ranks)
+        point for name in workload.operations for point in points_of(name, options.sizes, item_bytes, ranks)
     ]
-    end = time.monotonic() + schedule.budget_s
+    end = time.monotonic() + options.budget_s
     for i, point in enumerate(points):
-        if progress is not None:
-            what = f"{point.operation}, {ranks} ranks, {point.size_bytes} B"
-            progress(f"{what} ({i + 1} of {len(points)} measurements)")
+        what = f"{point.operation}, {ranks} ranks, {point.size_bytes} B"
+        progress(f"{what} ({i + 1} of {len(points)} measurements)")
         peers = [
             _Peer(name, processes, point)
             for name, processes in measuring.items()
             if (name, point.operation) not in refused and not (name == LIMIT and point.operation == "barrier")
         ]
         left_s = max(0.0, end - time.monotonic()) / (len(points) - i)
-        _measure(peers, schedule, left_s)
+        _measure(peers, options, left_s)
         records = [_record(ranks, workload, peer) for peer in peers]
-        findings.records += records
-        if found is not None and records:
+        report.records += records
+        if records:
             found(records)
-    return findings
 
 
 def _skipped(refused: Mapping[tuple[str, str], str], operations: Sequence[str], ranks: int) -> list[Skipped]:
@@ -346,39 +227,39 @@ def points_of(name: str, sizes: Sequence[int], item_bytes: int, ranks: int) -> l
     return [Point(name, count, count * item_bytes) for count in counts]
 
 
-def _measure(peers: Sequence[_Peer], schedule: Schedule, budget_s: float) -> None:
+def _measure(peers: Sequence[_Peer], options: Options, budget_s: float) -> None:
     """Measures peers at one point, batch by batch; each round begins with another peer.
 
     Where a noisy machine makes the plan too long, later rounds are left out.
     """
     end = time.monotonic() + budget_s
     for peer in peers:
-        _prepare(peer, schedule, budget_s / len(peers))
+        _prepare(peer, options, budget_s / len(peers))
     for this in range(ROUNDS if peers else 0):
         first = this % len(peers)
         for peer in [*peers[first:], *peers[:first]]:
             calls = peer.calls * (this + 1) // ROUNDS - peer.calls * this // ROUNDS
             if calls or peer.loop_calls:
                 peer.run(calls, peer.loop_calls)
-        enough = schedule.calls is None and all(len(peer.cold[0]) >= MIN_CALLS for peer in peers)
+        enough = options.calls is None and all(len(peer.cold[0]) >= MIN_CALLS for peer in peers)
         if enough and time.monotonic() > end:
             break
 
 
-def _prepare(peer: _Peer, schedule: Schedule, budget_s: float) -> None:
+def _prepare(peer: _Peer, options: Options, budget_s: float) -> None:
     """Warms a peer up, and decides how often it is called."""
     peer.run(1, timed=False)
     begin = time.monotonic()
     peer.run(1, timed=False)
     both_s = time.monotonic() - begin  # a cold and a hot call, with all that is done around them
-    warmup = schedule.warmup
+    warmup = options.warmup
     if warmup is None:
         warmup = min(WARMUP, int(WARMUP_SHARE * budget_s / both_s))
     if warmup > 2:
         begin = time.monotonic()
         peer.run(warmup - 2, timed=False)
         both_s = (time.monotonic() - begin) / (warmup - 2)
-    peer.calls = schedule.calls or max(MIN_CALLS, min(MAX_CALLS, int((1 - WARMUP_SHARE) * budget_s / both_s)))
+    peer.calls = options.calls or max(MIN_CALLS, min(MAX_CALLS, int((1 - WARMUP_SHARE) * budget_s / both_s)))
     if peer.point.size_bytes <= LOOP_MAX_BYTES:
         peer.loop_calls = LOOP_MIN_CALLS
         # In a short loop the wait for ranks that start late weighs much, so its length is found in two steps.

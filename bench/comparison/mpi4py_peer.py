@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from collectives.bench.comparison.operations import OPERATIONS, ROOT, Operation
 from collectives.bench.comparison.peers import Bind, ping_pong
 from collectives.bench.comparison.worker import Ready, Workload, serve
-from collectives.bench.core.machine import bind_to_core
+from collectives.bench.core.machine import bind_to_core, mpi_version
 from collectives.ranks.mpirun import find_mpirun, mpirun_environment
 
 __all__ = ["INSTALL", "MPI4PY", "run_worker", "why_unavailable"]
@@ -75,16 +74,8 @@ def run_worker(rank: int, connection: Connection, ranks: int, workload: Workload
         if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
     }
     peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
-    ready = Ready(refused, {MPI4PY: _version(mpi4py.__version__, MPI.Get_library_version())})
+    ready = Ready(refused, {MPI4PY: mpi_version()})
     serve(connection, rank, ranks, workload, memory, peers, ready)
-
-
-def _version(mpi4py: str, library: str) -> str:
-    """Returns ``"mpi4py 4.1.2, Open MPI 5.0.11"`` of what an MPI says of itself at length."""
-    words = " ".join(library.split(",", maxsplit=1)[0].replace("\0", "").split())
-    mpich = re.match(r"MPICH Version: (\S+)", words)
-    library = f"MPICH {mpich[1]}" if mpich else re.sub(r" v(?=\d)", " ", words)[:60]
-    return f"mpi4py {mpi4py}, {library}"
 
 
 _OPERATIONS = {

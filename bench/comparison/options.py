@@ -1,4 +1,4 @@
-"""What a comparison measures, checked before any rank is started."""
+"""What a comparison measures, and which peers can run here; checked before any rank is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from collectives.backends.nccl.library import loading
-from collectives.bench.comparison import torch_peer
+from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.mpi4py_peer import MPI4PY
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
@@ -17,11 +17,13 @@ from collectives.bench.comparison.peers import split_name
 from collectives.bench.comparison.worker import Workload, memory_bytes
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import cores_of_ranks
-from collectives.bench.core.namespaces import burst_bytes
+from collectives.bench.core.namespaces import check_machines
+from collectives.bench.core.records import Skipped
 from collectives.bench.core.sizes import format_bytes, parse_sizes
-from collectives.registry.backends import backend_spec
+from collectives.ranks.mpirun import needs_mpirun
+from collectives.registry.backends import backend_names, backend_spec, why_unavailable
 
-__all__ = ["DTYPES", "Options", "is_own_backend"]
+__all__ = ["DTYPES", "Options", "available_backends"]
 
 DTYPES = tuple(
     sorted(
@@ -90,7 +92,7 @@ class Options:
         for module in self.imports:
             importlib.import_module(module)
         for name in self.backends or ():
-            if is_own_backend(name):
+            if _is_own_backend(name):
                 backend_spec(split_name(name)[0])
         for name in self.operations:
             if name not in OPERATIONS:
@@ -120,12 +122,7 @@ class Options:
 
     def _check_machines(self) -> None:
         for ranks in self.ranks:
-            if self.machines > 1 and ranks % self.machines:
-                raise ValueError(f"{ranks} ranks cannot be shared equally among {self.machines} machines")
-        if self.link is not None and self.machines == 1:
-            raise ValueError("a link joins machines; ask for 2 or more of them")
-        if self.link is not None:
-            burst_bytes(self.link)  # refuses what is no rate
+            check_machines(ranks, self.machines, self.link)
         if self.machines > 1 and self.device != "cpu":
             raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
 
@@ -166,6 +163,63 @@ class Options:
         )
 
 
-def is_own_backend(name: str) -> bool:
+def available_backends(
+    names: Sequence[str] | None, device: str = "cpu", provider: str | None = None
+) -> tuple[list[str], list[Skipped]]:
+    """Returns the backends that this machine can run, and the others with reasons.
+
+    Args:
+        names: backends and other peers to look at, in order; ``None`` for all backends, and plain mpi4py or
+            torch's NCCL.
+        device: type of the tensors' device, which must be there.
+        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+    if names is None:
+        first, other = {"cpu": ("host", MPI4PY), "cuda": ("nccl", torch_peer.NCCL)}[device]
+        names = [*sorted(backend_names(), key=lambda name: (name != first, name)), other]
+    available: list[str] = []
+    skipped: list[Skipped] = []
+    for name in dict.fromkeys(names):
+        peer = _full_name(name) if _is_own_backend(name) else name
+        reason, install = _why_not_here(peer, device, provider)
+        if reason is None:
+            available.append(peer)
+        else:
+            skipped.append(Skipped(peer, reason, install))
+    return available, skipped
+
+
+def _full_name(name: str) -> str:
+    backend, algorithm = split_name(name)
+    spelled = backend_spec(backend).name
+    return spelled if algorithm is None else f"{spelled}:{algorithm}"
+
+
+def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | None, str]:
+    """Returns why a peer cannot be measured, ``None`` where it can, and the command that would add it."""
+    if name.startswith(torch_peer.PREFIX):
+        return torch_peer.why_unavailable(name, device), ""
+    here = "the CPU" if device == "cpu" else device
+    if name == MPI4PY:
+        if device != "cpu":
+            return f"serves tensors on cpu, and this measures tensors on {here}", ""
+        return mpi4py_peer.why_unavailable(), mpi4py_peer.INSTALL
+    backend, algorithm = split_name(name)
+    spec = backend_spec(backend)
+    chosen = spec.name == "nccl" and provider is not None
+    reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
+    if reason is None and device not in spec.devices:
+        reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
+    if reason is None and algorithm is not None and device != "cpu":
+        reason = f"reduces tensors on the CPU, and this measures tensors on {here}"
+    if reason is None and needs_mpirun(name):
+        reason = mpi4py_peer.why_unavailable()
+    return reason, spec.install
+
+
+def _is_own_backend(name: str) -> bool:
     """Returns whether a peer's name is that of a backend of ours, or of an algorithm over it."""
     return name != MPI4PY and not name.startswith(torch_peer.PREFIX)

@@ -32,13 +32,13 @@ def plot(report: Report, path: Path, title: str = "") -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    operations = list(dict.fromkeys(record.question for record in report.records if record.size_bytes))
+    operations = list(dict.fromkeys(record.compared_at for record in report.records if record.size_bytes))
     figure = Figure(figsize=(13, 1 + 5.2 * len(operations)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle("\n".join([title or _title(report), _made_with(report)]), fontsize=11)
     for operation, axes in zip(operations, figure.subplots(len(operations), 2, squeeze=False), strict=True):
         _draw_operation(
-            axes[0], axes[1], [record for record in report.records if record.question == operation]
+            axes[0], axes[1], [record for record in report.records if record.compared_at == operation]
         )
         if len(operations) > 1:
             axes[0].set_title(operation)
@@ -66,10 +66,10 @@ def _draw_operation(time_axes: Any, rate_axes: Any, records: Sequence[Record]) -
 
 def _title(report: Report) -> str:
     first = report.records[0]
-    if any(record.question != first.question for record in report.records):
+    if any(record.compared_at != first.compared_at for record in report.records):
         return f"collectives of {first.dtype} tensors"
-    if first.question != "all_reduce":
-        return f"{first.question} of {first.dtype} tensors"
+    if first.compared_at != "all_reduce":
+        return f"{first.compared_at} of {first.dtype} tensors"
     place = "in place" if first.in_place else "out of place"
     return f"all_reduce of {first.dtype} tensors, {first.redop}, {place}"
 

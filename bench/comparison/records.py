@@ -36,8 +36,8 @@ class Record:
         loop: calls without a barrier between, of which many went into one measurement; ``None`` for larger
             sizes.
         root: the rank that is special; -1 where none is.
-        compared_as: the operation whose peers this one took turns with; the same as ``operation`` but for the
-            memory limit, and so where it is empty.
+        compared_as: the operation whose peers this is compared with, where that is not ``operation``: of the
+            memory limit.
         device: type of the device that the tensors were on.
     """
 
@@ -59,8 +59,8 @@ class Record:
     device: str = "cpu"
 
     @property
-    def question(self) -> str:
-        """The operation that this belongs to a comparison of."""
+    def compared_at(self) -> str:
+        """The operation whose peers this is compared with."""
         return self.compared_as or self.operation
 
     def timing(self, kind: str) -> Timing | None:

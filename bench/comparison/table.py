@@ -40,8 +40,8 @@ def report_lines(report: Report) -> Iterator[str]:
     versions: Mapping[str, str] = report.environment.get("peers", {})
     for ranks in sorted({record.ranks for record in report.records}):
         of_run = [record for record in report.records if record.ranks == ranks]
-        for operation in dict.fromkeys(record.question for record in of_run):
-            compared = [record for record in of_run if record.question == operation]
+        for operation in dict.fromkeys(record.compared_at for record in of_run):
+            compared = [record for record in of_run if record.compared_at == operation]
             for peer in dict.fromkeys(record.peer for record in compared):
                 yield ""
                 of_peer = [record for record in compared if record.peer == peer]
@@ -100,7 +100,7 @@ def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
     """
     peers = list(dict.fromkeys(record.peer for record in records))
     first = peers[0]
-    limits = [record.peer for record in records[: len(peers)] if record.operation != record.question]
+    limits = [record.peer for record in records[: len(peers)] if record.operation != record.compared_at]
     others = [peer for peer in peers[1:] if peer not in limits]
     times = {
         (record.size_bytes, record.peer): timing.median_us
@@ -114,8 +114,8 @@ def comparison_lines(records: Sequence[Record], kind: str) -> Iterator[str]:
     columns += [(name, "", max(12, len(name) + 2)) for name in (*peers, *ratios)]
     yield ""
     yield (
-        f"# {kind} time (us) of {records[0].question}, each peer with {number_of_ranks(records[0].ranks)}, "
-        f"then relative to {first}"
+        f"# {kind} time (us) of {records[0].compared_at}, each peer with "
+        f"{number_of_ranks(records[0].ranks)}, then relative to {first}"
     )
     rows = []
     for size in dict.fromkeys(record.size_bytes for record in records):
@@ -155,11 +155,11 @@ def brief_line(records: Sequence[Record]) -> str:
         times = f"{_time(record.cold.median_us)} / {_time(record.hot.median_us)}"
         if record is first:
             ratio = ""
-        elif record.operation == record.question:
+        elif record.operation == record.compared_at:
             ratio = f" ({_both(record, first, 'x')})"
         else:
             ratio = f" (reached {_both(record, first, '')})"
         wrong = f" {record.wrong_elements} WRONG" if record.wrong_elements else ""
         cells.append(f"{record.peer} {times}{ratio}{wrong}")
-    where = f"{first.question}, {number_of_ranks(first.ranks)}, {format_bytes(first.size_bytes)}"
+    where = f"{first.compared_at}, {number_of_ranks(first.ranks)}, {format_bytes(first.size_bytes)}"
     return f"{where.ljust(36)} us cold / hot: {'; '.join(cells)}"

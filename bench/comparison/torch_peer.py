@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as torch_dist
-from torch._C import _distributed_c10d as c10d
 
 from collectives.bench.comparison.operations import Operation
 from collectives.bench.comparison.peers import Bind, function_peer
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import LOCALHOST, TIMEOUT
+from collectives.bench.core.groups import TIMEOUT
 
-__all__ = ["NCCL", "PREFIX", "close", "initialize", "nccl_version", "open_peer", "why_not", "why_unavailable"]
+__all__ = ["NCCL", "PREFIX", "close", "nccl_version", "open_peer", "why_not", "why_unavailable"]
 
 PREFIX = "torch:"
 """What the names of such peers begin with."""
@@ -45,21 +42,6 @@ def nccl_version() -> str:
     return f"NCCL {'.'.join(map(str, version))} by way of torch {torch.__version__}"
 
 
-def initialize(rank: int, size: int, port: int, host: str = LOCALHOST) -> None:
-    """Makes torch's default group, which only makes others; called by all ranks.
-
-    Args:
-        rank: the rank that this process is.
-        size: number of ranks.
-        port: of the store that the parent serves.
-        host: where that store listens.
-    """
-    store = c10d.TCPStore(host, port, is_master=False, timeout=TIMEOUT)
-    torch_dist.init_process_group(
-        "gloo", store=c10d.PrefixStore("torch", store), rank=rank, world_size=size, timeout=TIMEOUT
-    )
-
-
 def open_peer(name: str, redop: str) -> Bind:
     """Returns a peer with a group of its own; called by all ranks.
 
@@ -67,7 +49,7 @@ def open_peer(name: str, redop: str) -> Bind:
         name: name of the peer.
         redop: name of the reduction of operations that reduce.
     """
-    group = torch_dist.new_group(backend=name.removeprefix(PREFIX), timeout=timedelta(seconds=60))
+    group = torch_dist.new_group(backend=name.removeprefix(PREFIX), timeout=TIMEOUT)
     op = getattr(torch_dist.ReduceOp, redop.upper())
     return function_peer(torch_dist, group, op)
 

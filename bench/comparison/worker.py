@@ -20,9 +20,9 @@ from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, 
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.groups import LOCALHOST, initialize
-from collectives.bench.core.machine import bind_to_core
-from collectives.bench.core.namespaces import INTERFACE, enter
+from collectives.bench.core.groups import LOCALHOST, initialize, initialize_torch
+from collectives.bench.core.machine import bind_to_core, mpi_version
+from collectives.bench.core.namespaces import enter_as_rank
 from collectives.ranks.processes import commands
 
 __all__ = [
@@ -373,9 +373,7 @@ def run_worker(
     DEVICES[workload.device].take(rank, size)
     if workload.provider is not None:
         os.environ[loading.PROVIDER_VARIABLE] = workload.provider
-    if workload.namespaces:
-        enter(workload.namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
+    enter_as_rank(workload.namespaces, rank)
     if workload.cores:
         bind_to_core(workload.cores[rank])
     for module in workload.imports:
@@ -384,7 +382,7 @@ def run_worker(
     if ours:
         initialize(rank, size, port, split_name(ours[0])[0], workload.host)
     if len(ours) < len(workload.backends):
-        torch_peer.initialize(rank, size, port, workload.host)
+        initialize_torch(rank, size, port, "gloo", workload.host)  # it only makes others
     peers, ready = _peers(workload)
     serve(connection, rank, size, workload, memory, peers, ready)
     if ours:
@@ -443,8 +441,8 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
             group = collectives.new_group(backend=backend)
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
-            if backend == "nccl":
-                versions[name] = loading.describe()
+            if backend in {"nccl", "mpi"}:
+                versions[name] = loading.describe() if backend == "nccl" else mpi_version()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():

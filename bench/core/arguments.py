@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.sizes import parse_sizes
@@ -19,12 +20,14 @@ from collectives.cli.mpi_job import usual_ranks
 __all__ = [
     "add_iterations",
     "add_json",
+    "add_machines",
+    "add_rank_options",
     "add_ranks",
-    "add_team",
     "at_least",
     "check_plot",
     "conclude",
     "failing_as_command",
+    "options_from",
     "parse_counts",
     "parse_names",
     "parse_sizes_argument",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 # ---- converters ----------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def add_iterations(parser: argparse.ArgumentParser, what: str, warmup: int | Non
     )
 
 
-def add_team(parser: argparse.ArgumentParser) -> None:
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--import`` and ``--bind``, which hold for all ranks."""
     parser.add_argument(
         "--import",
@@ -130,9 +134,42 @@ def add_team(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--machines`` and ``--link``."""
+    parser.add_argument(
+        "--machines",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="network namespaces that play machines, with equal shares of the ranks; needs the rights of an "
+        "administrator (default: none)",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+
+
+def options_from(kind: type[_T], arguments: argparse.Namespace, **renamed: str) -> _T:
+    """Returns a program's options from its arguments.
+
+    Args:
+        kind: a dataclass.
+        arguments: the arguments.
+        renamed: names of those that have another name than the field.
+
+    Raises:
+        CommandError: they do not fit together.
+    """
+    names = (field.name for field in dataclasses.fields(cast("Any", kind)))
+    with failing_as_command(ValueError):
+        return kind(**{name: getattr(arguments, renamed.get(name, name)) for name in names})
 
 
 # ---- running -------------------------------------------------------------------------------------------

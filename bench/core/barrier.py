@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["SpinBarrier", "create_barrier_memory"]
+__all__ = ["SpinBarrier", "barrier_memory"]
 
 LINE_BYTES = 128
 """Distance of the ranks' cells: two cache lines, because processors fetch lines in pairs."""
 
 SPINS_BEFORE_YIELD = 100
-"""Turns of the waiting loop, about 5 us, before the processor is offered to others: the rank that is waited
+"""Reads of the waiting loop, about 5 us, before the processor is offered to others: the rank that is waited
 for may need it."""
 
 
-def create_barrier_memory(size: int) -> tuple[int, str]:
-    """Returns the descriptor and the path of fresh shared memory for :class:`SpinBarrier`.
+@contextmanager
+def barrier_memory(size: int) -> Iterator[str]:
+    """Context with the path of fresh shared memory for :class:`SpinBarrier`.
 
-    The path is good for processes of the same user while the caller lives and keeps the descriptor open.
-    Nothing is left in a file system.
+    Processes of the same user can open it meanwhile. Nothing is left in a file system.
 
     Args:
         size: number of ranks.
     """
     descriptor = os.memfd_create("collectives-bench", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size * LINE_BYTES)
-    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+    try:
+        os.ftruncate(descriptor, size * LINE_BYTES)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 class SpinBarrier:
@@ -38,7 +43,7 @@ class SpinBarrier:
     own barrier would let them go, and the same for all peers.
 
     Args:
-        path: as :func:`create_barrier_memory` returned it.
+        path: of :func:`barrier_memory`.
         rank: the rank that this process is.
         size: number of ranks.
     """

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch.distributed as torch_dist
+from torch._C import _distributed_c10d as c10d
+
 import collectives
 from collectives.store import TCPStore
 
-__all__ = ["LOCALHOST", "TIMEOUT", "initialize", "parent_store"]
+__all__ = ["LOCALHOST", "TIMEOUT", "initialize", "initialize_torch", "parent_store"]
 
 LOCALHOST = "127.0.0.1"
 
@@ -36,3 +39,9 @@ def initialize(rank: int, size: int, port: int, backend: str, host: str = LOCALH
     """
     store = TCPStore(host, port, is_master=False, timeout=TIMEOUT)
     collectives.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def initialize_torch(rank: int, size: int, port: int, backend: str, host: str = LOCALHOST) -> None:
+    """Makes the default group of ``torch.distributed``; arguments as of :func:`initialize`."""
+    store = c10d.PrefixStore("torch", c10d.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
+    torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "cores_of_ranks",
     "describe_machine",
     "memory_available_bytes",
+    "mpi_version",
     "usable_cores",
     "version_of",
 ]
@@ -58,6 +60,17 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def mpi_version() -> str:
+    """Returns the versions of mpi4py and of the MPI that it uses: ``"mpi4py 4.1.2, Open MPI 5.0.11"``."""
+    import mpi4py
+    from mpi4py import MPI
+
+    said = " ".join(MPI.Get_library_version().split(",", maxsplit=1)[0].replace("\0", "").split())
+    mpich = re.match(r"MPICH Version: (\S+)", said)
+    library = f"MPICH {mpich[1]}" if mpich else re.sub(r" v(?=\d)", " ", said)[:60]
+    return f"mpi4py {mpi4py.__version__}, {library}"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["INTERFACE", "Machines", "NamespacesUnavailableError", "burst_bytes", "bytes_a_second", "enter"]
+__all__ = [
+    "INTERFACE",
+    "Machines",
+    "NamespacesUnavailableError",
+    "burst_bytes",
+    "bytes_a_second",
+    "check_machines",
+    "enter",
+    "enter_as_rank",
+]
 
 INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
@@ -99,6 +108,10 @@ class Machines:
         """Returns the file for :func:`enter`."""
         return self._machines[machine].namespace
 
+    def namespaces_of(self, ranks: int) -> tuple[str, ...]:
+        """Returns the file for :func:`enter` of each rank, with equal shares of the ranks on the machines."""
+        return tuple(self.namespace(rank * len(self) // ranks) for rank in range(ranks))
+
     def address(self, machine: int) -> str:
         """Returns a machine's address."""
         return self._machines[machine].address
@@ -116,7 +129,7 @@ class Machines:
         return self._count(machine, "RX")
 
     def unplug(self, machine: int) -> None:
-        """Takes the machine off the switch without a word to anyone."""
+        """Takes the machine off the switch; nobody is told."""
         _run(self.command(machine, ["ip", "link", "set", INTERFACE, "down"]))
 
     def close(self) -> None:
@@ -252,6 +265,37 @@ def burst_bytes(rate: str) -> int:
         ValueError: it is no rate.
     """
     return int(min(max(bytes_a_second(rate) * _LATE_S, _LEAST_BURST_BYTES), _MOST_BURST_BYTES))
+
+
+def check_machines(ranks: int, machines: int, link: str | None) -> None:
+    """Checks that ranks can be shared among machines, and that a link has machines to join.
+
+    Args:
+        ranks: number of ranks.
+        machines: number of machines; 1 for none.
+        link: what each can send, as of :func:`bytes_a_second`; ``None`` does not limit it.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if ranks % machines:
+        raise ValueError(f"{ranks} ranks cannot be shared equally among {machines} machines")
+    if link is not None and machines == 1:
+        raise ValueError("a link joins machines; ask for 2 or more of them (--machines)")
+    if link is not None:
+        bytes_a_second(link)
+
+
+def enter_as_rank(namespaces: Sequence[str], rank: int) -> None:
+    """Moves a rank to its machine, where there are machines, before it makes a group.
+
+    Args:
+        namespaces: from :meth:`Machines.namespaces_of`; empty where there are none.
+        rank: the rank that this process is.
+    """
+    if namespaces:
+        enter(namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
 
 
 def enter(namespace: str) -> None:

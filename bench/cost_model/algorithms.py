@@ -25,8 +25,8 @@ HEAD_BYTES, ENTRY_BYTES = 16, 40
 LEAST_STAGED, MOST_STAGED, SHARED_STAGED = 4 << 10, 32 << 10, 512 << 10
 LEAST_CHUNK, MOST_CHUNK, CHUNKS_WANTED, WINDOW = 64 << 10, 256 << 10, 8, 320 << 10
 LEAST_SHARE = 256
-"""Between machines: the longest contribution beside the arrival, chunks and window of a rank
-(``control_page.cpp`` of the core), and the shortest share that a machine reduces (``machine_parts.hpp``)."""
+"""Between machines: longest contribution beside the arrival, chunks and window of a rank, and the shortest
+share that a machine reduces (``control_page.cpp`` and ``machine_parts.hpp`` of the core)."""
 
 CHUNKS_IN_FLIGHT = 4
 
@@ -247,30 +247,23 @@ def _all_to_all(size: float, s: Scale) -> Work:
 # ---- all-reduce by textbook algorithms -------------------------------------------------------------------
 
 
-def _steps(s: Scale, sent: float, crossing: int, times: float, reduced: float) -> Counts:
+def _steps(s: Scale, *steps: tuple[float, float, int, bool]) -> Work:
     """Steps of messages between ranks.
 
-    Args:
-        s: scale.
-        sent: bytes that each rank sends.
-        crossing: ranks of a machine whose message leaves it; where none does, it goes through memory.
-        times: number of steps.
-        reduced: bytes that each rank adds to its own.
+    Each is how often, the bytes that each rank sends, how many messages leave each machine at once (where
+    none does, they go through memory), and whether each rank adds what comes to its own.
     """
-    reductions = {"reductions": 2 * times * reduced}
-    if not crossing:
-        arrivals = {name: times * count for name, count in _local_arrival(s).items()}
-        return _sum(arrivals, {"copies": times * 2 * sent}, reductions)
-    who = "leader " if crossing == 1 else ""  # each rank's own core does its part
-    messages = {f"{who}messages": 2 * times, f"{who}sockets": 2 * times * sent}
-    return _sum({"latencies": times, "link": times * crossing * sent}, messages, reductions)
-
-
-def _ring(size: float, s: Scale) -> Work:
-    """Reduce-scatter and all-gather around a ring of all ranks."""
-    n, crossing = s.ranks, 1 if s.machines > 1 else 0
-    reduce_scatter = _steps(s, size / n, crossing, n - 1, size / n)
-    return Work(_sum(reduce_scatter, _steps(s, size / n, crossing, n - 1, 0)))
+    total: Counts = {}
+    for times, sent, crossing, adds in steps:
+        if crossing:
+            who = "leader " if crossing == 1 else ""  # each rank's own core does its part
+            done = {"latencies": times, "link": times * crossing * sent}
+            done |= {f"{who}messages": 2 * times, f"{who}sockets": 2 * times * sent}
+        else:
+            done = {name: times * count for name, count in _local_arrival(s).items()}
+            done["copies"] = 2 * times * sent
+        total = _sum(total, done, {"reductions": 2 * times * sent * adds})
+    return Work(total)
 
 
 def _log_steps(s: Scale) -> tuple[int, int]:
@@ -278,30 +271,33 @@ def _log_steps(s: Scale) -> tuple[int, int]:
     return math.ceil(math.log2(s.ranks_per_machine)), math.ceil(math.log2(s.machines))
 
 
+def _ring(size: float, s: Scale) -> Work:
+    """Reduce-scatter and all-gather around a ring of all ranks."""
+    crossing = 1 if s.machines > 1 else 0
+    return _steps(s, *((s.ranks - 1, size / s.ranks, crossing, adds) for adds in (True, False)))
+
+
 def _recursive_doubling(size: float, s: Scale) -> Work:
     """Whole arrays between partners at distances 1, 2, 4, ..."""
     inside, between = _log_steps(s)
-    return Work(_sum(_steps(s, size, 0, inside, size), _steps(s, size, s.ranks_per_machine, between, size)))
+    return _steps(s, (inside, size, 0, True), (between, size, s.ranks_per_machine, True))
 
 
 def _rabenseifner(size: float, s: Scale) -> Work:
     """Halving within the machine, then between machines, and doubling back; parts shrink on the way."""
-    total: Counts = {}
-    whole, places = size, ((s.ranks_per_machine, 0), (s.machines, s.ranks_per_machine))
-    for (parts, crossing), steps in zip(places, _log_steps(s), strict=True):
-        if steps:
-            sent = whole * (parts - 1) / parts / steps  # all steps together halve the whole down to a part
-            halving = _steps(s, sent, crossing, steps, sent)
-            total = _sum(total, halving, _steps(s, sent, crossing, steps, 0))
-        whole /= parts
-    return Work(total)
+    inside, between = _log_steps(s)
+    m, r = s.machines, s.ranks_per_machine
+    # All steps together halve the whole down to a part.
+    here = (inside, size * (r - 1) / r / max(inside, 1), 0)
+    there = (between, size / r * (m - 1) / m / max(between, 1), r)
+    return _steps(s, *((*place, adds) for place in (here, there) for adds in (True, False)))
 
 
 def _tree(size: float, s: Scale) -> Work:
     """Binomial reduce to a root, then binomial broadcast."""
     inside, between = _log_steps(s)
-    steps = ((0, inside, size), (1, between, size), (1, between, 0.0), (0, inside, 0.0))
-    return Work(_sum(*(_steps(s, size, crossing, times, reduced) for crossing, times, reduced in steps)))
+    places = ((inside, size, 0), (between, size, 1))
+    return _steps(s, *((*place, adds) for place in places for adds in (True, False)))
 
 
 ALGORITHMS: dict[str, Callable[[float, Scale], Work]] = {

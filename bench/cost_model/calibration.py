@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,15 +81,8 @@ class Point:
     cores: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """How far predictions are from measurements; 0.1 is ten percent in either direction.
-
-    Attributes:
-        median: of all points.
-        p90: ninetieth percentile.
-        worst: the largest.
-    """
+class Errors(NamedTuple):
+    """How far predictions are from measurements, of all points; 0.1 is ten percent in either direction."""
 
     median: float
     p90: float
@@ -246,8 +239,7 @@ def errors(points: Sequence[Point], parameters: Parameters) -> Errors | None:
     if not points:
         return None
     off = np.abs(_log_errors(points, parameters))
-    median, p90, worst = np.expm1(np.percentile(off, (50, 90, 100)))
-    return Errors(float(median), float(p90), float(worst))
+    return Errors(*map(float, np.expm1(np.percentile(off, (50, 90, 100)))))
 
 
 def as_json(point: Point, parameters: Parameters) -> dict[str, object]:

@@ -1,6 +1,7 @@
-"""The training measurements: models, peers, the side that every rank runs, records.
+"""Data parallel training, timed: with wrappers side by side, and with communication hooks one by one.
 
-The programs are :mod:`collectives.bench.ddp` and :mod:`collectives.bench.hooks`.
+Inside: models and tasks, peers, what every rank runs, records and tables. Not here: the programs
+(:mod:`collectives.bench.ddp`, :mod:`collectives.bench.hooks`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of one peer's training, and the tables that are made of such records."""
+"""The records of ``bench ddp`` and their tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from collectives.bench.core.records import BaseReport, Timing
-from collectives.bench.core.text import skipped_lines
-from collectives.bench.training.peers import BASELINE, Peer
+from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
+from collectives.bench.training.ddp_peers import BASELINE, Peer
 
 __all__ = ["TrainingRecord", "TrainingReport", "report_lines"]
 
@@ -26,7 +26,7 @@ class TrainingRecord:
         parameters: number of trained parameters.
         parameter_tensors: number of tensors they lie in.
         iteration: whole iterations.
-        forward: setting gradients free, forward and loss.
+        forward: clearing gradients, forward and loss.
         backward: backward, communication included.
         step: the optimizer's step.
         peak_memory_bytes: most memory that any rank held at any time, resident, shared memory included.
@@ -94,8 +94,7 @@ class TrainingReport(BaseReport[TrainingRecord]):
         return None
 
 
-_COLUMNS = (
-    # name, unit, width
+_COLUMNS: tuple[Column, ...] = (
     ("iteration", "(ms)", 11),
     ("p10", "(ms)", 9),
     ("p90", "(ms)", 9),
@@ -122,7 +121,7 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
         yield ""
         yield "# /no-op: iteration over that of the same peer with a no-op hook (what communication costs)."
         yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
-        yield f"# /torch: over {BASELINE} with the same words; less than 1 is faster, or smaller."
+        yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
         yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."
     if report.skipped:
         yield ""
@@ -131,38 +130,25 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
 
 def _table(report: TrainingReport, records: Sequence[TrainingRecord]) -> Iterator[str]:
     first = records[0]
-    wide = max(len("peer"), *(len(record.peer) for record in records)) + 1
-    ranks = "1 rank" if first.ranks == 1 else f"{first.ranks} ranks"
     yield (
         f"# {first.model}: {first.parameters / 1e6:.1f} M parameters in {first.parameter_tensors} tensors, "
-        f"batch {first.batch} (length {first.length}) on each of {ranks}, "
+        f"batch {first.batch} (length {first.length}) on each of {number_of_ranks(first.ranks)}, "
         f"{first.iteration.calls} iterations; slowest rank, medians"
     )
-    yield "#" + "peer".ljust(wide) + "".join(name.rjust(width) for name, _, width in _COLUMNS)
-    yield "#" + " " * wide + "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    for record in records:
-        ratios = report.ratios(record)
-        cells = [
-            _ms(record.iteration.median_us),
-            _ms(record.iteration.p10_us),
-            _ms(record.iteration.p90_us),
-            _ms(record.iteration.min_us),
-            *(_ms(timing.median_us) for timing in (record.forward, record.backward, record.step)),
-            _ratio(ratios["time_over_noop"]),
-            _ratio(ratios["time_over_plain"]),
-            _ratio(ratios["time_over_torch"]),
-            f"{record.peak_memory_bytes / 2**20:.0f}",
-            _ratio(ratios["memory_over_torch"]),
-            ("yes" if record.agrees else "NO") if record.communicates else "-",
-        ]
-        columns = zip(cells, _COLUMNS, strict=True)
-        yield " " + record.peer.ljust(wide) + "".join(cell.rjust(width) for cell, (_, _, width) in columns)
+    longest = max(len("peer"), *(len(record.peer) for record in records))
+    columns = [("peer", "", -longest - 1), *_COLUMNS]
+    yield from table_lines(columns, ([record.peer, *_cells(report, record)] for record in records))
 
 
-def _ms(microseconds: float) -> str:
-    value = microseconds / 1e3
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _cells(report: TrainingReport, record: TrainingRecord) -> list[str]:
+    ratios = report.ratios(record)
+    whole = record.iteration
+    times = [whole.median_us, whole.p10_us, whole.p90_us, whole.min_us]
+    times += [timing.median_us for timing in (record.forward, record.backward, record.step)]
+    return [
+        *(f"{us / 1e3:.2f}" if us < 1e5 else f"{us / 1e3:.1f}" for us in times),
+        *(or_dash(ratios[f"time_over_{other}"], ".3f") for other in ("noop", "plain", "torch")),
+        f"{record.peak_memory_bytes / 2**20:.0f}",
+        or_dash(ratios["memory_over_torch"], ".3f"),
+        ("yes" if record.agrees else "NO") if record.communicates else "-",
+    ]

@@ -1,11 +1,10 @@
-"""The side of the training measurement that runs on every rank: builds model and wrapper, and trains."""
+"""The side of ``bench ddp`` that runs on every rank: builds model and wrapper, and times iterations."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,10 +16,10 @@ from torch import nn
 
 import collectives
 from collectives.bench.core.barrier import SpinBarrier
-from collectives.bench.core.groups import TIMEOUT, initialize
+from collectives.bench.core.groups import initialize, initialize_torch
 from collectives.bench.core.machine import bind_to_core
-from collectives.bench.training.models import MODELS, loss_of
-from collectives.bench.training.peers import Peer
+from collectives.bench.training.ddp_peers import Peer
+from collectives.bench.training.models import MODELS, checksum, loss_of
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks import debugging_hooks, default_hooks
 from collectives.ranks.processes import commands
@@ -171,15 +170,8 @@ class Trainer:
         ]
         return float(torch.stack(squares).sum().sqrt())
 
-    def checksum(self) -> int:
-        """Returns a checksum of all parameters."""
-        value = 0
-        for parameter in self.model.parameters():
-            value = zlib.crc32(parameter.detach().contiguous().numpy().data.cast("B"), value)
-        return value
 
-
-def train(rank: int, connection: Connection, size: int, given: Assignment, board: str, port: int) -> None:
+def train(rank: int, connection: Connection, size: int, given: Assignment, memory: str, port: int) -> None:
     """Body of a rank: sends :class:`Ready`, then :class:`Times` for every number of iterations it gets.
 
     The number zero asks for :class:`End`.
@@ -189,7 +181,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
         connection: to the parent.
         size: number of ranks.
         given: what it trains.
-        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
     """
     torch.set_num_threads(1)
@@ -205,7 +197,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
     model = spec.build()
     inputs = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
     wrap, leave = _join(given, rank, size, port)
-    barrier = SpinBarrier(board, rank, size)
+    barrier = SpinBarrier(memory, rank, size)
     trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier)
     torch.manual_seed(200 + rank)  # the same dropout for all peers
     trainer.run(1)
@@ -216,7 +208,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, board
         if iterations:
             connection.send(trainer.run(iterations))
         else:
-            connection.send(End(trainer.checksum(), _memory_bytes("VmHWM")))
+            connection.send(End(checksum(model), _memory_bytes("VmHWM")))
     barrier.close()
     del trainer
     leave()
@@ -247,8 +239,7 @@ def _join(
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
-    store = torch._C._distributed_c10d.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group(peer.backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    initialize_torch(rank, size, port, peer.backend)
 
     def wrap_torch(model: nn.Module) -> nn.Module:
         parallel = nn.parallel.DistributedDataParallel(model, **arguments)

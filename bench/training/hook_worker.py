@@ -1,12 +1,10 @@
-"""The side of the measurement of communication hooks that runs on every rank: tasks, hooks, training."""
+"""The side of ``bench hooks`` that runs on every rank: tasks, hooks, training."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,10 +16,10 @@ from torch import nn
 import collectives
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.core.groups import initialize
-from collectives.bench.core.namespaces import INTERFACE, enter
+from collectives.bench.core.namespaces import enter_as_rank
 from collectives.bench.training import digits
-from collectives.bench.training.counting import CountingGroup
-from collectives.bench.training.models import MODELS, loss_of
+from collectives.bench.training.counting_group import CountingGroup
+from collectives.bench.training.models import MODELS, checksum, loss_of
 from collectives.core.process_group import ProcessGroup
 from collectives.ddp import DistributedDataParallel
 from collectives.ddp.default_group import resolve_group
@@ -78,14 +76,14 @@ class Place:
 
     Attributes:
         backend: name of the backend.
-        board: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
+        memory: path of the memory for :class:`~collectives.bench.core.barrier.SpinBarrier`.
         port: of the parent's store.
         host: address of that store.
         namespaces: the network namespace of each rank, where there are machines.
     """
 
     backend: str
-    board: str
+    memory: str
     port: int
     host: str
     namespaces: tuple[str, ...] = ()
@@ -117,9 +115,7 @@ class Outcome:
     Attributes:
         iteration_ns: each timed step.
         losses: of this rank at each step.
-        sent_bytes: what it sent in the timed steps, as
-        :class:`~collectives.bench.training.counting.CountingGroup`
-            counts.
+        sent_bytes: what it sent in the timed steps, as :class:`.counting_group.CountingGroup` counts.
         accuracy: part of the held-out samples that the model reads right; ``None`` where there are none.
         checksum: of all parameters, bit for bit.
         parameters: number of trained parameters.
@@ -231,11 +227,9 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
         place: where it is.
     """
     torch.set_num_threads(1)
-    if place.namespaces:
-        enter(place.namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE  # Gloo would take the address of the host's name
+    enter_as_rank(place.namespaces, rank)
     initialize(rank, size, place.port, place.backend, place.host)
-    barrier = SpinBarrier(place.board, rank, size)
+    barrier = SpinBarrier(place.memory, rank, size)
     for job in commands(connection):
         connection.send(_run(job, rank, size, barrier))
         gc.collect()
@@ -265,14 +259,11 @@ def _run(job: Job, rank: int, size: int, barrier: SpinBarrier) -> Outcome:
         times.append(time.perf_counter_ns() - begin)
         losses.append(loss.item())
     sent = group.sent_bytes
-    checksum = 0
-    for parameter in training.model.parameters():
-        checksum = zlib.crc32(parameter.detach().contiguous().numpy().data.cast("B"), checksum)
     return Outcome(
         iteration_ns=times[job.warmup :],
         losses=losses,
         sent_bytes=sent,
         accuracy=None if training.accuracy is None else training.accuracy(training.model),
-        checksum=checksum,
+        checksum=checksum(training.model),
         parameters=sum(p.numel() for p in training.model.parameters() if p.requires_grad),
     )

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "Model", "install_command", "loss_of", "why_unavailable"]
+__all__ = ["MODELS", "Model", "checksum", "install_command", "loss_of", "why_unavailable"]
 
 PACKAGE = "transformers"
 
@@ -76,6 +77,14 @@ def loss_of(output: Any) -> torch.Tensor:
         output: a tensor, or a mapping or sequence of tensors.
     """
     return torch.stack([tensor.square().mean() for tensor in _tensors(output)]).sum()
+
+
+def checksum(model: nn.Module) -> int:
+    """Returns a checksum of all parameters, bit for bit."""
+    value = 0
+    for parameter in model.parameters():
+        value = zlib.crc32(parameter.detach().contiguous().numpy().data.cast("B"), value)
+    return value
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -1,6 +1,8 @@
-"""The search for thresholds of the host backend that suit a machine.
+"""Which thresholds of the host backend are best on a machine.
 
-The program is :mod:`collectives.bench.tune`.
+Inside: groups that differ in thresholds, timed in turn; the decision which values are better beyond noise.
+Not here: the thresholds and their file (:mod:`collectives.backends.host.thresholds`), the command
+(:mod:`collectives.bench.tune`).
 """
 
 from __future__ import annotations

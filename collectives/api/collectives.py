@@ -9,8 +9,11 @@ the group, a call warns, does nothing and returns ``None``. Only data moves: no 
 autograd.
 
 Wrong arguments raise :class:`ValueError`, :class:`TypeError` or :class:`UnsupportedOperationError` before
-anything is sent; what goes wrong later raises the classes of :mod:`collectives.errors` from the call, or from
-``Work.wait()``.
+anything is sent. What goes wrong later raises a :class:`DistBackendError`, from the call or, with
+``async_op=True``, from ``Work.wait()``: :class:`PeerLostError` where a rank died,
+:class:`CollectiveTimeoutError` where one did not come within the group's time limit, and
+:class:`CollectiveMismatchError` where the backend finds that ranks called different collectives, or gave
+different sizes or data types.
 """
 
 from __future__ import annotations
@@ -82,8 +85,27 @@ def all_reduce(
         tensor: same shape and data type on every rank; input and output. Complex ones take SUM, AVG and
             PREMUL_SUM.
         op: the reduction.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: elements of the tensor share memory, or PREMUL_SUM has no factor.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.tensor([1.0, 2.0]) * (rank + 1)
+            collectives.all_reduce(tensor)  # [3.0, 6.0] on both
+
+            work = collectives.all_reduce(tensor, collectives.ReduceOp.MAX, async_op=True)
+            ...  # anything that leaves the tensor alone
+            work.wait()
     """
     target = member_group(group, "all_reduce")
     if target is None:
@@ -110,9 +132,24 @@ def broadcast(
     Args:
         tensor: same number of elements and data type on every rank; input on the source, output elsewhere.
         src: the source, a rank of the default group.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_src: the source, counted within the group; instead of ``src``.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: no source or two are given, or the source is not in the group.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.full((2,), float(rank))
+            collectives.broadcast(tensor, src=1)  # [1.0, 1.0] on both
     """
     target = member_group(group, "broadcast")
     if target is None:
@@ -138,9 +175,24 @@ def reduce(
         tensor: same shape and data type on every rank.
         dst: rank of the default group that gets the result.
         op: the reduction.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_dst: the rank that gets the result, counted within the group; instead of ``dst``.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: no destination or two are given, or it is not in the group.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.ones(2)
+            collectives.reduce(tensor, dst=0)  # [2.0, 2.0] on rank 0, [1.0, 1.0] on rank 1
     """
     target = member_group(group, "reduce")
     if target is None:
@@ -165,8 +217,25 @@ def all_gather(
     Args:
         tensor_list: one tensor for each rank, of the size of that rank's ``tensor``; output.
         tensor: this rank's tensor.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: ``tensor_list`` has not a tensor for each rank, this rank's entry is not of the size of
+            ``tensor``, or tensors differ in data type or device.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            outputs = [torch.empty(2) for _ in range(2)]
+            collectives.all_gather(outputs, torch.full((2,), float(rank)))
+            # [[0.0, 0.0], [1.0, 1.0]] on both
     """
     target = member_group(group, "all_gather")
     if target is None:
@@ -191,8 +260,24 @@ def all_gather_single(
         output_tensor: ``world size`` times the elements of ``input_tensor``: a concatenation along dimension
             0, or a stack. May contain ``input_tensor`` as its own part.
         input_tensor: this rank's tensor.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: the sizes do not fit, or the tensors differ in data type or device.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            output = torch.empty(4)
+            collectives.all_gather_single(output, torch.full((2,), float(rank)))
+            # [0.0, 0.0, 1.0, 1.0] on both
     """
     target = member_group(group, "all_gather_single")
     if target is None:
@@ -219,9 +304,24 @@ def gather(
         tensor: this rank's tensor.
         gather_list: on the destination, one tensor for each rank; output. ``None`` elsewhere.
         dst: rank of the default group that gathers; without both, rank 0 of the default group.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_dst: the rank that gathers, counted within the group; instead of ``dst``.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: the destination has no ``gather_list``, another rank has one, or the sizes do not fit.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            outputs = [torch.empty(2) for _ in range(2)] if rank == 0 else None
+            collectives.gather(torch.full((2,), float(rank)), outputs, dst=0)
     """
     target = member_group(group, "gather")
     if target is None:
@@ -248,9 +348,25 @@ def scatter(
         tensor: this rank's tensor; output.
         scatter_list: on the source, one tensor for each rank. ``None`` elsewhere.
         src: rank of the default group that has the list; without both, rank 0 of the default group.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_src: the rank that has the list, counted within the group; instead of ``src``.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: the source has no ``scatter_list``, another rank has one, or the sizes do not fit.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            inputs = [torch.zeros(2), torch.ones(2)] if rank == 0 else None
+            output = torch.empty(2)
+            collectives.scatter(output, inputs, src=0)  # [0.0, 0.0] on rank 0, [1.0, 1.0] on rank 1
     """
     target = member_group(group, "scatter")
     if target is None:
@@ -276,8 +392,25 @@ def reduce_scatter(
         output: of the size of this rank's entry; output.
         input_list: one tensor for each rank.
         op: the reduction.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: ``input_list`` has not a tensor for each rank, ``output`` is not of the size of its entry,
+            or tensors differ in data type or device.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            inputs = [torch.ones(2), torch.full((3,), 2.0)]
+            output = torch.empty(2 + rank)
+            collectives.reduce_scatter(output, inputs)  # [2.0, 2.0] on rank 0, [4.0, 4.0, 4.0] on rank 1
     """
     target = member_group(group, "reduce_scatter")
     if target is None:
@@ -306,8 +439,24 @@ def reduce_scatter_single(
         output: this rank's part; output, and may be that part of ``input``.
         input: ``world size`` times the elements of ``output``: a concatenation along dimension 0, or a stack.
         op: the reduction.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: the sizes do not fit, or the tensors differ in data type or device.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            output = torch.empty(2)
+            collectives.reduce_scatter_single(output, torch.arange(4.0))
+            # [0.0, 2.0] on rank 0, [4.0, 6.0] on rank 1
     """
     target = member_group(group, "reduce_scatter_single")
     if target is None:
@@ -337,8 +486,25 @@ def all_to_all_single(
         input: the parts sent, in rank order.
         output_split_sizes: rows of each part received; ``None`` for equal parts.
         input_split_sizes: rows of each part sent; ``None`` for equal parts.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: splits do not add up to dimension 0 or are not one for each rank, dimension 0 does not
+            divide without them, or what this rank sends itself has not the size that it expects.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            output = torch.empty(2)
+            collectives.all_to_all_single(output, torch.tensor([10.0 * rank, 10.0 * rank + 1]))
+            # [0.0, 10.0] on rank 0, [1.0, 11.0] on rank 1
     """
     target = member_group(group, "all_to_all_single")
     if target is None:
@@ -363,8 +529,25 @@ def all_to_all(
     Args:
         output_tensor_list: one tensor for each rank, of the size of what that rank sends here; output.
         input_tensor_list: one tensor for each rank; may differ in size.
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        ValueError: a list has not a tensor for each rank, tensors differ in data type or device, or what this
+            rank sends itself has not the size that it expects.
+        UnsupportedOperationError: the group does not take such a device or data type.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            ``Work.wait()`` raises it.
+
+    Example:
+        With 2 ranks::
+
+            inputs = [torch.full((1,), 10.0 * rank), torch.full((2,), 10.0 * rank + 1)]
+            outputs = [torch.empty(1 + rank), torch.empty(1 + rank)]
+            collectives.all_to_all(outputs, inputs)  # [0.0], [10.0] on rank 0
     """
     target = member_group(group, "all_to_all")
     if target is None:
@@ -386,10 +569,19 @@ def barrier(
     """Blocks until every rank of the group has called it; with ``async_op=True``, the Work does.
 
     Args:
-        group: the group.
-        async_op: whether to return before the operation is done.
+        group: the group; ``None`` for the default group.
+        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         device_ids: number of the accelerator's device to use, as a list of one.
         timeout: time limit; ``None`` takes the group's.
+
+    Returns:
+        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
+
+    Raises:
+        TypeError: ``device_ids`` is no list of one int, or ``timeout`` no timedelta.
+        ValueError: ``timeout`` is not positive.
+        DistBackendError: a rank died (``PeerLostError``), or did not come in time
+            (``CollectiveTimeoutError``). With ``async_op=True`` it is raised by ``Work.wait()``.
     """
     target = member_group(group, "barrier")
     if target is None:
@@ -419,12 +611,14 @@ def monitored_barrier(
     Rank 0 of the group waits for all others and tells them the outcome, so that all fail when one is missing.
 
     Args:
-        group: the group.
+        group: the group; ``None`` for the default group.
         timeout: time limit; ``None`` takes the group's.
         wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
 
     Raises:
-        CollectiveTimeoutError: ranks did not come in time.
+        CollectiveTimeoutError: ranks did not come in time; the message names them on every rank. The group
+            stays usable.
+        DistBackendError: the group was made without a store.
     """
     target = member_group(group, "monitored_barrier")
     if target is None:

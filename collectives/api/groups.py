@@ -93,6 +93,14 @@ def init_process_group(
             ranks.
         DistStoreError: ranks did not come in time; names them.
         DistBackendError: the backend cannot be used here; names the command that would mend it.
+
+    Example:
+        In a script that ``torchrun`` starts, which names the address, the rank and their number::
+
+            collectives.init_process_group("host")
+            tensor = torch.ones(2)
+            collectives.all_reduce(tensor)
+            collectives.destroy_process_group()
     """
     with world.lock:
         if world.default is not None:
@@ -276,7 +284,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         if not is_member(group) or (group is None and world.default is None):
             return
         if world.inherited and (group is None or group is world.default):
-            world.clear()  # it is the parent's, its word in the store that this rank has left included
+            world.clear()  # it is the parent's, its key in the store that says that this rank has left included
             return
         if group is not None and group is not world.default:
             record_of(group)
@@ -390,6 +398,13 @@ def new_group(
         CollectiveMismatchError: ranks make different groups at this place of the order.
         DistStoreError: members did not come in time; names them.
         PeerLostError: a member has died, and the default group's backend knows it.
+
+    Example:
+        With 2 ranks::
+
+            alone = collectives.new_group([rank], use_local_synchronization=True)
+            pair = collectives.new_group([0, 1])
+            collectives.all_reduce(torch.ones(2), group=pair)
     """
     with world.lock:
         world.refuse_in_child("new_group")

@@ -84,6 +84,19 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
             the group.
         obj: this rank's object; unpickled on other ranks, so trust them.
         group: the group.
+
+    Raises:
+        TypeError: ``object_list`` is no list.
+        ValueError: it has not an entry for each rank.
+        pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
+            nothing was sent.
+        DistBackendError: a rank died or passed the time limit.
+
+    Example:
+        With 2 ranks::
+
+            everyone = [None, None]
+            collectives.all_gather_object(everyone, {"rank": rank})  # [{"rank": 0}, {"rank": 1}] on both
     """
     target = member_group(group, "all_gather_object")
     if target is None:
@@ -133,6 +146,20 @@ def gather_object(
         dst: rank of the default group that gathers; without both, rank 0 of the default group.
         group: the group.
         group_dst: the rank that gathers, counted within the group; instead of ``dst``.
+
+    Raises:
+        TypeError: ``object_gather_list`` is no list on the destination.
+        ValueError: it has not an entry for each rank there, another rank gives one, or the destination is not
+            in the group.
+        pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
+            nothing was sent.
+        DistBackendError: a rank died or passed the time limit.
+
+    Example:
+        With 2 ranks::
+
+            everyone = [None, None] if rank == 0 else None
+            collectives.gather_object({"rank": rank}, everyone, dst=0)
     """
     target = member_group(group, "gather_object")
     if target is None:
@@ -173,6 +200,19 @@ def broadcast_object_list(
         group: the group.
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_src: the source, counted within the group; instead of ``src``.
+
+    Raises:
+        TypeError: ``object_list`` is no list.
+        ValueError: the source is not in the group.
+        pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
+            nothing was sent.
+        DistBackendError: a rank died or passed the time limit.
+
+    Example:
+        With 2 ranks::
+
+            objects = ["a", {"b": 1}] if rank == 0 else [None, None]
+            collectives.broadcast_object_list(objects, src=0)  # ["a", {"b": 1}] on both
     """
     target = member_group(group, "broadcast_object_list")
     if target is None:
@@ -214,6 +254,20 @@ def scatter_object_list(
         src: the source, a rank of the default group; without both, rank 0 of the default group.
         group: the group.
         group_src: the source, counted within the group; instead of ``src``.
+
+    Raises:
+        TypeError: a list is none.
+        ValueError: the source gives not an object for each rank, or is not in the group.
+        pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
+            nothing was sent.
+        DistBackendError: a rank died or passed the time limit.
+
+    Example:
+        With 2 ranks::
+
+            mine = [None]
+            collectives.scatter_object_list(mine, ["zero", "one"] if rank == 0 else None, src=0)
+            # ["zero"] on rank 0, ["one"] on rank 1
     """
     target = member_group(group, "scatter_object_list")
     if target is None:
@@ -257,6 +311,22 @@ def send_object_list(
         group_dst: the receiver, counted within the group; instead of ``dst``.
         use_batch: send by ``batch_isend_irecv``, for backends whose plain sends make connections of their
             own.
+
+    Raises:
+        TypeError: ``object_list`` is no list.
+        ValueError: the receiver is this rank, or not in the group.
+        pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
+            nothing was sent.
+        DistBackendError: a rank died or passed the time limit.
+
+    Example:
+        With 2 ranks::
+
+            if rank == 0:
+                collectives.send_object_list(["a", 1], dst=1)
+            else:
+                objects = [None, None]
+                collectives.recv_object_list(objects, src=0)  # ["a", 1]
     """
     target = member_group(group, "send_object_list")
     if target is None:
@@ -290,6 +360,11 @@ def recv_object_list(
     Returns:
         The sender as a rank of the default group, or of ``group`` where ``init_process_group`` and
         ``new_group`` did not make that; -1 on a rank that is not in the group.
+
+    Raises:
+        TypeError: ``object_list`` is no list.
+        ValueError: the sender is this rank, or not in the group.
+        DistBackendError: a rank died or passed the time limit.
     """
     target = member_group(group, "recv_object_list")
     if target is None:

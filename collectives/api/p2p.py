@@ -38,6 +38,20 @@ def isend(
 
     Returns:
         The Work; ``None`` on a rank that is not in the group.
+
+    Raises:
+        ValueError: no receiver or two are given, it is not in the group, or ``tag`` is negative.
+        UnsupportedOperationError: the group does not take such a device or data type, or tags.
+        DistBackendError: from ``Work.wait()``: the receiver died, or the time limit passed.
+
+    Example:
+        With 2 ranks::
+
+            if rank == 0:
+                work = collectives.isend(torch.ones(2), dst=1)
+            else:
+                work = collectives.irecv(torch.empty(2), src=0)
+            work.wait()
     """
     target = member_group(group, "isend")
     if target is None:
@@ -64,6 +78,12 @@ def irecv(
 
     Returns:
         The Work; ``None`` on a rank that is not in the group.
+
+    Raises:
+        ValueError: two senders are given, it is not in the group, or ``tag`` is negative.
+        UnsupportedOperationError: the group does not take such a device or data type, or tags.
+        DistBackendError: from ``Work.wait()``: the sender died, the time limit passed, or the message has
+            another size.
     """
     target = member_group(group, "irecv")
     if target is None:
@@ -90,8 +110,20 @@ def send(
         group_dst: the receiver, counted within the group; instead of ``dst``.
 
     Raises:
+        ValueError: no receiver or two are given, it is this rank or not in the group, or ``tag`` is negative.
+        UnsupportedOperationError: the group does not take such a device or data type, or tags.
+        PeerLostError: the receiver died.
         CollectiveTimeoutError: not within the group's time limit; whether the group is usable then, the error
             says where the backend knows.
+
+    Example:
+        With 2 ranks::
+
+            if rank == 0:
+                collectives.send(torch.ones(2), dst=1)
+            else:
+                tensor = torch.empty(2)
+                collectives.recv(tensor, src=0)  # [1.0, 1.0]
     """
     target = member_group(group, "send")
     if target is None:
@@ -123,6 +155,9 @@ def recv(
         ``new_group`` did not make that; -1 on a rank that is not in the group.
 
     Raises:
+        ValueError: two senders are given, it is this rank or not in the group, or ``tag`` is negative.
+        UnsupportedOperationError: the group does not take such a device or data type, or tags.
+        PeerLostError: the sender died.
         CollectiveTimeoutError: nothing complete came within the group's time limit; a part of the tensor may
             be overwritten. Whether the group is usable then, the error says where the backend knows.
     """
@@ -216,6 +251,15 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     Raises:
         ValueError: the list is empty, holds something else than :class:`P2POp`, or more than one group.
+
+    Example:
+        With 2 ranks::
+
+            peer, received = 1 - rank, torch.empty(2)
+            sends = collectives.P2POp(collectives.isend, torch.full((2,), float(rank)), peer)
+            receives = collectives.P2POp(collectives.irecv, received, peer)
+            for work in collectives.batch_isend_irecv([sends, receives]):
+                work.wait()
     """
     if not isinstance(p2p_op_list, list) or not p2p_op_list:
         raise ValueError(f"p2p_op_list must be a list of at least one P2POp, but is {p2p_op_list!r}")

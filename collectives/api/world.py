@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import GroupAbortedError
-from collectives.forks import left_to_parent
+from collectives.forks import belongs_to_parent
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ class World:
         """Raises :class:`~collectives.errors.GroupAbortedError` in such a child."""
         if self.default is not None and self.inherited:
             raise GroupAbortedError(
-                f"[rank {self.default.rank()}] {function}: {left_to_parent('the default group')}, after "
+                f"[rank {self.default.rank()}] {function}: {belongs_to_parent('the default group')}, after "
                 "destroy_process_group(), which ends nothing of the parent's"
             )
 

@@ -13,7 +13,7 @@ from collectives.core.arguments import validation as check
 from collectives.core.backend_interface import BackendInterface
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import GroupAbortedError
-from collectives.forks import left_to_parent, tell_in_children
+from collectives.forks import belongs_to_parent, call_in_forked_children
 
 __all__ = ["Membership"]
 
@@ -48,7 +48,7 @@ class Membership(BackendInterface):
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
         self._inherited = False
-        tell_in_children(self, _tell)
+        call_in_forked_children(self, _leave_to_parent)
 
     def rank(self) -> int:
         """Returns this process's rank within the group."""
@@ -128,7 +128,7 @@ class Membership(BackendInterface):
         )
 
     def _refuse_in_child(self, operation: str, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        check.fail(self, operation, left_to_parent("the group"), GroupAbortedError)
+        check.fail(self, operation, belongs_to_parent("the group"), GroupAbortedError)
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Membership(BackendInterface):
             self._admitted.add(key)
 
 
-def _tell(group: Membership) -> None:
+def _leave_to_parent(group: Membership) -> None:
     group._leave_to_parent()
 
 

@@ -45,7 +45,7 @@ class Issuing(TorchGroupBase):
             event: name of the profiler event, without the backend.
             tensors: tensors whose shapes it records.
             method: method of the inner group.
-            *args: its arguments; torch's option records among them are converted.
+            *args: its arguments.
             operator_call: name and arguments of the method of this class, for dispatch modes.
             **kwargs: its keyword arguments.
         """

@@ -24,7 +24,7 @@ from collectives.core.work import CoalescedWork
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group import TorchGroup
-from collectives.torch_bridge.work import TorchWork, held
+from collectives.torch_bridge.work import TorchWork, hold_for_cpp
 
 __all__ = ["acquire", "release"]
 
@@ -164,7 +164,7 @@ def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[An
         work = dispatch_modes.keep_work(run(group, *arguments))
         if work is None:
             return None
-        boxed = held(work).boxed()
+        boxed = hold_for_cpp(work).boxed()
         return boxed if returns == 1 else (arguments[0], boxed)
 
     return runner
@@ -182,7 +182,7 @@ def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
             outputs.append(tensor)
         else:
             raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
-    work = held(TorchWork(CoalescedWork(works)))
+    work = hold_for_cpp(TorchWork(CoalescedWork(works)))
     for output in outputs:
         c10d._register_work(output, work)
     return outputs

@@ -1,6 +1,6 @@
 """All-reduce of sparse tensors, which torch's Gloo backend offers and our groups do not.
 
-Each rank tells how many rows it has; then all gather everybody's indices and values, and each adds up what
+The ranks exchange their numbers of rows; then all gather everybody's indices and values, and each adds up what
 has the same index, in rank order, so that every rank gets the same bits.
 """
 
@@ -24,8 +24,8 @@ _MOST_DIMENSIONS = 12
 def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptions) -> Work:
     """Adds up a sparse tensor over all ranks, in place; afterwards it is coalesced.
 
-    Blocks until all ranks have told how much they have; what follows is asynchronous where the options say
-    so.
+    Blocks until all ranks have exchanged their numbers of rows; what follows is asynchronous where the options
+    say so.
 
     Args:
         group: the group; it gathers.
@@ -80,12 +80,12 @@ def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptio
 def _agree(group: ProcessGroup, mine: torch.Tensor, options: AllreduceOptions, who: str) -> list[int]:
     """Compares the ranks' tensors; returns the number of rows of each."""
     shape = list(mine.shape) + [-1] * (_MOST_DIMENSIONS - mine.dim())
-    kind = [mine.sparse_dim(), zlib.crc32(str(mine.dtype).encode()), *shape]
-    told = torch.tensor([mine._nnz(), *kind], dtype=torch.int64, device=mine.device)
-    table = torch.empty((group.size(), len(told)), dtype=torch.int64, device=mine.device)
-    group.all_gather_single(table, told, AllgatherOptions(options.timeout, asyncOp=False)).wait()
+    layout = [mine.sparse_dim(), zlib.crc32(str(mine.dtype).encode()), *shape]
+    own = torch.tensor([mine._nnz(), *layout], dtype=torch.int64, device=mine.device)
+    table = torch.empty((group.size(), len(own)), dtype=torch.int64, device=mine.device)
+    group.all_gather_single(table, own, AllgatherOptions(options.timeout, asyncOp=False)).wait()
     ranks = table.tolist()
-    different = [rank for rank, row in enumerate(ranks) if row[1:] != kind]
+    different = [rank for rank, row in enumerate(ranks) if row[1:] != layout]
     if different:
         lines = [
             f"  rank {rank}: shape {[n for n in row[3:] if n >= 0]}, {row[1]} sparse dimensions"

@@ -34,7 +34,7 @@ else:
     _Work = torch_dist.Work
     _Group = torch_dist.ProcessGroup
 
-__all__ = ["BatchedWork", "DoneWork", "TorchWork", "held"]
+__all__ = ["BatchedWork", "DoneWork", "TorchWork", "hold_for_cpp"]
 
 
 class TorchWork(_Work):
@@ -115,7 +115,7 @@ class DoneWork(TorchWork):
     """The output tensors; to be set by who makes one."""
     _inner: TorchWork
 
-    def _as_usual(self) -> TorchWork:
+    def _full_work(self) -> TorchWork:
         """Returns the Work for all that is asked seldom."""
         try:
             return self._inner
@@ -129,11 +129,11 @@ class DoneWork(TorchWork):
     @property
     def inner(self) -> Work:  # type: ignore[override]
         """The operation as a Work of ours."""
-        return self._as_usual().inner
+        return self._full_work().inner
 
     def get_future(self) -> Future[Any]:
         """Returns a completed future of the list of output tensors; always the same one."""
-        return self._as_usual().get_future()
+        return self._full_work().get_future()
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Returns ``True`` at once."""
@@ -194,7 +194,7 @@ class _Carrier(_Group):
 _carrier: _Carrier | None = None
 
 
-def held(work: TorchWork) -> Any:
+def hold_for_cpp(work: TorchWork) -> Any:
     """Returns a C++ Work that keeps ``work`` alive and forwards to it."""
     global _carrier
     if _carrier is None:

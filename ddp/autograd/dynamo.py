@@ -1,7 +1,6 @@
 """What torch.compile must know of data parallel training: what it must not trace, and where to split graphs.
 
-Words used here. The *compiler* is TorchDynamo, the front end of ``torch.compile``. It is not imported here:
-nothing in this module costs anything until somebody else has done so.
+TorchDynamo is not imported here: nothing in this module costs anything until somebody else has done so.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 __all__ = [
+    "DIST_AUTOGRAD_ERROR",
     "NO_TASK",
     "GradientHooks",
     "OutputHook",
@@ -75,7 +76,7 @@ class TaskGuard:
 
 
 class GradientHooks:
-    """Hooks on parameters that are called when their gradients were accumulated.
+    """Hooks on parameters that are called when their gradients were accumulated; removed when it is deleted.
 
     Args:
         hooks: each parameter and its hook.
@@ -101,10 +102,8 @@ class GradientHooks:
             if len(hooks) > 1 and next(reversed(hooks)) != own and own in hooks:
                 hooks[own] = hooks.pop(own)
 
-    def remove(self) -> None:
-        """Removes the hooks; idempotent."""
-        handles, self._handles, self._places = self._handles, [], []
-        for handle in handles:
+    def __del__(self) -> None:
+        for handle in self._handles:
             handle.remove()
 
 
@@ -174,6 +173,12 @@ def runs_backward() -> bool:
         elif not will_accumulate(node):
             return False
     return True
+
+
+DIST_AUTOGRAD_ERROR = (
+    "torch.distributed.autograd.backward() keeps gradients in its context, where they cannot be averaged; "
+    "call loss.backward(), or run forward under no_sync() and average what get_gradients() returns"
+)
 
 
 def runs_dist_backward() -> bool:

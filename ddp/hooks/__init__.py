@@ -1,24 +1,8 @@
-"""Communication hooks: how a full bucket of gradients is averaged.
+"""Communication hooks, which average a full bucket of gradients, and their registration by name.
 
-A hook takes the state given to ``register_comm_hook`` and a :class:`~collectives.ddp.GradBucket`, and returns
-a future of the averaged flat tensor. All hooks here serve torch's DistributedDataParallel, too, where it runs
-over one of this package's backends in ``torch.distributed``.
-
-============================================  =====================================  =========================
-module                                        hooks                                  state
-============================================  =====================================  =========================
-:mod:`~collectives.ddp.hooks.default_hooks`   plain averaging; 16 bits, also around  a process group
-                                              another hook
-:mod:`~.quantization_hooks`                   8 bits                                 a process group
-:mod:`~.powerSGD_hook`                        low-rank matrices                      ``PowerSGDState``
-:mod:`~.one_bit_hook`                         signs                                  ``OneBitState``
-:mod:`~.top_k_hook`                           the largest elements                   ``TopKState``
-:mod:`~.adaptive_hook`                        as few bits as the gradients allow     ``AdaptiveState``
-:mod:`~.post_localSGD_hook`                   a part of the ranks, after a while     ``PostLocalSGDState``
-:mod:`~.ddp_zero_hook`                        as another hook, and a step of a       that of the other hook
-                                              ``ZeroRedundancyOptimizer``
-:mod:`~.debugging_hooks`                      none at all                            anything
-============================================  =====================================  =========================
+A hook takes its state and a :class:`~collectives.ddp.GradBucket`, and returns a future of the averaged flat
+tensor; torch's DistributedDataParallel takes them, too. Not here: codecs and other parts that hooks share
+(:mod:`collectives.ddp.hooks.support`).
 """
 
 from __future__ import annotations

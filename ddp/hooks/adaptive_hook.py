@@ -3,10 +3,10 @@
 Adaptive precision is named as future work in PyTorch Distributed (VLDB 2020, section 6.2.3); 1-bit SGD (Seide
 et al., Interspeech 2014) is its coarsest level.
 
-Words used here. A *level* is a way to send a bucket: in 32 or 16 bits by all-reduce, in 8, 4 or 1 by gathered
-messages. Those of 8 and 4 bits measure blocks of 512 elements of the bucket, that of 1 bit blocks of 256
-within each parameter. The *error* of a level is the norm of what it would leave out over the norm of the
-gradients, on the rank where that is largest. A *look* finds out the errors of all levels.
+A bucket is sent at one of five levels: in 32 or 16 bits by all-reduce, in 8, 4 or 1 by gathered messages. 8
+and 4 bits scale blocks of 512 elements of the bucket, 1 bit blocks of 256 within each parameter. The error of
+a level is the norm of what it would leave out over the norm of the gradients, on the rank where that is
+largest.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class AdaptiveState(EncodedState):
         tolerance: largest error that a level may have, above 0; of gradients like a normal distribution, 16
             bits have 0.002, 8 bits 0.007, 4 bits 0.12 and 1 bit 0.6.
         start_iter: number of iterations that average exactly before.
-        interval: iterations between two looks at the errors, 1 or more; a look costs computing, no waiting.
-            After one at gradients that are all zero, or not finite on a rank, the next iteration looks again.
+        interval: iterations between two measurements of the errors, 1 or more; they cost computing, no
+            waiting. After one of gradients that are all zero, or not finite on a rank, the next iteration
+            measures again.
         use_error_feedback: whether what was left out is added to the next gradient.
 
     Raises:
@@ -129,7 +130,7 @@ class AdaptiveState(EncodedState):
         self.tolerance = tolerance
         self.interval = interval
         self.levels: dict[tuple[str, ...], str] = {}
-        self._looks: dict[tuple[str, ...], tuple[torch.Tensor, Work]] = {}
+        self._measurements: dict[tuple[str, ...], tuple[torch.Tensor, Work]] = {}
         self._undecided: set[tuple[str, ...]] = set()
 
     def facts(self) -> dict[str, Any]:
@@ -145,20 +146,20 @@ class AdaptiveState(EncodedState):
         """Forgets errors and levels; called on all ranks."""
         super().reset_memory()
         self.levels.clear()
-        self._looks.clear()
+        self._measurements.clear()
         self._undecided.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle saves; a look under way is taken anew."""
-        return {**super().__getstate__(), "_looks": {}}
+        """Returns what pickle saves; a measurement under way is taken anew."""
+        return {**super().__getstate__(), "_measurements": {}}
 
     def level(self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup) -> str:
-        """Returns the level of a bucket: the cheapest that the last look allows; waits for that."""
+        """Returns the level of a bucket: the cheapest that the last measurement allows; waits for that."""
         if keys not in self.levels:
             self._forget_parts_of(keys)
-        look = self._looks.pop(keys, None)
-        if look is not None:
-            row, work = look
+        measured = self._measurements.pop(keys, None)
+        if measured is not None:
+            row, work = measured
             work.wait()
             self._decide(keys, levels, group, row.tolist())
         return self.levels.get(keys, LEVELS[0])
@@ -166,7 +167,7 @@ class AdaptiveState(EncodedState):
     def _decide(
         self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup, row: Sequence[float]
     ) -> None:
-        """Takes over what a look has found, from what :meth:`look` sends."""
+        """Chooses the level by a measurement, from what :meth:`measure` sends."""
         norm, *errors = row
         if math.isfinite(norm):
             pairs = zip(LEVELS, [0.0, *errors], strict=True)
@@ -183,21 +184,21 @@ class AdaptiveState(EncodedState):
         """Forgets the buckets that these parameters were in before they were laid out anew."""
         shared = set(keys)
         for old in [
-            old for old in {**self.levels, **self._looks} if old != keys and shared.intersection(old)
+            old for old in {**self.levels, **self._measurements} if old != keys and shared.intersection(old)
         ]:
             self.levels.pop(old, None)
             self._undecided.discard(old)
-            if old in self._looks:
-                self._looks.pop(old)[1].wait()
+            if old in self._measurements:
+                self._measurements.pop(old)[1].wait()
 
-    def look(
+    def measure(
         self,
         keys: tuple[str, ...],
         levels: Mapping[str, _Level],
         group: ProcessGroup,
         values: torch.Tensor,
     ) -> None:
-        """Finds out the errors of all levels, where it is time to; all ranks get the largest."""
+        """Measures the errors of all levels, where it is time to; all ranks get the largest."""
         settled = keys in self.levels and keys not in self._undecided
         if settled and (self.iter - self.start_iter) % self.interval:
             return
@@ -206,7 +207,7 @@ class AdaptiveState(EncodedState):
         tells = 0 < size < math.inf
         errors = [levels[name].error(values, norm) if tells else 0.0 for name in LEVELS[1:]]
         row = torch.tensor([size, *errors], dtype=torch.float32, device=values.device)
-        self._looks[keys] = row, group.allreduce([row], AllreduceOptions(reduceOp=ReduceOp.MAX))
+        self._measurements[keys] = row, group.allreduce([row], AllreduceOptions(reduceOp=ReduceOp.MAX))
 
 
 @comm_hook
@@ -235,7 +236,7 @@ def adaptive_hook(state: AdaptiveState, bucket: GradBucket) -> Future[torch.Tens
     levels = _levels(bucket)
     level = levels[state.level(keys, levels, group)]
     values = with_feedback(state, bucket)
-    state.look(keys, levels, group, values)
+    state.measure(keys, levels, group, values)
     state.maybe_increase_iter(bucket)
     if level.codec is not None:
         message = encode_with_feedback(state, bucket, level.codec, values)

@@ -135,7 +135,9 @@ class JoinProtocol:
             if code != _JOINED:
                 by_code.setdefault(code, []).append(rank)
         if len(by_code) > 1:
-            lines = [f"{_in_words(ranks)}: {self._about(Announcement.of(code))}" for code, ranks in by_code.items()]
+            lines = [
+                f"{_in_words(ranks)}: {self._about(Announcement.of(code))}" for code, ranks in by_code.items()
+            ]
             raise JoinError(
                 f"{self._here()} ranks are about to communicate different things: {'; '.join(lines)}. Run "
                 "forward, backward and step alike on all ranks that have inputs",

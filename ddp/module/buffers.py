@@ -9,7 +9,7 @@ from torch import nn
 
 from collectives import ProcessGroup
 from collectives.core.arguments.staging import repeats_elements
-from collectives.ddp.sync.broadcast import PackedBroadcast
+from collectives.ddp.sync.broadcast import FlatBroadcast
 
 __all__ = ["BufferSync", "refuse_overlaps"]
 
@@ -29,7 +29,7 @@ class BufferSync:
     def __init__(self, module: nn.Module, group: ProcessGroup, ignored: Collection[str]) -> None:
         self._group = group
         self._places: dict[torch.device, list[tuple[str, nn.Module, str]]] = {}
-        self._messages: dict[torch.device, PackedBroadcast] = {}
+        self._messages: dict[torch.device, FlatBroadcast] = {}
         seen: set[int] = set()
         for prefix, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
@@ -65,7 +65,7 @@ class BufferSync:
             buffers = [_writable(owner, key) for _, owner, key in places]
             message = self._messages.get(device)
             if message is None:
-                message = self._messages[device] = PackedBroadcast(self._group, buffers)
+                message = self._messages[device] = FlatBroadcast(self._group, buffers)
             works.append((message, message.start(buffers, root, blocking=len(self._places) == 1), buffers))
         for message, work, buffers in works:
             message.finish(work, buffers, root)

@@ -1,12 +1,10 @@
 """SyncBatchNorm: batch normalisation over the batches of all ranks together.
 
-Words used here. The *count* of a rank is the number of values that it has in each channel. A rank's *moments*
-are the mean of these values and the sum of their squared deviations from it.
-
-Ranks exchange counts and moments, not sums of squares, and put them together pairwise free of cancellation
-(Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", formula 1.5 for several
-samples), so that batches may differ in size and one may be empty. The derivative is that of batch
-normalisation (Ioffe and Szegedy 2015, section 3), with both of its sums taken over all ranks.
+For each channel, ranks exchange the number of their values, their mean and the sum of squared deviations from
+it, and combine these pairwise without cancellation (Chan, Golub and LeVeque 1983, "Algorithms for computing
+the sample variance", formula 1.5 for several samples), so that batches may differ in size and one may be
+empty. The derivative is that of batch normalisation (Ioffe and Szegedy 2015, section 3), with both of its
+sums taken over all ranks.
 """
 
 from __future__ import annotations

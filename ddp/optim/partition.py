@@ -8,7 +8,7 @@ import torch
 
 from collectives.ddp.reducer.buckets import layout
 
-__all__ = ["Partition", "pack"]
+__all__ = ["Partition", "flatten_parameters"]
 
 
 class Partition:
@@ -41,7 +41,7 @@ class Partition:
         return owners
 
 
-def pack(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def flatten_parameters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Moves parameters into one flat tensor for each device, in place, and returns those.
 
     Values, shapes and strides stay; ``.data`` of each parameter becomes a view.

@@ -1,11 +1,8 @@
 """ZeroRedundancyOptimizer: each rank updates a part of the parameters, and keeps the state of that part only.
 
 Stage 1 of ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models").
-
-Words used here. A rank *owns* the parameters that it updates; its *shard* is their optimizer state. The
-*inner* optimizer of a rank has the parameters that this rank owns. The *global* state is that of one
-optimizer for all parameters, in its form.
+Models"). A rank owns the parameters that it updates, by an inner optimizer of its own; its shard is their
+optimizer state. The global state is that of one optimizer for all parameters, in its form.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch.optim import Optimizer
 from collectives import ProcessGroup
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.join.join import Join, Joinable, JoinHook
-from collectives.ddp.optim.partition import Partition, pack
+from collectives.ddp.optim.partition import Partition, flatten_parameters
 from collectives.ddp.optim.shards import gather_shards
 from collectives.ddp.sync.agreement import describe_model, verify_agreement
 from collectives.ddp.sync.broadcast import CoalescedBroadcast
@@ -287,7 +284,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         messages = []
         for rank in range(self.process_group.size()):
             own = [p for p in self._parameters() if p.requires_grad and self._owners[p] == rank]
-            tensors = pack(own) if self.parameters_as_bucket_view else own
+            tensors = flatten_parameters(own) if self.parameters_as_bucket_view else own
             messages.append(CoalescedBroadcast(self.process_group, tensors, rank))
         return messages
 

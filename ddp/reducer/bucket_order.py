@@ -101,6 +101,17 @@ class OrderTrace:
             self._agreed is not None and trace != self._agreed[0] and self._held >= self._patience
         )
 
+    def agree(self, group: ProcessGroup | None, device: torch.device) -> list[int]:
+        """Returns the order that the ranks' latest traces lead to; called by all of them. Blocks.
+
+        Args:
+            group: the ranks; ``None`` for this one's trace alone.
+            device: device of tensors that the group takes.
+        """
+        order = self.latest if group is None else agree_on_order(group, self.latest, device)
+        self.mark_agreed()
+        return order
+
     def mark_agreed(self) -> None:
         """Takes note that the ranks agreed on an order, with the latest trace as this rank's part."""
         if self._agreed is not None:

@@ -148,22 +148,9 @@ class Bucket:
     """
 
     __slots__ = (
-        "buffer",
-        "delayed",
-        "flat",
-        "future",
-        "in_place",
-        "in_place_tensors",
-        "index",
-        "indices",
-        "parameters",
-        "pending",
-        "skipped",
-        "state",
-        "tail",
-        "views",
-        "work",
-    )
+        "buffer", "delayed", "flat", "future", "in_place", "in_place_tensors", "index", "indices",
+        "parameters", "pending", "skipped", "state", "tail", "views", "work",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -1,18 +1,13 @@
 """The reducer: averages gradients over all ranks while the backward pass computes them.
 
 Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is never searched: what
-is unused in a pass is what the autograd engine has not brought when it ends. The way of a gradient is in the
-docstring of :mod:`collectives.ddp.reducer`.
-
-A pass begins with the first hook that runs (:meth:`Reducer._enter_task`). It is finalized at the end of the
-outermost task (:meth:`Reducer._finalize_backward`), or abandoned where an exception broke it off. It is
-synchronised where a forward that it belongs to ran outside ``no_sync``.
+is unused in a pass is what the autograd engine has not brought when it ends. A pass is synchronised where a
+forward that it belongs to ran outside ``no_sync``. The package's docstring has the way of a gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,34 +15,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from collectives import ProcessGroup
-from collectives.ddp.autograd.engine import (
-    NO_TASK,
-    GradientHooks,
-    OutputHook,
-    TaskGuard,
-    accumulator,
-    current_task,
-    runs_backward,
-    runs_dist_backward,
-    will_accumulate,
-)
+from collectives.ddp.autograd import engine
 from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
-from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order
+from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
 from collectives.ddp.reducer.grad_bucket import BucketLayout
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
-from collectives.ddp.statistics.timing import STATISTICS_LEVEL, IterationClock, Mark
+from collectives.ddp.statistics.timing import IterationClock, Mark
 from collectives.ddp.sync.consensus import Consensus
 from collectives.ddp.sync.error_report import ErrorReport
+from collectives.ddp.unused_parameters import errors
 from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
 __all__ = ["Hook", "Reducer"]
-
-_log = logging.getLogger(__name__)
 
 _OUTSIDE = -1
 """Stands for the index of a parameter that is not the model's."""
@@ -68,8 +52,8 @@ def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], Non
 class Reducer:
     """Averages the gradients of some parameters over a group, in place, at every synchronised pass.
 
-    All ranks make one with the same parameters in the same order, and the same options. It holds hooks on the
-    parameters until it is deleted or closed; they hold it weakly.
+    All ranks make one with the same parameters in the same order, and the same options. It has hooks on the
+    parameters until it is deleted; they hold it weakly.
 
     Attributes:
         gradients: the gradients and their buckets.
@@ -84,10 +68,10 @@ class Reducer:
         group: the ranks.
         model: the model in words, for messages.
         limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
-        find_unused_parameters: whether parameters may be unused in a pass.
-        gradient_as_bucket_view: whether ``.grad`` shares its memory with the buckets.
-        static_graph: whether all passes use the parameters alike, so that the first one tells how.
-        batched_grad_copy: whether gradients are copied when their bucket is full, all at once.
+        find_unused_parameters: as of DistributedDataParallel, and the three that follow.
+        gradient_as_bucket_view: see there.
+        static_graph: see there.
+        batched_grad_copy: see there.
         skip_unused: whether buckets that no rank can fill are not sent.
         sparse: names of the parameters with sparse gradients.
         delayed: names of the parameters whose reduction waits for ``trigger``.
@@ -120,15 +104,13 @@ class Reducer:
         self._model = model
         self._frozen = frozen or {}
         self._casts = casts
-        device = next(iter(parameters.values())).device
-        self._device = device
+        self._device = device = next(iter(parameters.values())).device
         self._averager = Averager(group)
         for parameter in parameters.values():
             real = parameter.is_floating_point() and reduce_dtype
             self._averager.op_for(real or parameter.dtype, parameter.device)
-        self.unused = UnusedParameters(
-            parameters, find_unused=find_unused_parameters or skip_unused, static=static_graph
-        )
+        find_unused = find_unused_parameters or skip_unused
+        self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self._consensus = Consensus(self._averager, model, self.unused, self._order, device)
         places = {id(parameter): index for index, parameter in enumerate(parameters.values())}
@@ -155,7 +137,6 @@ class Reducer:
         )
         self.initial_bucket_bytes = [bucket.nbytes for bucket in self.gradients.buckets]
         self._lock = threading.RLock()
-
         self.passes = 0
         self.has_rebuilt_buckets = False
         self._must_rebuild = False
@@ -163,26 +144,16 @@ class Reducer:
         self._running: Forward | None = None
         self._shadowed: list[Forward] = []
         self._open_tasks: set[int] = set()
-        self._task = NO_TASK
+        self._task = engine.NO_TASK
         self._pass = BackwardPass([], ErrorReport(), ())
-
-        nodes = [accumulator(parameter) for parameter in self.gradients.parameters]
-        self._accumulators = {node: index for index, node in enumerate(nodes)}
+        self._accumulators = {engine.accumulator(p): i for i, p in enumerate(self.gradients.parameters)}
         if skip_unused:
             self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
         hooked = [(p, _gradient_hook(self, index)) for index, p in enumerate(self.gradients.parameters)]
         if trigger is not None and self._trigger == _OUTSIDE:
             hooked.append((trigger, _gradient_hook(self, _OUTSIDE)))
-        self._hooks = GradientHooks(hooked)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_hooks"):
-            self.close()
-
-    def close(self) -> None:
-        """Removes the hooks from the parameters; idempotent."""
-        self._hooks.remove()
+        self._hooks = engine.GradientHooks(hooked)
 
     # ---- what the module calls ---------------------------------------------------------------------------
 
@@ -241,20 +212,13 @@ class Reducer:
         """
         self._hooks.come_last()
         self._wait_for_abandoned()
-        if not self._must_rebuild or self._open_tasks:
-            return
-        self._must_rebuild = False
-        if self._bucket_reducer.is_local:
-            order = self._order.latest
-        else:
-            order = agree_on_order(self._group, self._order.latest, self._device)
-        self._order.mark_agreed()
-        self.has_rebuilt_buckets = True
-        self._bucket_reducer.rebuild_buckets(order)
+        if self._must_rebuild and not self._open_tasks:
+            self._must_rebuild = False
+            group = None if self._bucket_reducer.is_local else self._group
+            self._bucket_reducer.rebuild_buckets(self._order.agree(group, self._device))
+            self.has_rebuilt_buckets = True
 
-    def prepare_for_backward(
-        self, forward: Forward, outputs: Iterable[torch.Tensor], *, training: bool
-    ) -> None:
+    def prepare_for_backward(self, forward: Forward, outputs: Iterable[torch.Tensor], training: bool) -> None:
         """Tells what the backward pass of the forward that just ran must do.
 
         Called at the end of each forward that records a graph. The pass begins when the engine reaches one of
@@ -267,7 +231,7 @@ class Reducer:
         """
         self._consensus.progress.forwards += training
         self._latest = forward
-        hook = OutputHook(self, forward)
+        hook = engine.OutputHook(self, forward)
         tensors = [output for output in outputs if output.requires_grad and not output.is_leaf]
         if forward.sync:
             self.unused.search_graph(forward, tensors)
@@ -331,7 +295,7 @@ class Reducer:
                 self.autograd_hook(index)
             return
         with self._lock:
-            if current_task() != self._task:
+            if engine.current_task() != self._task:
                 self._enter_task(None)
             current = self._pass
             if index == self._trigger:
@@ -341,10 +305,8 @@ class Reducer:
                         self._bucket_reducer.launch_ready(current)
                     return
             current.counts[index] += 1
-            if current.sync:
-                current.ready_order.append(index)
-                if self.unused.is_complete(current, index):
-                    self._mark_ready(current, index)
+            if current.sync and self.unused.note_gradient(current, index):
+                self._mark_ready(current, index)
 
     def _mark_ready(self, current: BackwardPass, index: int) -> None:
         """Hands in a gradient to which nothing will be added; launches the buckets that are full by it."""
@@ -365,27 +327,24 @@ class Reducer:
             current = self._pass
             if forward not in current.forwards:  # before the pass begins with what its forwards reach
                 current.forwards.append(forward)
-            if current_task() != self._task:
+            if engine.current_task() != self._task:
                 self._enter_task(forward)
             if not forward.sync:
                 return
             if not current.sync:
                 self._begin_sync()
             if not current.committed:
-                current.committed = any(map(will_accumulate, self._accumulators)) or runs_backward()
-            if not current.committed and runs_dist_backward():  # an error raised here would lose its words
-                current.committed = True
-                current.report.errors.append(
-                    "torch.distributed.autograd.backward() keeps gradients in its context, where they cannot "
-                    "be averaged; call loss.backward(), or run forward under no_sync() and average what "
-                    "get_gradients() returns"
-                )
+                reaches = any(map(engine.will_accumulate, self._accumulators))
+                current.committed = reaches or engine.runs_backward()
+            if not current.committed and engine.runs_dist_backward():
+                current.committed = True  # at the end of the pass: an error raised here would lose its words
+                current.report.errors.append(engine.DIST_AUTOGRAD_ERROR)
 
     def end_task(self, task: int) -> None:
         """Called when a task is complete; what is raised here, ``backward()`` raises."""
         with self._lock:
             self._open_tasks.discard(task)
-            self._task = NO_TASK
+            self._task = engine.NO_TASK
             if self._open_tasks:
                 return
             current = self._pass
@@ -406,7 +365,7 @@ class Reducer:
         """Called when an exception broke a task off."""
         with self._lock:
             self._open_tasks.discard(task)
-            self._task = NO_TASK
+            self._task = engine.NO_TASK
             if self._open_tasks:
                 return
             current = self._pass
@@ -430,7 +389,7 @@ class Reducer:
                 self.unused.clear()
             self._bucket_reducer.reset()
         self._open_tasks.clear()
-        self._task = NO_TASK
+        self._task = engine.NO_TASK
         if self._casts is not None and self._pass.casts_active:
             self._casts.leave()
             if self._pass.took_part():
@@ -440,10 +399,10 @@ class Reducer:
 
     def _enter_task(self, forward: Forward | None) -> None:
         """Takes note that hooks now run in another task than before; the first task of all begins a pass."""
-        task = current_task()
+        task = engine.current_task()
         if task not in self._open_tasks:
             begins = not self._open_tasks
-            TaskGuard(self, task)
+            engine.TaskGuard(self, task)
             self._open_tasks.add(task)
             self._pass.nested = not begins
             if begins:
@@ -469,20 +428,15 @@ class Reducer:
         current.sync = True
         self.clock.mark(Mark.BACKWARD_BEGIN)
         self._bucket_reducer.reset()
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            current.report.errors.append(
-                f"{', '.join(thawed)} needed no gradient when the module was wrapped, but need one now; wrap "
-                "the module again after such a change"
-            )
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            current.report.errors.append(errors.unfrozen(unfrozen))
         current.skipped = self._bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
         self._mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
         for index, count in enumerate(current.counts):
-            if count:
-                current.ready_order.append(index)
-                if self.unused.is_complete(current, index):
-                    self._mark_ready(current, index)
+            if count and self.unused.note_gradient(current, index):
+                self._mark_ready(current, index)
 
     def _mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:
         """Hands in something else for parameters to which this pass gives no gradient."""
@@ -497,13 +451,11 @@ class Reducer:
     def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
         current.abandoned = True
-        current.report.errors.append(
-            "its backward pass was broken off by an exception, which is raised there"
-        )
-        if self._bucket_reducer.is_local:
-            return
-        self._bucket_reducer.abandon(current)
-        self._consensus.abandon(current)
+        why = "its backward pass was broken off by an exception, which is raised there"
+        current.report.errors.append(why)
+        if not self._bucket_reducer.is_local:
+            self._bucket_reducer.abandon(current)
+            self._consensus.abandon(current)
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
@@ -544,8 +496,5 @@ class Reducer:
         if not current.shadow:
             self._order.note(current.ready_order)
         self.passes += 1
-        if timed and _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.clock.latest()) is not None:
-            _log.log(
-                STATISTICS_LEVEL, "[rank %d] %s, iteration %d: %s",
-                self._group.rank(), self._model, self.passes, latest[0],
-            )  # fmt: skip
+        if timed:
+            self.clock.log(f"[rank {self._group.rank()}] {self._model}, iteration {self.passes}")

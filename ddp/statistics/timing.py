@@ -1,14 +1,13 @@
-"""Times of an iteration: forward, backward, communication, and how much of that nothing hid.
+"""Times of the sampled iterations: forward, backward, communication, and how much of that was overlapped.
 
-Words used here. An iteration is *sampled* where it is timed: each of the first ones, and then every so many.
-*Compute* of the backward pass ends when the last gradient is there, *communication* begins with the first
-bucket that is launched and ends when all averages are there. What is left of it after compute is *exposed*;
-what went on beside compute is the *overlap* (PyTorch Distributed, VLDB 2020, section 3.2.3).
+Section 3.2.3 of PyTorch Distributed (VLDB 2020): communication overlaps with the backward computation until
+the last gradient is ready; the rest of it is exposed.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from dataclasses import dataclass
 
@@ -25,6 +24,8 @@ SAMPLE_RATE = 100
 STATISTICS_LEVEL = 5
 """Level of the logger ``collectives`` for the times of single iterations; the debug level DETAIL with
 ``TORCH_CPP_LOG_LEVEL=INFO`` lets it through."""
+
+_log = logging.getLogger(__name__)
 
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 
@@ -154,6 +155,15 @@ class IterationClock:
         self._sums = IterationTimes(
             *(getattr(self._sums, field) + getattr(times, field) for field in vars(times))
         )
+
+    def log(self, where: str) -> None:
+        """Logs the times of the last sampled iteration.
+
+        Args:
+            where: rank, model and iteration.
+        """
+        if _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.latest()) is not None:
+            _log.log(STATISTICS_LEVEL, "%s: %s", where, latest[0])
 
     def latest(self) -> tuple[IterationTimes, dict[Mark, int]] | None:
         """Returns the times of the last sampled iteration, and its marks in nanoseconds since 1970.

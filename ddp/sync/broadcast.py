@@ -1,4 +1,4 @@
-"""Broadcast of many tensors at once: small ones travel packed in one message, large ones as they are."""
+"""Broadcast of many tensors at once: small ones copied to one flat message, large ones as they are."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from collectives import BroadcastOptions, ProcessGroup, Work
 from collectives.ddp.reducer.buckets import MIB
 
-__all__ = ["CoalescedBroadcast", "PackedBroadcast", "broadcast_coalesced"]
+__all__ = ["CoalescedBroadcast", "FlatBroadcast", "broadcast_coalesced"]
 
-_PACKED_BYTES = MIB
-"""Tensors of fewer bytes than this are packed."""
+_SMALL_BYTES = MIB
+"""Tensors of fewer bytes than this are copied to a flat message."""
 
 _MESSAGE_BYTES = 16 * MIB
-"""A packed message is closed when it holds this many bytes."""
+"""A flat message is closed when it holds this many bytes."""
 
 _ALIGNMENT = 16
 """Tensors begin at multiples of so many bytes within a message; no data type has wider elements."""
 
 
-class PackedBroadcast:
+class FlatBroadcast:
     """One message, used again and again, that carries tensors of one device from one rank to all.
 
     Args:
@@ -68,7 +68,7 @@ class PackedBroadcast:
 
 
 class CoalescedBroadcast:
-    """A broadcast of many tensors from one rank, again and again: small ones packed, large ones as they are.
+    """A broadcast of many tensors from one rank, again and again; small ones share flat messages.
 
     Called by all ranks: first :meth:`start`, then :meth:`finish`.
 
@@ -87,7 +87,7 @@ class CoalescedBroadcast:
         filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
-            if size >= _PACKED_BYTES and tensor.is_contiguous():
+            if size >= _SMALL_BYTES and tensor.is_contiguous():
                 self._large.append(tensor)
             elif size:
                 held, count = filling.pop(tensor.device, ([], 0))
@@ -97,30 +97,29 @@ class CoalescedBroadcast:
                 else:
                     filling[tensor.device] = (held, count + size)
         self._small += [held for held, _ in filling.values()]
-        self._packed: list[PackedBroadcast] = []
+        self._flat: list[FlatBroadcast] = []
         self._works: list[Work] = []
-        self._packed_works: list[Work] = []
+        self._flat_works: list[Work] = []
 
     def start(self) -> None:
         """Sends the root's tensors without waiting."""
-        if not self._packed:
-            self._packed = [PackedBroadcast(self._group, tensors) for tensors in self._small]
+        if not self._flat:
+            self._flat = [FlatBroadcast(self._group, tensors) for tensors in self._small]
         self._works = [
             self._group.broadcast([tensor.detach()], BroadcastOptions(rootRank=self._root))
             for tensor in self._large
         ]
-        self._packed_works = [
-            packed.start(tensors, self._root)
-            for packed, tensors in zip(self._packed, self._small, strict=True)
+        self._flat_works = [
+            flat.start(tensors, self._root) for flat, tensors in zip(self._flat, self._small, strict=True)
         ]
 
     def finish(self) -> None:
         """Blocks until the tensors hold the root's values."""
-        for packed, work, tensors in zip(self._packed, self._packed_works, self._small, strict=True):
-            packed.finish(work, tensors, self._root)
+        for flat, work, tensors in zip(self._flat, self._flat_works, self._small, strict=True):
+            flat.finish(work, tensors, self._root)
         for work in self._works:
             work.wait()
-        self._works, self._packed_works = [], []
+        self._works, self._flat_works = [], []
         if self._large:
             torch.autograd.graph.increment_version(self._large)
 

@@ -11,11 +11,12 @@ import contextlib
 
 import torch
 
+from collectives import Work
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.sync.error_report import ReportExchange, sync_error
-from collectives.ddp.sync.signals import ReducedSignals, SignalExchange, Signals
+from collectives.ddp.sync.signals import ReducedSignals, Signals
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
 __all__ = ["Consensus"]
@@ -51,8 +52,9 @@ class Consensus:
         self._device = device
         self.is_local = False
         self.progress = Progress()
-        self._exchange: SignalExchange | None = None  # where the buckets cannot carry the signals
-        self._abandoned: list[SignalExchange | ReportExchange] = []
+        self._tail: torch.Tensor | None = None  # where the buckets cannot carry the signals
+        self._work: Work | None = None
+        self._abandoned: list[Work | ReportExchange] = []
         self._signals = self._new_signals()
 
     def _new_signals(self) -> Signals:
@@ -67,12 +69,12 @@ class Consensus:
     def resize(self) -> None:
         """Adapts the tail to what the ranks now tell each other about unused parameters."""
         self._signals = self._new_signals()
-        if self._exchange is not None:
+        if self._tail is not None:
             self.send_separately()
 
     def send_separately(self) -> None:
         """Sends the signals in a message of their own from now on, and not with the last bucket."""
-        self._exchange = SignalExchange(self._averager, self._signals, self._device)
+        self._tail = torch.zeros(self._signals.size, device=self._device)
 
     # ---- what a pass does --------------------------------------------------------------------------------
 
@@ -88,9 +90,9 @@ class Consensus:
 
     def send_signals(self, current: BackwardPass) -> None:
         """Sends the signals where they go separately; called after the launch of all buckets."""
-        if self._exchange is not None:
-            self.write_signals(current, self._exchange.tail)
-            self._exchange.start()
+        if self._tail is not None:
+            self.write_signals(current, self._tail)
+            self._work = self._averager.start([self._tail])
 
     def read_signals(self, current: BackwardPass, tail: torch.Tensor | None) -> ReducedSignals:
         """Returns what the ranks signalled; blocks where the signals went separately.
@@ -105,9 +107,9 @@ class Consensus:
         if self.is_local or tail is None:
             signals = self._signals.local(self._unused.used if self._unused.is_reported else ())
         else:
-            if self._exchange is not None:
-                self._exchange.wait()
-                tail = self._exchange.tail
+            if self._tail is not None and self._work is not None:
+                self._work.wait()
+                tail = self._tail
             signals = self._signals.read(tail)
         group = self._averager.group
         if signals.out_of_step and not current.shadow:
@@ -123,8 +125,8 @@ class Consensus:
     def abandon(self, current: BackwardPass) -> None:
         """Sends signals and report of a pass that broke off here, without waiting."""
         self.send_signals(current)
-        if self._exchange is not None:
-            self._abandoned.append(self._exchange)
+        if self._work is not None:
+            self._abandoned.append(self._work)
         self._abandoned.append(ReportExchange(self._averager.group, current.report, self._device))
 
     def wait_for_abandoned(self) -> None:

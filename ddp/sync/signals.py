@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from collectives import ProcessGroup, Work
-from collectives.ddp.reducer.averaging import Averager
-
-__all__ = ["Position", "ReducedSignals", "SignalExchange", "Signals"]
+__all__ = ["Position", "ReducedSignals", "Signals"]
 
 _ERROR = 0
 _RELAYOUT = 1
@@ -145,33 +142,3 @@ class Signals:
     def local(self, used: Collection[int]) -> ReducedSignals:
         """Returns the signals of this rank alone."""
         return ReducedSignals(unused=frozenset(index for index, value in enumerate(used) if not value))
-
-
-class SignalExchange:
-    """The tail as a message of its own, for passes whose buckets cannot carry it.
-
-    Args:
-        averager: averages over the ranks.
-        signals: the layout of the signals.
-        device: device of tensors that the group takes.
-    """
-
-    def __init__(self, averager: Averager, signals: Signals, device: torch.device) -> None:
-        self._averager = averager
-        self.tail = torch.zeros(signals.size, dtype=torch.float32, device=device)
-        self._work: Work | None = None
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks."""
-        return self._averager.group
-
-    def start(self) -> None:
-        """Issues the reduction of :attr:`tail`; called by all ranks after those of all buckets."""
-        self._work = self._averager.start([self.tail])
-
-    def wait(self) -> None:
-        """Blocks until the signals of all ranks are in :attr:`tail`."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()

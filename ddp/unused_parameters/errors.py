@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["CHANGED", "MISSING", "REPEATED", "ParameterFault", "in_words", "no_longer_trained", "skipped"]
+__all__ = ["CHANGED", "MISSING", "REPEATED", "ParameterFault", "frozen", "in_words", "skipped", "unfrozen"]
 
 
 class ParameterFault(NamedTuple):
@@ -65,6 +65,14 @@ def skipped(name: str) -> str:
     )
 
 
-def no_longer_trained(names: Sequence[str]) -> str:
+def frozen(names: Sequence[str]) -> str:
     """Returns the error about parameters that were frozen after wrapping."""
     return f"{', '.join(names)} needed a gradient when the module was wrapped, but need none now"
+
+
+def unfrozen(names: Sequence[str]) -> str:
+    """Returns the error about parameters that were frozen when the module was wrapped, but are no more."""
+    return (
+        f"{', '.join(names)} needed no gradient when the module was wrapped, but need one now; wrap the "
+        "module again after such a change"
+    )

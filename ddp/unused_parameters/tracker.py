@@ -59,6 +59,11 @@ class UnusedParameters:
         self._is_settled = False
 
     @property
+    def searches_graph(self) -> bool:
+        """Whether graphs are searched for what no rank can reach."""
+        return self.search is not None and not self.static and not self.search.is_local
+
+    @property
     def is_reported(self) -> bool:
         """Whether the ranks tell each other what they used in the next pass."""
         return self.find_unused or self.expected is None
@@ -82,7 +87,7 @@ class UnusedParameters:
         Returns:
             Whether it did.
         """
-        if self.search is None or self.static or self.search.is_local:
+        if self.search is None or not self.searches_graph:
             return False
         self.search.search(forward, outputs, self.used)
         return True
@@ -96,7 +101,7 @@ class UnusedParameters:
         current.unused.update(self._unused_here)
         if self.search is None:
             return ()
-        if self.static or self.search.is_local:
+        if not self.searches_graph:
             return self._unused_everywhere
         everywhere, here = self.search.unreachable(current.forwards, len(self.used))
         current.unused.update(index for index in here if not self.used[index])
@@ -104,13 +109,14 @@ class UnusedParameters:
 
     # ---- within a pass -----------------------------------------------------------------------------------
 
-    def is_complete(self, current: BackwardPass, index: int) -> bool:
+    def note_gradient(self, current: BackwardPass, index: int) -> bool:
         """Takes note that a gradient came in a synchronised pass, and reports one that should not.
 
         Returns:
             Whether nothing more will be added to it in this pass.
         """
-        if index in current.unused and self.search is not None and not (self.static or self.search.is_local):
+        current.ready_order.append(index)
+        if index in current.unused and self.searches_graph:
             current.report.errors.append(errors.skipped(self._names[index]))
             return False
         if self.expected is None:
@@ -150,9 +156,9 @@ class UnusedParameters:
             if not count:
                 report.blame(errors.MISSING, name)
         parameters = zip(self._names, self._parameters, strict=True)
-        frozen = [name for name, parameter in parameters if not parameter.requires_grad]
-        if frozen:
-            report.errors.append(errors.no_longer_trained(frozen))
+        names = [name for name, parameter in parameters if not parameter.requires_grad]
+        if names:
+            report.errors.append(errors.frozen(names))
 
     def local_used_map(self, counts: Sequence[int]) -> Sequence[int] | None:
         """Returns 1 for each parameter that is used or got a gradient in this pass, else 0.

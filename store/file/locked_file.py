@@ -18,6 +18,7 @@ from collectives.errors import DistStoreError
 __all__ = ["LockedFile"]
 
 _LONGEST_PAUSE_S = 0.005
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock where off_t has 64 bits
 
 
@@ -29,18 +30,25 @@ class LockedFile:
     another.
 
     Raises:
-        DistStoreError: the path cannot be opened, or is no plain file.
+        DistStoreError: the path cannot be opened, is no plain file, or another user's that all may write to.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            self._fd = os.open(path, _FLAGS, 0o600)
         except OSError as error:
             _raise_open_error(path, error)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
             self.close()
             raise DistStoreError(f"a FileStore needs a plain file, which {path} is not")
+        if found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH:
+            self.close()
+            raise DistStoreError(
+                f"{path} belongs to user {found.st_uid}, while this process runs as {os.geteuid()}, and all "
+                "may write to it; name another file"
+            )
 
     def close(self) -> None:
         """Closes the file and gives the lock up; idempotent."""
@@ -142,6 +150,10 @@ def _raise_open_error(path: str, error: OSError) -> NoReturn:
     if error.errno == errno.ENOENT:
         raise DistStoreError(
             f"the folder of {path} does not exist; a FileStore makes the file only"
+        ) from error
+    if error.errno == errno.ELOOP and Path(path).is_symlink():
+        raise DistStoreError(
+            f"{path} is a symbolic link, which a FileStore does not follow; name the file itself"
         ) from error
     if error.errno in {errno.EACCES, errno.EPERM}:
         try:

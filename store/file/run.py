@@ -1,4 +1,4 @@
-"""Whose file a FileStore has found: which members a run has, and whether one more process may join it."""
+"""The run that a FileStore's file belongs to: its members, and whether one more process may join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import Enum
 from collectives.store.file.log import Header, Join
 from collectives.store.process import Life, ProcessIdentity
 
-__all__ = ["Member", "Run", "Verdict", "launch_token"]
+__all__ = ["JoinDecision", "Member", "Run", "launch_token"]
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Member:
     left: bool = False
 
 
-class Verdict(Enum):
+class JoinDecision(Enum):
     """What one who finds a file may do."""
 
     JOIN = "join"
@@ -70,7 +70,7 @@ class Run:
                 return number
         return max(self.members, default=-1) + 1
 
-    def judge(self, world_size: int, token: bytes) -> tuple[Verdict, str]:
+    def decide_join(self, world_size: int, token: bytes) -> tuple[JoinDecision, str]:
         """Decides whether the finder belongs to this run.
 
         A run lives while a process that has joined it runs, or may run where it cannot be seen.
@@ -80,21 +80,21 @@ class Run:
             token: launch token of the finder.
 
         Returns:
-            The verdict, and for WAIT and REFUSE the reason as a clause.
+            The decision, and for WAIT and REFUSE the reason as a clause.
         """
         lives = {number: member.join.process.life() for number, member in self.members.items()}
         if Life.ALIVE not in lives.values() and Life.UNKNOWN not in lives.values():
             kept = self.world_size is None and world_size < 0 and all(m.left for m in self.members.values())
-            return (Verdict.JOIN if kept else Verdict.RECLAIM), ""
+            return (JoinDecision.JOIN if kept else JoinDecision.RECLAIM), ""
         other = self._other_run(world_size, token)
         if other:
             # A run that is torn down (or restarted by its launcher) is gone in a moment.
             ending = any(m.left or lives[n] is Life.DEAD for n, m in self.members.items())
-            return (Verdict.WAIT if ending else Verdict.REFUSE), other
+            return (JoinDecision.WAIT if ending else JoinDecision.REFUSE), other
         lost = [m for n, m in self.members.items() if lives[n] is Life.DEAD and not m.left]
         if lost and self.world_size is not None:
-            return Verdict.WAIT, f"its member, {lost[0].join.process}, has died, others have not yet"
-        return Verdict.JOIN, ""
+            return JoinDecision.WAIT, f"its member, {lost[0].join.process}, has died, others have not yet"
+        return JoinDecision.JOIN, ""
 
     def _other_run(self, world_size: int, token: bytes) -> str:
         """Returns why the finder is not of this run, or nothing."""

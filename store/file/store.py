@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 from collectives.errors import DistStoreError
-from collectives.forks import tell_in_children
+from collectives.forks import call_in_forked_children
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.file.locked_file import LockedFile
 from collectives.store.file.log import (
@@ -31,7 +31,7 @@ from collectives.store.file.log import (
     encode_record,
     records,
 )
-from collectives.store.file.run import Run, Verdict, launch_token
+from collectives.store.file.run import JoinDecision, Run, launch_token
 from collectives.store.process import current_process
 
 __all__ = ["FileStore"]
@@ -111,7 +111,7 @@ class _Shared:
         self.content = _Content()
         self._file = self._join(world_size)
         _opened.add(self)
-        tell_in_children(self, _Shared.after_fork)
+        call_in_forked_children(self, _Shared.after_fork)
 
     @contextlib.contextmanager
     def locked(self, exclusive: bool, limit: float) -> Iterator[_Content]:
@@ -221,12 +221,12 @@ class _Shared:
             self._create(world_size, token)
             return None
         self._read()
-        verdict, reason = self.content.run.judge(world_size, token)
-        if verdict is Verdict.WAIT:
+        decision, reason = self.content.run.decide_join(world_size, token)
+        if decision is JoinDecision.WAIT:
             return reason
-        if verdict is Verdict.REFUSE:
+        if decision is JoinDecision.REFUSE:
             self._refuse(reason)
-        if verdict is Verdict.RECLAIM:
+        if decision is JoinDecision.RECLAIM:
             self._create(world_size, token)
         else:
             self._enter(world_size, token, b"")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from collectives.errors import DistNetworkError
-from collectives.forks import tell_in_children
+from collectives.forks import call_in_forked_children
 from collectives.store.tcp.wire import MAGIC, Command, u32
 
 __all__ = ["Client", "Connection"]
@@ -106,7 +106,7 @@ class Client:
         self._in_use: set[Connection] = set()
         self._failure: str | None = None
         self._idle.append(self._connect(timeout))
-        tell_in_children(self, Client._after_fork)
+        call_in_forked_children(self, Client._after_fork)
         _open.add(self)
 
     @contextlib.contextmanager
@@ -187,7 +187,7 @@ class Client:
                 return self._connect_once(start + timeout)
             except OSError as error:
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
-                # The jitter keeps many ranks that were started together from knocking together.
+                # The jitter keeps many ranks that were started together from connecting together.
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
                 left = start + timeout - _LAST_TRY_S - time.monotonic()
                 if left <= 0:

@@ -10,9 +10,9 @@ import torch
 from collectives.bench import ddp
 from collectives.bench.core.records import Timing
 from collectives.bench.training import models
+from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.models import MODELS, loss_of
-from collectives.bench.training.peers import Peer
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -61,6 +61,7 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     assert torchs["ratios"]["time_over_noop"] is None
 
 
+@pytest.mark.full
 def test_the_cost_of_looking_for_unused_parameters(tmp_path):
     path = tmp_path / "out.json"
     peers = "ours:host,ours:host+unused+noop,ours:host+unused"
@@ -124,7 +125,7 @@ def test_peers_that_disagree_are_told():
         peer.peer = Peer.parse(name)
         peer.ready = [ddp.Ready(10, 2, norm, 0)] * 2
         peer.times = [ddp.Times([5], [5], [5], [5])] * 2
-        peer.team = type("Team", (), {"size": 2})
+        peer.processes = type("Processes", (), {"size": 2})
         peers.append(peer)
     norms = ddp._agreed_norms(peers)
     same, other = [ddp.End(1, 2**20)] * 2, [ddp.End(1, 2**20), ddp.End(2, 2**20)]
@@ -146,7 +147,7 @@ def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
         (["--peers", "ours"], "must be alone, ours:BACKEND or torch:BACKEND"),
         (["--peers", "alone:host"], "must be alone"),
         (["--peers", "ours:host+zip"], "has no known hook or option; known are +noop, +fp16"),
-        (["--peers", "ours:host+noop+fp16"], "has a word twice, or two hooks"),
+        (["--peers", "ours:host+noop+fp16"], "has an option twice, or two hooks"),
         (["--peers", "ours:hots"], "unknown backend 'hots'"),
         (["--models", "gpt"], "unknown model 'gpt'; known are resnet50"),
     ],

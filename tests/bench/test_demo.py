@@ -127,6 +127,7 @@ def test_training_lowers_the_loss(digits):
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
 
+@pytest.mark.full
 def test_the_demo(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(demo, "SWEEP_BUDGET_S", 0.5)
@@ -194,6 +195,7 @@ def test_what_the_checks_refuse(field, value, complaint):
     assert complaint in told
 
 
+@pytest.mark.full
 def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, capfd):
     patched_ranks(
         tmp_path,
@@ -217,6 +219,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, 
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path):
     command = [
         sys.executable,

@@ -38,12 +38,14 @@ def full_run(tmp_path_factory, quick_ranks):
 
 def test_every_operation_is_measured_by_every_peer(full_run):
     _, _, report = full_run
-    measured = {(record.question, record.peer): [] for record in report.records}  # in the order of the report
+    measured = {
+        (record.compared_at, record.peer): [] for record in report.records
+    }  # in the order of the report
     for record in report.records:
-        measured[record.question, record.peer].append(record.size_bytes)
+        measured[record.compared_at, record.peer].append(record.size_bytes)
         assert (record.cold.calls, record.hot.calls) == (1, 1)
         assert (record.loop is not None) == (record.size_bytes <= 32768)
-        assert (record.root == 0) == (record.peer != "limit" and OPERATIONS[record.question].rooted)
+        assert (record.root == 0) == (record.peer != "limit" and OPERATIONS[record.compared_at].rooted)
     for name, operation in OPERATIONS.items():
         sizes = [0] if name == "barrier" else [72, 131076] if operation.parts else [64, 131072]
         for peer in ("gloo", "faulty", *(["limit"] * (name != "barrier"))):
@@ -55,10 +57,10 @@ def test_every_operation_is_measured_by_every_peer(full_run):
 def test_wrong_results_are_counted_where_they_are(full_run):
     status, _, report = full_run
     assert status == 1
-    wrong = {(record.question, record.peer) for record in report.records if record.wrong_elements}
+    wrong = {(record.compared_at, record.peer) for record in report.records if record.wrong_elements}
     assert wrong == {(name, "faulty") for name in ("all_reduce", "all_gather", "barrier")}
     for record in report.records:
-        if record.peer == "faulty" and record.question in {"all_reduce", "all_gather"}:
+        if record.peer == "faulty" and record.compared_at in {"all_reduce", "all_gather"}:
             assert record.cold_wrong_elements == 3  # one on one rank in each call, warm-up calls included
 
 

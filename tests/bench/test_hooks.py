@@ -11,7 +11,7 @@ from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import hooks
 from collectives.bench.training import models
-from collectives.bench.training.counting import CountingGroup
+from collectives.bench.training.counting_group import CountingGroup
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -50,6 +50,7 @@ def test_a_run_counts_bytes_and_compares_losses(tmp_path, capsys):
     assert records["fp16"]["time_over_none"] == medians["fp16"] / medians["none"]
 
 
+@pytest.mark.full
 def test_machines_count_what_the_link_carries(make_machines):  # noqa: F811
     make_machines(1)  # skips where there can be none
     options = hooks.Options(("digits",), ("none", "powersgd-1"), steps=6, machines=2, link="1gbit")

@@ -22,7 +22,7 @@ from collectives.bench.tuning.search import (
     compare,
     search,
 )
-from collectives.bench.tuning.worker import Probe, Rig
+from collectives.bench.tuning.timing import Probe, TimedGroups
 from collectives.cli import CommandError, main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
@@ -35,7 +35,7 @@ STEPS = (
 Cost = Callable[[Mapping[str, int], Probe], float]
 
 
-class FakeRig:
+class FakeGroups:
     """Ranks whose times are a formula of the thresholds, and noise."""
 
     def __init__(self, cost: Cost, noise: float = 0.01, ranks: int = 2) -> None:
@@ -61,7 +61,7 @@ class FakeRig:
 
 
 def found(cost: Cost, noise: float = 0.01) -> Outcome:
-    rig = FakeRig(cost, noise)
+    rig = FakeGroups(cost, noise)
     outcome = search(rig, 2, host_tuning.defaults(2), 0.0, STEPS)  # type: ignore[arg-type]
     assert not rig.groups
     return outcome
@@ -110,8 +110,8 @@ def test_a_machine_that_is_too_noisy_is_refused() -> None:
 
 def test_a_gain_in_few_rounds_does_not_count() -> None:
     steady, lucky = [10.0] * 8, [1.0] * 5 + [11.0] * 3
-    assert not Comparison([[steady], [steady], [lucky]]).better(2)
-    assert Comparison([[steady], [steady], [[9.0] * 8]]).better(2)
+    assert not Comparison([[steady], [steady], [lucky]]).is_better(2)
+    assert Comparison([[steady], [steady], [[9.0] * 8]]).is_better(2)
 
 
 def test_the_plan_tries_only_values_that_groups_accept() -> None:
@@ -128,7 +128,7 @@ def test_thresholds_that_do_not_go_together_are_not_tried(ranks: int) -> None:
     def cost(setting: Mapping[str, int], probe: Probe) -> float:
         return 10 * 2 ** (setting["ring_bytes"] / (1 << 20)) * (1.1 - setting["chunk_bytes"] / (1 << 20))
 
-    rig = FakeRig(cost, ranks=ranks)
+    rig = FakeGroups(cost, ranks=ranks)
     outcome = search(rig, ranks, host_tuning.defaults(ranks), 0.0)  # type: ignore[arg-type]
     assert outcome.after["ring_bytes"] == 1 << 20  # the least where chunks are the longest
     assert {**host_tuning.defaults(ranks), **outcome.after}["chunk_bytes"] == 256 << 10
@@ -143,7 +143,7 @@ def test_a_threshold_is_given_up_with_the_one_that_it_needs() -> None:
 
     steps = (Step("chunk_bytes", (64 << 10,), (LONG,)), Step("ring_bytes", (256 << 10,), (LONG,)))
     steps += (Step("yields", (2,), (SHORT,)),)
-    outcome = search(FakeRig(cost, ranks=4), 4, host_tuning.defaults(4), 0.0, steps)  # type: ignore[arg-type]
+    outcome = search(FakeGroups(cost, ranks=4), 4, host_tuning.defaults(4), 0.0, steps)  # type: ignore[arg-type]
     assert [name for name, *_ in outcome.steps] == ["chunk_bytes", "ring_bytes"]
     assert outcome.after == {}
     assert "what measures faster alone does not over all operations" in outcome.verdict
@@ -167,7 +167,7 @@ def test_groups_that_were_not_better_stay_on_their_defaults(
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome | Exception], None]:
     """Gives the command a result, in place of a measurement."""
 
-    monkeypatch.setattr(tune, "Rig", contextlib.nullcontext)
+    monkeypatch.setattr(tune, "TimedGroups", contextlib.nullcontext)
 
     def give(result: Outcome | Exception) -> None:
         def answer(*arguments: object, **named: object) -> Outcome:
@@ -227,8 +227,8 @@ def test_the_command_refuses_a_noisy_machine_and_a_place_that_groups_do_not_read
 def test_ranks_time_groups_that_differ_in_a_threshold() -> None:
     before = host_tuning.defaults(2)
     probes = (SHORT, Probe("all_gather", 4096), Probe("reduce_scatter", 1 << 20), Probe("barrier", 0))
-    with Rig(2) as rig:
+    with TimedGroups(2) as rig:
         result = compare(rig, [before, {**before, "one_shot_bytes": 128}], probes, 0.0)
     assert [len(setting) for setting in result.times_us] == [4, 4, 4]
     assert all(0 < turn < 1e6 for setting in result.times_us for rounds in setting for turn in rounds)
-    json.dumps(result.times_us)
+    json.dumps(result.times_us.tolist())

@@ -14,6 +14,7 @@ of nccl.cpp.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import subprocess
 from collections.abc import Callable
@@ -28,13 +29,21 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra
 
 
 def build(folder: Path) -> Path:
-    """Compiles the double into a folder; returns the library."""
-    path = folder / "libnccl.so.2"
+    """Compiles the double into a folder for what it is made of, unless it is there; returns the library."""
     compiler = os.environ.get("CXX", "c++")
     sources = sorted(str(source) for source in _SOURCES.glob("*.cpp"))
-    command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(path), *sources]
+    digest = hashlib.sha256(" ".join([compiler, *_FLAGS]).encode())
+    for source in sorted(_SOURCES.glob("*.[ch]pp")):
+        digest.update(source.read_bytes())
+    path = folder / digest.hexdigest()[:16] / "libnccl.so.2"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+    new.replace(path)
     return path
 
 

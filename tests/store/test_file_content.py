@@ -112,6 +112,24 @@ class TestBadFiles:
         with pytest.raises(collectives.DistStoreError, match="needs a plain file"):
             FileStore(str(path), 1)
 
+    def test_a_symbolic_link(self, path, tmp_path):
+        target = tmp_path / "of another user"
+        target.touch()
+        path.symlink_to(target)
+        with pytest.raises(collectives.DistStoreError, match=r"is a symbolic link.*name the file itself"):
+            FileStore(str(path), 1)
+        assert target.stat().st_size == 0
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+    def test_a_file_of_another_user_that_all_may_write_to(self, path):
+        path.touch()
+        os.chown(path, 12345, -1)
+        path.chmod(0o666)
+        with pytest.raises(collectives.DistStoreError, match=r"belongs to user 12345.*name another file"):
+            FileStore(str(path), 1)
+        path.chmod(0o600)
+        FileStore(str(path), 1).close()
+
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may do everything")
     def test_no_permission(self, path):
         path.touch(mode=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,12 @@ class Case(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def drawn(seed: int, mark: pytest.Mark | None = None, **values: list[object]) -> list[dict[str, object]]:
+def drawn(
+    seed: int,
+    mark: pytest.Mark | None = None,
+    used: Counter[tuple[str, str]] | None = None,
+    **values: list[object],
+) -> list[dict[str, object]]:
     """Returns the parameters of the cases that are drawn of the product of all values."""
     cases = [
         Case(
@@ -25,7 +31,10 @@ def drawn(seed: int, mark: pytest.Mark | None = None, **values: list[object]) ->
         )
         for chosen in itertools.product(*values.values())
     ]
-    return [case.callspec.params for case in tiers.sample(cases, random.Random(seed))]
+    return [
+        case.callspec.params
+        for case in tiers.sample(cases, random.Random(seed), Counter() if used is None else used)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,6 +60,14 @@ def test_a_seed_draws_the_same_again_and_another_one_does_not():
 def test_one_parameter_is_no_product():
     assert len(drawn(1, word=["a", "b", "c"])) == 3
     assert len(drawn(1)) == 1
+
+
+def test_functions_share_the_values_of_shared_parameters():
+    used = Counter()
+    for seed in range(4):
+        got = drawn(seed, used=used, backend=["host", "gloo", "mpi"], world_size=[1, 2, 3, 4])
+        assert [case["backend"] for case in got].count("mpi") == len(got) / 3 == 1
+    assert list(used.values()) == [3, 3, 3, 3]
 
 
 def test_a_mark_says_how_many():

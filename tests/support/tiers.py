@@ -5,8 +5,8 @@ The quick tier leaves out
 - the folders of :data:`FULL_FOLDERS` and what has the mark ``full``: they take long for what is tested
   elsewhere too;
 - of a test function with several parameters, most of their product: it keeps a sample that has each value of
-  each parameter at least once. A seed draws the sample; the header of the run shows it, and ``--seed``
-  repeats it;
+  each parameter at least once, and those of :data:`SHARED` parameters in turn. A seed draws the sample; the
+  header of the run shows it, and ``--seed`` repeats it;
 - of a test function with the mark ``sampled(n)``, all cases but ``n``, drawn in the same way.
 
 A test that is named by its node id (``file.py::test``) runs with all its cases in either tier.
@@ -15,7 +15,7 @@ A test that is named by its node id (``file.py::test``) runs with all its cases 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +33,12 @@ FULL_FOLDERS = {
     "torch_systems/tensor_parallel": "torch's systems on our groups",
 }
 """Folders of the full tier, and why they are."""
+
+SHARED = ("world_size", "mpi")
+"""Parameters of many functions: all functions of a module together have each of their values."""
+
+_Value = tuple[str, str]
+"""Name and value of a parameter."""
 
 _left = pytest.StashKey[int]()
 
@@ -57,9 +63,19 @@ def header(config: pytest.Config) -> str:
     return f"tier: quick, drawn by --seed {config.getoption('seed')} (all tests: --full)"
 
 
+def left_out(config: pytest.Config) -> int:
+    """Returns how many tests were left to the full tier."""
+    return config.stash[_left]
+
+
+def set_left_out(config: pytest.Config, count: int) -> None:
+    """Sets how many tests were left to the full tier, where another process has selected."""
+    config.stash[_left] = count
+
+
 def summary(config: pytest.Config) -> str:
     """Returns the line of the run's summary that says how many tests were left out, if any."""
-    left = config.stash[_left]
+    left = left_out(config)
     return f"{left} tests were left to the full tier (--full)" if left else ""
 
 
@@ -76,8 +92,10 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
             kept.add(item)
         elif not is_full(item):
             functions[function].append(item)
+    used: dict[str, Counter[_Value]] = defaultdict(Counter)
     for function, cases in functions.items():
-        kept.update(sample(cases, random.Random(f"{config.getoption('seed')} {function}")))
+        dice = random.Random(f"{config.getoption('seed')} {function}")
+        kept.update(sample(cases, dice, used[function.partition("::")[0]]))
     left = [item for item in items if item not in kept]
     config.stash[_left] = len(left)
     config.hook.pytest_deselected(items=left)
@@ -91,28 +109,38 @@ def is_full(item: pytest.Item) -> bool:
     return any(item.path.is_relative_to(TESTS / folder) for folder in FULL_FOLDERS)
 
 
-def sample(cases: Sequence[pytest.Item], dice: random.Random) -> list[pytest.Item]:
+def sample(cases: Sequence[pytest.Item], dice: random.Random, used: Counter[_Value]) -> list[pytest.Item]:
     """Draws the cases of one test function that the quick tier runs.
+
+    Args:
+        cases: all cases.
+        dice: decides among cases that are as good.
+        used: how often the module's functions have each value of a shared parameter; updated.
 
     Returns:
         Cases that have each value of each parameter, or as many of the values as ``sampled`` allows.
     """
     mark = cases[0].get_closest_marker("sampled")
     limit = len(cases) if mark is None else mark.args[0]
-    values = {case: _values(case) for case in cases}
+    values = {case: _values(case, shared=False) for case in cases}
+    shared = {case: _values(case, shared=True) for case in cases}
     missing = set().union(*values.values())
     waiting = dice.sample(cases, len(cases))
     drawn = []
     while len(drawn) < limit and waiting and (missing or not drawn):
-        best = max(waiting, key=lambda case: len(values[case] & missing))
+        best = max(
+            waiting,
+            key=lambda case: (len(values[case] & missing), -sum(used[value] for value in shared[case])),
+        )
         waiting.remove(best)
         drawn.append(best)
         missing -= values[best]
+        used.update(shared[best])
     return drawn
 
 
-def _values(case: pytest.Item) -> set[tuple[str, str]]:
+def _values(case: pytest.Item, *, shared: bool) -> set[_Value]:
     """Returns a case's parameters, the values in words, because not all of them can be hashed."""
     if not hasattr(case, "callspec"):
         return set()
-    return {(name, repr(value)) for name, value in case.callspec.params.items()}
+    return {(name, repr(value)) for name, value in case.callspec.params.items() if (name in SHARED) is shared}

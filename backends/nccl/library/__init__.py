@@ -1,4 +1,4 @@
-"""NCCL as its providers, CuPy and pynccl, give it: one interface, its codes, settings and calls.
+"""NCCL as its providers, CuPy and pynccl, give it: how it is found, its interface, codes and settings.
 
 Not here: streams, groups and works, which are in :mod:`collectives.backends.nccl`.
 """

@@ -1,9 +1,7 @@
-"""The interface to NCCL that its providers carry out.
+"""The interface to NCCL that its providers, CuPy and pynccl, implement.
 
-Words. A *provider* is a Python package that calls NCCL: CuPy or pynccl. A *library* is NCCL as one of them
-sees it. A *communicator* is one rank's end of a set of ranks. An *operation* is a collective or a message;
-its call returns when it has been put on a CUDA stream. A *group* is a stretch of calls of one thread that
-NCCL starts together at its end.
+A call of a collective or a message returns when it has been put on a CUDA stream. A group is a stretch of
+calls of one thread that NCCL starts together at its end (``ncclGroupStart``, ``ncclGroupEnd``).
 
 Pointers and streams are integers: ``tensor.data_ptr()``, ``torch.cuda.Stream.cuda_stream``; stream 0 is the
 legacy default stream. Counts are in elements. Types and reductions are NCCL's codes
@@ -71,7 +69,7 @@ class NcclLibrary(ABC):
     def check_config(self, config: NcclConfig) -> None:
         """Raises what :meth:`init` and splits would raise for settings; asks no other rank.
 
-        To be called before the ranks meet: one that finds out alone leaves the others waiting in NCCL.
+        To be called before ranks wait for each other: one that raises alone leaves the others in NCCL.
 
         Raises:
             ValueError: a setting cannot be passed on, or the environment asks for non-blocking communicators.

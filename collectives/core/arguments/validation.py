@@ -17,6 +17,7 @@ from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
 
 __all__ = [
+    "Group",
     "check_even",
     "check_factor",
     "check_lengths",

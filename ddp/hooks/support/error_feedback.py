@@ -3,9 +3,6 @@
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
 speech DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient
 compression schemes", ICML 2019.
-
-Words used here. A *key* names a parameter for as long as its memory lives: across the layouts of the buckets,
-and in a checkpoint. The *error* of a bucket is a flat tensor beside its gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ParameterKeys:
-    """Keys of the parameters of one model.
+    """Keys that name the parameters of one model across the layouts of the buckets, and in a checkpoint.
 
     Our buckets know the names within the module. Those of torch do not: their parameters are numbered as they
     first appear, which is the same in every program that registers the hook on the same model before it is
@@ -69,7 +66,7 @@ class ErrorMemory:
     def __init__(self) -> None:
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
-        self._homes: dict[str, tuple[str, ...]] = {}
+        self._keys_of_bucket: dict[str, tuple[str, ...]] = {}
 
     def of(self, keys: tuple[str, ...], bucket: GradBucket) -> torch.Tensor:
         """Returns the error of a bucket, at first zeros; the caller writes the next one there.
@@ -111,9 +108,9 @@ class ErrorMemory:
             if kept is not None:
                 view.copy_(kept)
             self._views[key] = view
-            self._homes[key] = keys
-        lived_in = set(self._homes.values())
-        self._flats = {home: old for home, old in self._flats.items() if home in lived_in}
+            self._keys_of_bucket[key] = keys
+        live = set(self._keys_of_bucket.values())
+        self._flats = {old: kept for old, kept in self._flats.items() if old in live}
         self._flats[keys] = flat
         return flat
 
@@ -125,7 +122,7 @@ class ErrorMemory:
         """Forgets all errors."""
         self._flats.clear()
         self._views.clear()
-        self._homes.clear()
+        self._keys_of_bucket.clear()
 
     def __getstate__(self) -> dict[str, torch.Tensor]:
         """Returns a copy of each parameter's error by key."""

@@ -31,7 +31,7 @@ from collectives import (
     UnsupportedOperationError,
 )
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.gloo.reductions import REDUCTIONS, Plan, plan
+from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.core.types import make_premul_sum
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
@@ -42,8 +42,8 @@ GLOO_OPTIONS = dist.ProcessGroupGloo._Options
 
 def through(inputs: list[torch.Tensor], op: ReduceOp) -> list[int]:
     """Carries a plan out without Gloo."""
-    made = plan(inputs[0].dtype, op, len(inputs))
-    assert isinstance(made, Plan)
+    made = reduction_for(inputs[0].dtype, op, len(inputs))
+    assert isinstance(made, WireConversion)
     wires = [made.to_wire(tensor) for tensor in inputs]
     assert all(wire.data_ptr() != tensor.data_ptr() for wire, tensor in zip(wires, inputs, strict=True))
     stacked = torch.stack(wires)
@@ -85,7 +85,7 @@ def test_every_reduction_has_a_plan() -> None:
     for dtype, names in REDUCTIONS.items():
         for name in names:
             op = make_premul_sum(2.0) if name == "PREMUL_SUM" else ReduceOp(name)
-            assert plan(dtype, op, 2) is not None, (dtype, name)
+            assert reduction_for(dtype, op, 2) is not None, (dtype, name)
 
 
 def sums_of_narrow_floats(group: ProcessGroup) -> list[float]:

@@ -41,7 +41,7 @@ def _await_census(expected):
     assert _census() == expected
 
 
-ROUNDS = 200
+rounds = pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=pytest.mark.full)])
 
 
 def _rounds(rank, size, rounds):
@@ -79,9 +79,10 @@ def _rounds(rank, size, rounds):
     _await_census(before)
 
 
+@rounds
 @pytest.mark.parametrize("placement", ["aa", "ab"])
-def test_nothing_is_left_of_groups_made_and_ended(placement):
-    run_ranks(_rounds, 2, ROUNDS, placement=placement, isolated=True)
+def test_nothing_is_left_of_groups_made_and_ended(placement, rounds):
+    run_ranks(_rounds, 2, rounds, placement=placement, isolated=True)
 
 
 def _worlds(rank, size, rounds):
@@ -98,9 +99,10 @@ def _worlds(rank, size, rounds):
     _await_census(before)
 
 
+@rounds
 @pytest.mark.parametrize("placement", ["aa", "ab"])
-def test_nothing_is_left_of_worlds_made_and_destroyed(placement):
-    run_ranks(_worlds, 2, ROUNDS, placement=placement, isolated=True)
+def test_nothing_is_left_of_worlds_made_and_destroyed(placement, rounds):
+    run_ranks(_worlds, 2, rounds, placement=placement, isolated=True)
 
 
 def _resident():
@@ -231,6 +233,7 @@ def test_signal_ends_a_wait(tmp_path):
         assert (out, err, code) == ("good\n", "", 0)
 
 
+@pytest.mark.full
 def test_interpreter_ends_with_operations_outstanding(tmp_path):
     body = """
         works = [group.allreduce([torch.ones(1 << 20)]) for _ in range(3)]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mpi_team import Teams, need_launcher_of
 
 from collectives.bench.comparison.records import Record, read_report
@@ -37,10 +38,12 @@ def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
     return records
 
 
+@pytest.mark.full
 def test_host_mpi_and_gloo_in_one_run(mpi: Teams, tmp_path: Path) -> None:
     assert {record.ranks for record in measure(mpi, tmp_path)} == {2}
 
 
+@pytest.mark.full
 def test_the_same_under_mpirun(mpi: Teams, tmp_path: Path) -> None:
     """One of the processes measures, with as many ranks as mpirun started."""
     records = measure(mpi, tmp_path, *mpi.installation.command(3))

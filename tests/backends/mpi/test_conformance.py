@@ -138,7 +138,7 @@ def small_ones(rank: int, size: int) -> None:
             assert work is not None
             work.wait()
         assert large.unique().tolist() == apart.unique().tolist() == [whole]
-    for nbytes in range(1, 1100, 7):  # across the largest that goes the short way
+    for nbytes in range(1, 1100, 7):  # across the largest that takes the fast path
         dist.all_reduce(x := torch.full((nbytes,), rank + 1, dtype=torch.uint8))
         assert x.unique().tolist() == [whole]
     dist.destroy_process_group()

@@ -94,6 +94,7 @@ def aborted(group: ProcessGroup) -> None:
     other.shutdown()
 
 
+@pytest.mark.full
 def test_an_abort_reaches_the_peers(mpi: Teams) -> None:
     mpi.run_alone(aborted, 3)
 
@@ -112,6 +113,7 @@ def killed(group: ProcessGroup) -> None:
     current_store().set(f"survived{group.rank()}", "x")
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_is_named_where_the_launcher_lets_the_others_live(mpi: Teams) -> None:
     if mpi.installation.name == "mpich":
         pytest.skip("MPICH 5.0 ends the others itself in about every second run; the docstring says so")
@@ -209,6 +211,7 @@ def run_script(mpi: Teams, folder: Path, words: str, *, env: dict[str, str] | No
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_without_mpirun(mpi: Teams, tmp_path: Path) -> None:
     text = run_script(mpi, tmp_path, "{'world_size': 2}")
     assert text.startswith("ValueError: world_size is 2, but this process is alone in MPI's world")
@@ -216,6 +219,7 @@ def test_without_mpirun(mpi: Teams, tmp_path: Path) -> None:
     assert run_script(mpi, tmp_path, "{}") == "rank 0 of 1"
 
 
+@pytest.mark.full
 def test_without_an_mpi_library(mpi: Teams, tmp_path: Path) -> None:
     missing = {"MPI4PY_LIBMPI": str(tmp_path / "nothing.so")}
     text = run_script(mpi, tmp_path, "{}", env=missing)

@@ -154,6 +154,7 @@ def launch(mpi: Teams, folder: Path, script: str, size: int, *words: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("scripts", "size"),
     [((MEETING, UNDER_HOST, UNDER_TORCH), 3), ((GROUPS, OVERLAP), 2)],
@@ -163,6 +164,7 @@ def test_scripts(mpi: Teams, tmp_path: Path, scripts: tuple[str, ...], size: int
     launch(mpi, tmp_path, "".join(scripts), size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["multiple", "serialized", "funneled"])
 def test_thread_levels(mpi: Teams, tmp_path: Path, level: str) -> None:
     launch(mpi, tmp_path, THREADS, 2, level)

@@ -91,6 +91,7 @@ def test_all_instruction_sets_give_the_same_bits() -> None:
         assert ran.stdout.split() == [capability, *expected]
 
 
+@pytest.mark.full
 def test_unknown_instruction_set_is_a_clear_error() -> None:
     ran = run_with_capability("sse9", "t._native.cpu_capability()")
     assert ran.returncode == 1

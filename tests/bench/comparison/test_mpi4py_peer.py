@@ -12,6 +12,7 @@ from mpi_team import VARIABLE, find_installations, need_launcher_of
 from collectives.bench.comparison import mpi4py_peer
 from collectives.bench.comparison.records import read_report
 from collectives.cli import main
+from collectives.ranks import mpirun
 
 
 def test_missing_mpi4py_is_skipped_with_the_command(monkeypatch, capsys):
@@ -24,7 +25,7 @@ def test_missing_mpi4py_is_skipped_with_the_command(monkeypatch, capsys):
 
 def test_missing_mpirun_is_named(monkeypatch):
     monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(mpi4py_peer.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name, path: None)
     assert "there is no mpirun" in mpi4py_peer.why_unavailable()
 
 
@@ -36,7 +37,7 @@ def test_an_mpi_that_does_not_work_is_named(said, why, monkeypatch, tmp_path):
     launcher.write_text(f"#!/bin/sh\n{said} exit 1\n")
     launcher.chmod(0o755)
     monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(mpi4py_peer.shutil, "which", lambda name, path: str(launcher))
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name, path: str(launcher))
     reason = mpi4py_peer.why_unavailable()
     assert f"{launcher} and mpi4py do not work together" in reason
     assert why in reason
@@ -55,6 +56,7 @@ def mpi(request, monkeypatch, tmp_path):
     need_launcher_of(request.param, os.environ["PATH"])
 
 
+@pytest.mark.full
 def test_turns_with_a_backend(mpi, tmp_path):
     path = tmp_path / "out.json"
     words = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from collectives.bench.comparison import worker as worker_module
 from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
 from collectives.bench.comparison.peers import add_zero
 from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, Workload, serve
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -61,7 +59,7 @@ def test_cold_calls_get_fresh_input_in_other_memory():
     assert (result.hot_ns, result.loop_ns, result.cold_wrong, result.hot_wrong) == ([], [], 0, 0)
 
 
-def test_a_rank_introduces_itself_when_its_tensors_are_there(monkeypatch):
+def test_a_rank_is_ready_when_its_tensors_are_there(monkeypatch):
     events = []
 
     class Line:
@@ -77,12 +75,11 @@ def test_a_rank_introduces_itself_when_its_tensors_are_there(monkeypatch):
         return made
 
     monkeypatch.setattr(worker_module, "Worker", make)
-    descriptor, board = create_barrier_memory(1)
     workload = Workload("float32", "sum", True, 4 * COUNT, ("peer",), ("all_reduce",))
-    introduction = Ready({}, {})
-    serve(Line(), 0, 1, workload, board, {"peer": Recorder()}, introduction)
-    os.close(descriptor)
-    assert events == ["tensors", introduction]
+    ready = Ready({}, {})
+    with barrier_memory(1) as memory:
+        serve(Line(), 0, 1, workload, memory, {"peer": Recorder()}, ready)
+    assert events == ["tensors", ready]
 
 
 def test_rotation_goes_on_from_turn_to_turn():

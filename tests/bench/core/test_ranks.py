@@ -13,7 +13,7 @@ import bench_bodies
 import pytest
 from sources import PYTHONPATH
 
-from collectives.bench.core.barrier import create_barrier_memory
+from collectives.bench.core.barrier import barrier_memory
 from collectives.ranks.processes import CommandRanks, RankFailedError, SpawnedRanks
 
 
@@ -104,17 +104,13 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
 
 @pytest.mark.usefixtures("quick_ranks")
 def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
-    descriptor, path = create_barrier_memory(3)
-    try:
-        with SpawnedRanks(3, bench_bodies.cross, (3, path, 60)) as team:
-            pids = [process.pid for process in team._context.processes]
-            crossings = team.gather()
-            with pytest.raises(
-                RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
-            ):
-                team.ask(5)
-    finally:
-        os.close(descriptor)
+    with barrier_memory(3) as path, SpawnedRanks(3, bench_bodies.cross, (3, path, 60)) as team:
+        pids = [process.pid for process in team._context.processes]
+        crossings = team.gather()
+        with pytest.raises(
+            RankFailedError, match=r"rank \d has done its work, but was given another command: 5"
+        ):
+            team.ask(5)
     assert all(gone(pid) for pid in pids)
     team.close()  # a second time
     arrived = zip(*(arrivals for arrivals, _ in crossings), strict=True)

@@ -116,6 +116,7 @@ print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
 def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
     script = tmp_path / "script.py"
@@ -146,6 +147,7 @@ print(f"rank {os.environ['LOCAL_RANK']} was given {given}\\n", end="", flush=Tru
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("more", "given"), [((), ["0", "1"]), (("--use-env",), ["None", "None"])])
 def test_the_older_launcher_starts_a_script(tmp_path: Path, more: tuple[str, ...], given: list[str]) -> None:
     """torch.distributed.launch hands the rank over as an argument, or with ``--use-env`` does not."""
@@ -181,6 +183,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 def test_the_older_launcher_on_two_machines(tmp_path: Path) -> None:
     """Ranks count through both machines, local ranks on each from 0."""
     script = tmp_path / "script.py"

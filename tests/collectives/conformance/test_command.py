@@ -41,6 +41,7 @@ def test_ours_is_right_throughout(tmp_path, capsys):
     assert f"{'all_reduce':32}ok           every data type (4)" in lines
 
 
+@pytest.mark.full
 def test_gloo_lacks_some(tmp_path, capsys):
     functions = [word for name in ("all_reduce", "all_gather") for word in ("--function", name)]
     status, found = verdicts(

@@ -534,6 +534,19 @@ def test_a_backward_pass_within_forward_is_averaged(view, losses) -> None:
         assert passes == 2 * len(losses)
 
 
+def within_forward_under_join(group):
+    ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
+    with ours.join():
+        for step in range(2 + group.rank()):
+            ours.zero_grad()
+            ours(data(group.rank(), step), "12")
+    return ours.reducer.passes
+
+
+def test_ranks_that_have_joined_shadow_backward_passes_within_forward() -> None:
+    assert run_ranks(within_forward_under_join, 2, backend="host") == [6, 6]
+
+
 def within_one_forward_only(group):
     ours = DistributedDataParallel(Manual(), process_group=group)
     try:

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, for backends whose library has no connection to the own rank."""
+"""Messages of a rank to itself, to which Gloo has no connection: matched by tag, as those between ranks."""
 
 from __future__ import annotations
 

@@ -11,13 +11,20 @@ import pytest
 
 from collectives.ranks import processes
 
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # which optimizers load in their first step
+    "pytest",
+    "sklearn.datasets",
+    "collectives.bench.comparison.command",
+    "collectives.backends.gloo",
+]
+
 
 @pytest.fixture(scope="session")
-def _loaded() -> Iterator[None]:
+def loaded_process() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "pytest", "collectives.bench.comparison.command", "collectives.backends.gloo"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # no thread of torch's or numpy's before the fork
         forkserver.ensure_running()
@@ -26,7 +33,7 @@ def _loaded() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quick_ranks(_loaded: None) -> Iterator[None]:
+def quick_ranks(loaded_process: None) -> Iterator[None]:
     """Forks the ranks of a :class:`SpawnedRanks`: starting them as users do costs seconds of import each.
 
     Not for tests of that start, of what ranks write, or of an environment of theirs: they keep the output and

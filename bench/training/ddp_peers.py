@@ -1,4 +1,4 @@
-"""The peers of the training measurement, and their names: KIND:BACKEND+WORD+WORD."""
+"""The peers of ``bench ddp``, and their names: KIND:BACKEND+OPTION+OPTION."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOOKS = ("noop", "fp16", "bf16")
 """Communication hooks; ``noop`` communicates nothing."""
 
 UNUSED = "unused"
-"""The word for ``find_unused_parameters=True``."""
+"""The option for ``find_unused_parameters=True``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +37,28 @@ class Peer:
         """Returns the peer of a name.
 
         Raises:
-            ValueError: there is no such kind or word, or the name has another form.
+            ValueError: there is no such kind or option, or the name has another form.
         """
-        head, *words = name.split("+")
+        head, *options = name.split("+")
         kind, colon, backend = head.partition(":")
         if kind not in KINDS or (kind == "alone") == bool(colon) or (kind != "alone" and not backend):
             raise ValueError(
-                f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +WORD if wanted"
+                f"peer {name!r} must be alone, ours:BACKEND or torch:BACKEND, with +OPTION if wanted"
             )
-        unknown = [word for word in words if word not in (*HOOKS, UNUSED)]
-        if unknown or (words and kind == "alone"):
+        unknown = [option for option in options if option not in (*HOOKS, UNUSED)]
+        if unknown or (options and kind == "alone"):
             raise ValueError(
                 f"peer {name!r} has no known hook or option; known are +{', +'.join((*HOOKS, UNUSED))}, and "
                 "none for alone"
             )
-        hooks = [word for word in words if word != UNUSED]
-        if len(hooks) > 1 or len(set(words)) < len(words):
-            raise ValueError(f"peer {name!r} has a word twice, or two hooks; a wrapper takes one")
-        return cls(kind, backend, "".join(hooks), UNUSED in words)
+        hooks = [option for option in options if option != UNUSED]
+        if len(hooks) > 1 or len(set(options)) < len(options):
+            raise ValueError(f"peer {name!r} has an option twice, or two hooks; a wrapper takes one")
+        return cls(kind, backend, "".join(hooks), UNUSED in options)
 
     def __str__(self) -> str:
         head = f"{self.kind}:{self.backend}" if self.backend else self.kind
-        return "+".join(word for word in (head, self.hook, UNUSED * self.find_unused) if word)
+        return "+".join(part for part in (head, self.hook, UNUSED * self.find_unused) if part)
 
     @property
     def communicates(self) -> bool:

@@ -1,0 +1,80 @@
+"""What ranks of the host backend read from the store is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from harness import current_store, run_ranks
+
+from collectives import DistBackendError, DistError
+from collectives.backends.host import ProcessGroupHost
+from collectives.backends.host import rendezvous_records as records
+
+PLAN = {"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}
+LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
+OTHER = {**LISTENER, "leader": 1}
+ADDRESSES = {"ranks": [LISTENER, OTHER, LISTENER], "secret": "00"}
+
+plan = partial(records.plan, size=3)
+listener = partial(records.listener, size=3)
+addresses = partial(records.addresses, size=3)
+
+
+@pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER), (addresses, ADDRESSES)])
+def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], record: Any) -> None:
+    assert records.read(json.dumps(record).encode(), "key", check) == record
+
+
+@pytest.mark.parametrize(
+    ("check", "record", "found"),
+    [
+        (records.invitation, [], r"\[\] instead of a record"),
+        (records.invitation, {"place": "here"}, "address = None"),
+        (records.socket_address, 5, "the address 5"),
+        (plan, {**PLAN, "machines": [[0, 2], [1, 2]]}, r"ranks \[0, 1, 2, 2\] in a group of 3"),
+        (plan, {**PLAN, "machines": [[0, 2]]}, r"ranks \[0, 2\] in a group of 3"),
+        (plan, {**PLAN, "machines": [[0, 2], [-1]]}, "rank -1"),
+        (plan, {**PLAN, "machines": [[0, 2], ["1"]]}, "rank '1'"),
+        (plan, {**PLAN, "machines": [[0, 1, 2], []]}, "a machine without ranks"),
+        (plan, {**PLAN, "one_system": 1}, "one_system = 1"),
+        (plan, {**PLAN, "tuning": {"one_shot_bytes": "1"}}, "thresholds that are no numbers"),
+        (listener, {**LISTENER, "leader": 3}, "rank 3 in a group of 3"),
+        (listener, {**LISTENER, "leader": True}, "leader = True"),
+        (listener, {**LISTENER, "places": []}, "no address"),
+        (listener, {**LISTENER, "places": [["127.0.0.1"]]}, "the address"),
+        (listener, {**LISTENER, "places": [["127.0.0.1", 2**16]]}, "the port 65536"),
+        (addresses, {**ADDRESSES, "ranks": [LISTENER, OTHER]}, "the addresses of 2 ranks"),
+        (addresses, {**ADDRESSES, "ranks": [LISTENER, LISTENER, OTHER]}, "leaders"),
+        (addresses, {**ADDRESSES, "secret": 7}, "secret = 7"),
+        (records.failure, {"kind": "DistError", "rank": "0", "text": ""}, "rank = '0'"),
+    ],
+)
+def test_other_records_are_refused(check: Callable[[Any], Any], record: Any, found: str) -> None:
+    with pytest.raises(DistBackendError, match=rf"unusable under 'key': it has {found}"):
+        records.read(json.dumps(record).encode(), "key", check)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(DistBackendError, match="unusable under 'key'"):
+        records.read(b"\xff{", "key", plan)
+
+
+def _form_after_another_program(rank: int, size: int) -> str:
+    store = current_store()
+    if rank:
+        store.set("host/address", json.dumps([1, 2]))
+        with pytest.raises(DistError) as caught:
+            ProcessGroupHost(store, rank, size)
+        return str(caught.value)
+    return ""
+
+
+def test_a_group_does_not_form_on_what_another_program_left() -> None:
+    message = run_ranks(_form_after_another_program, 2)[1]
+    assert message.startswith(
+        "[rank 1] host group '' of 2: the store holds something unusable under 'host/address'"
+    )
