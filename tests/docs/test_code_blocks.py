@@ -79,6 +79,15 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_files_that_contributors_are_sent_to_exist():
+    text = (ROOT / "docs/internals/contributing.md").read_text("utf-8")
+    named = {
+        path for path in re.findall(r"`([\w/-]+/[\w-]+\.(?:py|hpp|cpp|inl))`", text) if "native" not in path
+    }
+    assert "collectives/api/groups.py" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_environment_variables_are_read_somewhere():
     page = (ROOT / "docs/guide/environment.md").read_text("utf-8")
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
