@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.metadata import version as installed_version
 from typing import Any
 
@@ -37,7 +38,7 @@ python_use_unqualified_type_names = True
 
 # Names of other packages: the build needs no network, so nothing resolves them.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|np|numpy|datetime|collections|typing|types|argparse|enum|abc)\..*"),
+    ("py:.*", r"(torch|np|numpy|datetime|collections|typing|types|argparse|enum|abc|pathlib)\..*"),
 ]
 
 
@@ -66,7 +67,13 @@ def resolve(
         return None
     target = node["reftarget"]
     module, cls = node.get("py:module") or "", node.get("py:class") or ""
-    for name in (target, f"{module}.{target}", f"{module}.{cls}.{target}", f"collectives.{target}"):
+    # A docstring may use a short name of its own module, of which Sphinx does not tell.
+    places = [
+        module,
+        f"{module}.{cls}",
+        *sorted(name for name in sys.modules if name.startswith("collectives")),
+    ]
+    for name in (target, *(f"{place}.{target}" for place in places)):
         found = find(name) if name.startswith("collectives.") else None
         if found is None:
             continue

@@ -9,7 +9,7 @@ set -euo pipefail
 
 # Slurm copies this file, so the program is found where sbatch was called.
 program=${SLURM_SUBMIT_DIR:-.}/torch_ddp.py
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS=1
 # export COLLECTIVES_SOCKET_IFNAME=ib0  # where the default route is not the fast network
 

@@ -131,7 +131,7 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """Whether an event loop drives the server: always true (epoll, without the library libuv)."""
+        """``True``, because an event loop drives the server (epoll, without the library libuv)."""
         return True
 
     def close(self) -> None:

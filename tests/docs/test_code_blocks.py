@@ -50,6 +50,7 @@ def test_readme_shows_how_to_train_and_how_to_compose_groups():
     assert [block.file for block in BLOCKS if block.page.name == "README.md"] == ["train.py", "lanes.py"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page.stem}-{block.file}")
 def test_block_runs_as_its_first_line_says(block, tmp_path, run_program):
     folder = tmp_path / "page"
@@ -76,6 +77,15 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     targets = [target for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_files_that_contributors_are_sent_to_exist():
+    text = (ROOT / "docs/internals/contributing.md").read_text("utf-8")
+    named = {
+        path for path in re.findall(r"`([\w/-]+/[\w-]+\.(?:py|hpp|cpp|inl))`", text) if "native" not in path
+    }
+    assert "collectives/api/groups.py" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 def test_environment_variables_are_read_somewhere():
