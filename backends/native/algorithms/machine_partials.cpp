@@ -8,6 +8,7 @@
 #include "state/control_page.hpp"
 
 namespace collectives {
+
 void reduce_by_machine(const Topology& topology, void* dst, const void* const* sources, std::size_t count,
                        const Reduction& reduction) {
   if (!topology.spans_machines() || one_rank_per_machine(topology)) {

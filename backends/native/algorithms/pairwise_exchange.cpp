@@ -9,6 +9,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& outputs,
                        const std::vector<Part>& inputs, std::size_t longest) {
   const int me = collective.rank();

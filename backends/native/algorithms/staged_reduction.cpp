@@ -6,6 +6,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void reduce_local(void* data, std::size_t count, const Reduction& reduction) {
   if (reduction.op != ReduceOp::premul_sum)
     return;  // every other reduction of one contribution is that contribution

@@ -10,6 +10,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void all_reduce(CollectiveContext& collective, void* data, std::size_t count, const Reduction& reduction) {
   const std::size_t bytes = count * size_of(reduction.dtype);
   const Algorithm algorithm = collective.algorithm(Opcode::all_reduce, bytes);

@@ -12,6 +12,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
                 const std::vector<Part>& inputs) {
   const auto me = static_cast<std::size_t>(collective.rank());

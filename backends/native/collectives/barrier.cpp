@@ -2,6 +2,7 @@
 #include "collectives/collectives.hpp"
 
 namespace collectives {
+
 void barrier(CollectiveContext& collective) {
   if (collective.size() > 1) collective.arrive_and_wait();
 }

@@ -9,6 +9,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void gather(CollectiveContext& collective, const std::vector<Part>& outputs, const std::byte* input,
             std::size_t bytes, int root) {
   const int me = collective.rank();

@@ -10,6 +10,7 @@
 #include "kernels/kernels.hpp"
 
 namespace collectives {
+
 void scatter(CollectiveContext& collective, std::byte* output, std::size_t bytes,
              const std::vector<Part>& inputs, int root) {
   const int me = collective.rank();

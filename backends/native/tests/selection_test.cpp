@@ -53,8 +53,7 @@ void test_sliced_chunks() {
   const Tuning tuning = default_tuning(4);
   CHECK(sliced_chunk_bytes(tuning, 5000) == 8192);
   CHECK(sliced_chunk_bytes(tuning, tuning.unsplit_bytes) == tuning.unsplit_bytes);
-  CHECK(sliced_chunk_bytes(tuning, tuning.unsplit_bytes + 1) ==
-        std::min<std::uint64_t>(68 << 10, tuning.chunk_bytes));
+  CHECK(sliced_chunk_bytes(tuning, tuning.unsplit_bytes + tuning.chunks_wanted) == (68 << 10));
   CHECK(sliced_chunk_bytes(tuning, std::size_t{1} << 30) == tuning.chunk_bytes);
 }
 
