@@ -48,7 +48,7 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
     missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
     delete_keys(store, [f"monitored_barrier/{turn}/{r}" for r in range(1, group.size()) if r not in missing])
     if not missing:
-        if turn:  # all ranks have come, so that none reads the outcome before this one
+        if turn:  # all ranks have come, so that none reads the outcome of the one before
             delete_keys(store, [f"monitored_barrier/{turn - 1}/outcome"])
         store.set(outcome, "passed")
         return
