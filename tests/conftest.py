@@ -47,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a process that shares the tests the seed of the sample."""
+    node.workerinput["seed"] = node.config.getoption("seed")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return tiers.header(config)
 

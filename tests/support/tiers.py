@@ -50,9 +50,11 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Draws the seed where none is given."""
+    """Draws the seed where none is given; a process that shares the tests has that of the first."""
     config.stash[_left] = 0
-    if config.getoption("seed") is None:
+    if hasattr(config, "workerinput"):
+        config.option.seed = config.workerinput["seed"]
+    elif config.getoption("seed") is None:
         config.option.seed = random.SystemRandom().randrange(1_000_000)
 
 
