@@ -26,7 +26,7 @@ TESTED_THROUGH = {
     "collectives/core": (
         "conformance",
         "what groups of every backend do with arguments, members and opcodes",
-        "backend_interface dynamo membership monitored_barrier opcodes",
+        "backend_interface dynamo forwarding membership monitored_barrier",
     ),
     "collectives/core/arguments": (
         "conformance",

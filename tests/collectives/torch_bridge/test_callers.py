@@ -7,11 +7,11 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from bridge.torch_world import run_torch
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch_world import run_torch
 
 DEPTH = 75
 """More reentrant backward passes than autograd nests on one thread, which is 60."""
