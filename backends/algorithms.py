@@ -35,7 +35,7 @@ import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.staging import dense_outputs
-from collectives.core.dtypes import NATIVE_CODES
+from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import BroadcastOptions, ReduceOp
 from collectives.core.work import Work

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.backends.host import thresholds
+from collectives.backends.host import tuning_file
 from collectives.bench.core.arguments import parse_counts, show_progress
 from collectives.bench.core.sizes import format_bytes
 from collectives.bench.tuning.search import Outcome, TooNoisyError, search
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         type=Path,
         metavar="FILE",
-        help=f"where to store them (default: where groups look, {thresholds.path() or 'which is nowhere'})",
+        help=f"where to store them (default: where groups look, {tuning_file.path() or 'which is nowhere'})",
     )
 
 
@@ -60,17 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: the machine is too noisy to decide, a rank failed, or the file cannot be written.
     """
-    file: Path | None = arguments.file or thresholds.path()
+    file: Path | None = arguments.file or tuning_file.path()
     if file is None and not arguments.dry_run:
         raise CommandError(
-            f"{thresholds.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
+            f"{tuning_file.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
         )
     share_s = max(1.0, arguments.budget / len(arguments.nproc) - STARTING_S)
     outcomes: list[Outcome] = []
     for ranks in arguments.nproc:
         try:
             with TimedGroups(ranks) as groups:
-                outcome = search(groups, ranks, thresholds.defaults(ranks), share_s, progress=show_progress)
+                outcome = search(groups, ranks, tuning_file.defaults(ranks), share_s, progress=show_progress)
         except TooNoisyError as error:
             raise CommandError(
                 f"{ranks} ranks: {error}; nothing is stored. Try again when nothing else runs on this machine"
@@ -93,14 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _store(found: Mapping[int, Mapping[str, int]], file: Path) -> None:
     try:
-        kept = thresholds.stored(file)
+        kept = tuning_file.stored(file)
     except FileNotFoundError:
         kept = {}
     except ValueError as error:
         print(f"{file} is replaced, because it cannot be used: {error}")
         kept = {}
     try:
-        print(f"Stored in {thresholds.save({**kept, **found}, file)}.")
+        print(f"Stored in {tuning_file.save({**kept, **found}, file)}.")
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
 

@@ -44,11 +44,8 @@ from collectives.api.deprecated import (
     all_reduce_coalesced,
     reduce_op,
 )
-from collectives.api.groups import (
-    destroy_process_group,
-    init_process_group,
-    new_group,
-)
+from collectives.api.groups import new_group
+from collectives.api.init_and_destroy import destroy_process_group, init_process_group
 from collectives.api.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -70,7 +67,7 @@ from collectives.api.subgroups import (
     new_subgroups_by_enumeration,
     split_group,
 )
-from collectives.api.world import (
+from collectives.api.world_state import (
     GroupMember,
     get_backend,
     get_backend_config,

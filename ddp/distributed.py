@@ -30,8 +30,8 @@ from collectives.ddp.reducer.reducer import Hook, Reducer
 from collectives.ddp.reducer.sparse import sparse_parameters
 from collectives.ddp.statistics.logging_data import construction_in_words, logging_data
 from collectives.ddp.statistics.timing import Mark
-from collectives.ddp.sync.agreement import describe_model, verify_agreement
 from collectives.ddp.sync.broadcast import broadcast_coalesced
+from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 
 __all__ = ["DistributedDataParallel"]
 

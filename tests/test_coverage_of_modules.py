@@ -1,7 +1,7 @@
 """Each module of the package is named by a test.
 
-A module is named by the test file of its own name in the mirrored folder (``ddp/reducer/order.py`` by
-``tests/ddp/reducer/test_order.py``), by a test that imports it, or in ``TESTED_THROUGH``.
+A module is named by the test file of its own name in the mirrored folder (``ddp/reducer/bucket_order.py`` by
+``tests/ddp/reducer/test_bucket_order.py``), by a test that imports it, or in ``TESTED_THROUGH``.
 """
 
 from __future__ import annotations
@@ -15,104 +15,187 @@ from sources import ROOT, modules
 TESTS = ROOT / "tests"
 
 TESTED_THROUGH = {
-    "collectives": ("collectives/cli", "runs as `python -m collectives`", "__main__"),
-    "collectives/api": (
-        "collectives/api",
-        "public as names of `collectives`",
-        "breakpoints deprecated init_method subgroups",
-    ),
-    "collectives/cli": ("collectives/cli", "subcommands", "backends mpi_job"),
-    "collectives/conformance": ("collectives/conformance", "the command examines them", "functions"),
-    "collectives/core": (
+    "backends/_shared": (
         "conformance",
-        "what groups of every backend do with arguments, members and opcodes",
-        "backend_interface dynamo membership monitored_barrier opcodes",
+        "parts of every group",
+        "exit_reasons operation tensor_memory",
     ),
-    "collectives/core/arguments": (
-        "conformance",
-        "wrong arguments, and all forms of the right ones, to groups of every backend",
-        "option_records overloads staging validation",
-    ),
-    "collectives/registry": ("collectives/registry", "the table that test_backends asks for", "names"),
-    "collectives/torch_bridge": (
-        "collectives/torch_bridge",
-        "what torch calls; programs see torch.distributed alone",
-        "creation group_base issuing operands",
-    ),
-    "store": (
-        "store/test_contract.py",
-        "public as names of `collectives.store`",
-        "base keep_alive memory prefix waiting",
-    ),
-    "store/file": ("store/test_file.py", "public as `FileStore`", "run store"),
-    "store/tcp": ("store/test_tcp.py", "public as `TCPStore`", "client listen store"),
-    "backends/_shared": ("conformance", "parts of every group", "exit_reasons operation tensor_memory"),
     "backends/gloo": (
         "backends/gloo",
         "parts of its group",
         "failures messages options rendezvous torch_group work",
     ),
-    "backends/host": ("backends/host", "parts of its group", "failures work"),
+    "backends/host": (
+        "backends/host",
+        "parts of its group",
+        "rendezvous_failures work",
+    ),
     "backends/mpi": (
         "backends/mpi",
         "parts of its group, which a job of MPI alone can make",
-        (
-            "communicators dispatch engine fast_path group library native_exchange progress_thread "
-            "rendezvous work"
-        ),
+        "communicators dispatch engine fast_path group library "
+        "native_exchange progress_thread rendezvous work",
     ),
-    "backends/mpi/messages": ("backends/mpi", "messages of its group", "buffers exchange tags"),
+    "backends/mpi/messages": (
+        "backends/mpi",
+        "messages of its group",
+        "buffers exchange tags",
+    ),
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
         "loopback rendezvous watchdog work",
+    ),
+    "backends/nccl/device": (
+        "backends/nccl",
+        "the double's device has their interface",
+        "base cuda",
+    ),
+    "backends/nccl/library": (
+        "backends/nccl/test_library.py",
+        "both providers through one interface",
+        "calls_in_progress config cupy pynccl",
     ),
     "backends/nccl/operations": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
         "enqueue in_flight nccl_calls reductions",
     ),
-    "backends/nccl/device": ("backends/nccl", "the double's device has their interface", "base cuda"),
-    "backends/nccl/library": (
-        "backends/nccl/test_library.py",
-        "both providers through one interface",
-        "calls config cupy pynccl",
+    "backends/round_robin": (
+        "backends/round_robin",
+        "parts of its group",
+        "options work",
     ),
-    "backends/round_robin": ("backends/round_robin", "parts of its group", "options work"),
+    "bench": (
+        "bench/test_model_command.py",
+        "`collectives bench model`",
+        "model",
+    ),
+    "bench/comparison": (
+        "bench/test_allreduce.py",
+        "peers by name",
+        "command plot table_columns torch_peer",
+    ),
+    "bench/core": (
+        "bench/test_allreduce.py",
+        "parts of every program",
+        "arguments groups",
+    ),
+    "bench/cost_model": (
+        "bench/test_model_command.py",
+        "what the program prints",
+        "plot report",
+    ),
+    "bench/training": (
+        "bench/test_ddp.py",
+        "what the program measures",
+        "ddp_worker hook_report hook_worker",
+    ),
+    "collectives": (
+        "collectives/cli",
+        "runs as `python -m collectives`",
+        "__main__",
+    ),
+    "collectives/api": (
+        "collectives/api",
+        "public as names of `collectives`",
+        "breakpoints deprecated init_and_destroy init_method subgroups",
+    ),
+    "collectives/cli": (
+        "collectives/cli",
+        "subcommands",
+        "backends mpi_job",
+    ),
+    "collectives/conformance": (
+        "collectives/conformance",
+        "the command examines them",
+        "functions",
+    ),
+    "collectives/core": (
+        "conformance",
+        "what groups of every backend do with arguments, members and opcodes",
+        "backend_interface dynamo forwarding membership monitored_barrier",
+    ),
+    "collectives/core/arguments": (
+        "conformance",
+        "wrong arguments, and all forms of the right ones, to groups of every backend",
+        "option_records overloads staging validation",
+    ),
+    "collectives/registry": (
+        "collectives/registry",
+        "the table that test_backends asks for",
+        "names",
+    ),
+    "collectives/torch_bridge": (
+        "collectives/torch_bridge",
+        "what torch calls; programs see torch.distributed alone",
+        "creation group_base issuing operands",
+    ),
     "ddp": (
         "ddp/test_distributed.py",
         "what the wrapper's arguments steer",
-        "arguments buffers default_group mixed_precision",
+        "default_group",
     ),
-    "ddp/autograd": ("ddp/reducer/test_passes.py", "parts of a backward pass", "engine"),
+    "ddp/autograd": (
+        "ddp/reducer/test_backward_pass.py",
+        "parts of a backward pass",
+        "engine",
+    ),
     "ddp/hooks/support": (
         "ddp/hooks",
         "parts of the hooks that users name",
-        "adapter error_feedback exact gathering hook_state powersgd",
+        "adapter error_feedback gathering hook_state powersgd uncompressed",
     ),
-    "ddp/join": ("ddp/join", "parts of `Join`", "joinable_model protocol shadow_collectives"),
+    "ddp/join": (
+        "ddp/join",
+        "parts of `Join`",
+        "joinable_model protocol shadow_collectives",
+    ),
     "ddp/model_averaging": (
         "ddp/model_averaging",
         "public as names of `collectives.ddp.model_averaging`",
         "averagers hierarchical_model_averager utils",
     ),
-    "ddp/optim": ("ddp/optim", "parts of the optimizers that users name", "partition post_local_sgd shards"),
+    "ddp/module": (
+        "ddp/test_distributed.py",
+        "what the wrapper's arguments steer",
+        "arguments buffers mixed_precision",
+    ),
+    "ddp/optim": (
+        "ddp/optim",
+        "parts of the optimizers that users name",
+        "partition post_local_sgd shards",
+    ),
     "ddp/reducer": (
-        "ddp/reducer/test_passes.py",
+        "ddp/reducer/test_backward_pass.py",
         "parts of a backward pass",
-        "averaging bucket_reducer grad_bucket gradient_memory intake reducer",
+        "averaging bucket_reducer grad_bucket gradient_memory reducer",
     ),
     "ddp/sync": (
         "ddp/sync",
         "what ranks tell each other, seen in what training does",
-        "agreement broadcast consensus error_report signals",
+        "broadcast end_of_pass error_report model_agreement signals",
     ),
-    "ddp/unused_parameters": ("ddp/unused_parameters", "seen in what training does", "reach skipping usage"),
-    "bench": ("bench/test_model_command.py", "`collectives bench model`", "model"),
-    "bench/comparison": ("bench/test_allreduce.py", "peers by name", "algorithm_peer groups torch_peer"),
-    "bench/core": ("bench/test_allreduce.py", "parts of every program", "arguments launching plot"),
-    "bench/cost_model": ("bench/test_model_command.py", "what the program prints", "classics plot table"),
-    "bench/training": ("bench/test_ddp.py", "what the program measures", "hook_trainer trainer"),
+    "ddp/unused_parameters": (
+        "ddp/unused_parameters",
+        "seen in what training does",
+        "errors graph_search tracker",
+    ),
+    "store": (
+        "store/test_contract.py",
+        "public as names of `collectives.store`",
+        "base keep_alive memory prefix waiting",
+    ),
+    "store/file": (
+        "store/test_file.py",
+        "public as `FileStore`",
+        "run store",
+    ),
+    "store/tcp": (
+        "store/test_tcp.py",
+        "public as `TCPStore`",
+        "client listen store",
+    ),
 }
 """By folder: the tests that run modules which no test names, what these are to users, and their names."""
 

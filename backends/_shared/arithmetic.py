@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 import collectives._native as _native
-from collectives.core.dtypes import NATIVE_CODES
+from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.types import ReduceOp
 
 __all__ = ["REDUCTIONS", "kernel_factor"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.core.dtypes import element_bytes, elements_per_byte, native_count
+from collectives.core.native_dtypes import element_bytes, elements_per_byte, native_count
 
 __all__ = ["Part", "as_bytes", "byte_count", "byte_splits", "equal_parts", "part_of", "split_parts"]
 

@@ -18,7 +18,7 @@ from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import NATIVE_CODES, element_bytes, native_count
+from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
@@ -88,7 +88,7 @@ class ProcessGroupHost(ProcessGroup):
     sends messages to, but no more than 4 MiB for all of them where they are 256 or fewer.
 
     How an operation is carried out depends on thresholds that rank 0 may read from a file
-    (:mod:`collectives.backends.host.thresholds`); they change no bit of a result.
+    (:mod:`collectives.backends.host.tuning_file`); they change no bit of a result.
 
     Args:
         store: the group's own store; used only here.

@@ -28,9 +28,9 @@ from typing import Any, NoReturn, TypeVar
 
 import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
-from collectives.backends.host.failures import StoreLostError, error_of, record_of
 from collectives.backends.host.network import choose_addresses, place, system
-from collectives.backends.host.thresholds import tuning_for
+from collectives.backends.host.rendezvous_failures import StoreLostError, error_of, record_of
+from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,

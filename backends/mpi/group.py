@@ -29,7 +29,7 @@ from collectives.backends.mpi.native_exchange import MOST_RANKS, NativeExchange
 from collectives.backends.mpi.work import Steps
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import NATIVE_CODES
+from collectives.core.native_dtypes import NATIVE_CODES
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,

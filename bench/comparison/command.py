@@ -14,7 +14,7 @@ from collectives.bench.comparison.measurement import measure
 from collectives.bench.comparison.options import DTYPES, Options
 from collectives.bench.comparison.plot import plot
 from collectives.bench.comparison.records import Record
-from collectives.bench.comparison.table import brief_line, report_lines
+from collectives.bench.comparison.table_columns import brief_line, report_lines
 from collectives.bench.core.arguments import (
     add_iterations,
     add_json,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from collectives.backends.host import thresholds
+from collectives.backends.host import tuning_file
 from collectives.bench.cost_model.parameters import Scale
 
 __all__ = ["ALGORITHMS", "ALL_REDUCES", "HOST_ALL_REDUCES", "Counts", "Work", "host_algorithm", "is_possible"]
@@ -55,7 +55,7 @@ def _sum(*parts: Counts) -> dict[str, float]:
 
 @functools.cache
 def _threshold(name: str, ranks: int) -> int:
-    return thresholds.defaults(ranks)[name]
+    return tuning_file.defaults(ranks)[name]
 
 
 # ---- arrival of all ranks, with which every operation of the host backend begins -------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from collectives.backends.host import thresholds
+from collectives.backends.host import tuning_file
 from collectives.bench.tuning.timing import Probe, TimedGroups
 
 __all__ = ["PLAN", "Comparison", "Outcome", "Step", "TooNoisyError", "compare", "search"]
@@ -241,7 +241,7 @@ def search(
     for step in plan:
         progress(f"{ranks} ranks: {step.name}")
         others = ({**current, step.name: value} for value in step.values if value != current[step.name])
-        candidates = [current, *(values for values in others if thresholds.fits(values, ranks))]
+        candidates = [current, *(values for values in others if tuning_file.fits(values, ranks))]
         result = compare(groups, candidates, step.probes, share_s)
         result.check_noise()
         winner = result.best()
@@ -264,7 +264,7 @@ def search(
             outcome.after = new
             break
         new.popitem()
-        while not thresholds.fits({**before, **new}, ranks):  # what is left may have needed it
+        while not tuning_file.fits({**before, **new}, ranks):  # what is left may have needed it
             new.popitem()
     return outcome
 

@@ -16,7 +16,8 @@ from types import TracebackType
 import torch
 
 from collectives import ReduceOp
-from collectives.backends.host import ProcessGroupHost, thresholds
+from collectives.backends.host import ProcessGroupHost
+from collectives.backends.host import tuning_file as thresholds
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
 from collectives.bench.comparison.peers import group_peer
 from collectives.bench.core.barrier import SpinBarrier, barrier_memory

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.world import default_group, is_member
+from collectives.api.world_state import default_group, is_member
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from collectives.api.coalescing import DeferredWork, defer, pending
-from collectives.api.world import group_rank, member_group, root_rank
+from collectives.api.world_state import group_rank, member_group, root_rank
 from collectives.core.arguments.validation import check_list, fail, seconds
 from collectives.core.opcodes import (
     ALL_GATHER,

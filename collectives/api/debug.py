@@ -15,7 +15,7 @@ from collections import Counter
 from datetime import timedelta
 from types import FrameType
 
-from collectives.api.world import default_group
+from collectives.api.world_state import default_group
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import BarrierOptions
 

@@ -10,7 +10,7 @@ import torch
 from torch.futures import Future
 
 from collectives.api.collectives import all_gather_single, reduce_scatter_single
-from collectives.api.world import member_group
+from collectives.api.world_state import member_group
 from collectives.core.arguments.validation import check_tensor
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllgatherOptions, AllreduceCoalescedOptions, ReduceOp, make_premul_sum

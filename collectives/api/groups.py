@@ -1,32 +1,22 @@
-"""Life of process groups: the world's beginning and end, and groups of some of its ranks."""
+"""Makes groups of some of the world's ranks: ``new_group``, and what all ways to a group share."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import importlib
 import logging
 import operator
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from collectives.api.coalescing import drop_deferred
 from collectives.api.debug import checked
-from collectives.api.init_method import (
-    check_arguments,
-    choose_init_method,
-    close_store,
-    join_default_group,
-)
-from collectives.api.world import (
+from collectives.api.world_state import (
     NON_GROUP_MEMBER,
     default_group,
-    is_member,
     record_of,
     register,
     world,
@@ -35,153 +25,15 @@ from collectives.core.arguments.validation import seconds
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import DistBackendError
 from collectives.registry import backends as registry
-from collectives.registry.names import Backend, BackendConfig, default_timeout
+from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
 from collectives.store.group_rendezvous import join_group
-from collectives.store.world_rendezvous import KEYS, leave_world, wait_for_leavers
 
 __all__ = [
-    "destroy_process_group",
-    "init_process_group",
     "new_group",
 ]
 
 logger = logging.getLogger("collectives")
-
-_LEAVERS_LIMIT = timedelta(seconds=5)
-"""How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
-
-
-def init_process_group(
-    backend: str | None = None,
-    init_method: str | None = None,
-    timeout: timedelta | None = None,
-    world_size: int = -1,
-    rank: int = -1,
-    store: Any = None,
-    group_name: str = "",  # noqa: ARG001 - ignored, as torch.distributed documents
-    pg_options: Any = None,
-    device_id: torch.device | int | None = None,
-    _ranks: list[int] | None = None,
-) -> None:
-    """Makes the default group of all ranks; called by all ranks, blocks until all have come.
-
-    Either a store with rank and world size, or an address from which all three are found. May be called again
-    after :func:`destroy_process_group`, also on the same store. A call that fails leaves nothing behind and
-    may be repeated.
-
-    Args:
-        backend: name, or ``"<device>:<backend>,..."``; ``None`` for the default backend of ``device_id``'s
-            type, and without one for that of the CPU (``"host"``; torch.distributed takes ``"gloo"``) and of
-            the accelerator, where there is one.
-        init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or ``"mpi://"`` under
-            ``mpirun``. ``None`` for ``env://``, or for ``mpi://`` with the backend ``mpi`` where the
-            environment does not say it all.
-        timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, 10 with
-            NCCL.
-        world_size: number of ranks.
-        rank: this process's rank.
-        store: any ``torch.distributed.Store``, the same on all ranks.
-        group_name: ignored; kept because ``torch.distributed`` has it.
-        pg_options: options of the backend itself; with several backends a dict from their names to those of
-            each.
-        device_id: device that this process is bound to; an int counts devices of the accelerator.
-        _ranks: other numbers of the ranks, which make the group's name; for ``torch.distributed``'s own use.
-
-    Raises:
-        ValueError: there is a default group already, or arguments contradict each other or those of other
-            ranks.
-        DistStoreError: ranks did not come in time; names them.
-        DistBackendError: the backend cannot be used here; names the command that would mend it.
-
-    Example:
-        In a script that ``torchrun`` starts, which names the address, the rank and their number::
-
-            collectives.init_process_group("host")
-            tensor = torch.ones(2)
-            collectives.all_reduce(tensor)
-            collectives.destroy_process_group()
-    """
-    with world.lock:
-        if world.default is not None:
-            raise ValueError(
-                f"[rank {world.default.rank()}] there is a default process group already "
-                f"({world.default.describe()}); call destroy_process_group before a second init_process_group"
-            )
-        rank, world_size = check_arguments(init_method, store, rank, world_size)
-        device = _bound_device(device_id)
-        if backend is None and device is not None:
-            backend = Backend.default_device_backend_map.get(device.type)
-        config = BackendConfig(Backend.UNDEFINED if backend is None else backend)
-        limit = limit_of(timeout, config)
-        _check_usable(config, pg_options)
-        try:
-            url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number = join_default_group(
-                store, url, rank, world_size, limit, repr(config)
-            )
-            world.base = base
-            world.store = PrefixStore(f"{KEYS}/{number}", base)
-            world.owns_store = store is None
-            world.device = device
-            world.pid = os.getpid()
-            world.created = 1
-            name = _hashed_name(_ranks, "") if _ranks else "0"
-            ranks = range(world_size)
-            world.default = make_group(
-                config, name, rank, ranks, limit, desc="default_pg", options=pg_options, device=device
-            )
-        except BaseException:
-            if world.owns_store:
-                close_store(world.base)
-            world.clear()
-            raise
-    _at_exit_once()
-
-
-def _check_usable(config: BackendConfig, options: Any) -> None:
-    """Checks, before anything is sent, that groups of these backends can be made here with such options."""
-    names = config.names()
-    for name in names:
-        reason = registry.why_unavailable(name)
-        if reason is not None:
-            raise DistBackendError(f"backend {name!r} is not available: {reason}")
-    if len(names) == 1 or options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise TypeError(
-            f"pg_options of a group with several backends ({config!r}) must be a dict from backend name to "
-            f"that backend's options, but are of type {type(options).__name__}"
-        )
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise ValueError(f"pg_options are for {unknown}, but the group's backends are {names}")
-
-
-def _bound_device(device_id: torch.device | int | None) -> torch.device | None:
-    if device_id is None:
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    if isinstance(device_id, int):
-        if accelerator is None:
-            raise ValueError(
-                f"device_id is {device_id}, but this machine has no accelerator; leave it out, or give a "
-                "torch.device"
-            )
-        device_id = torch.device(accelerator.type, device_id)
-    if not isinstance(device_id, torch.device):
-        raise TypeError(f"device_id must be a torch.device or an int, but is {device_id!r}")
-    if device_id.type == "cpu":
-        return device_id
-    if accelerator is None or device_id.type != accelerator.type:
-        raise ValueError(f"device_id is {device_id}, but the accelerator of this machine is {accelerator}")
-    if device_id.index is None:
-        raise ValueError(f"device_id is {device_id}, but must have an index, such as '{device_id.type}:0'")
-    if device_id.index >= torch.accelerator.device_count():
-        raise ValueError(
-            f"device_id is {device_id}, but there are {torch.accelerator.device_count()} devices"
-        )
-    return device_id
 
 
 def make_group(
@@ -237,7 +89,7 @@ def make_group(
             group = module.ProcessGroupByDevice(by_device, store)
         group = checked(group)
     except BaseException:
-        _abort_all(made.values())
+        abort_all(made.values())
         raise
     register(group, name, config, ranks)
     logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
@@ -263,107 +115,11 @@ def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
     return parts.get(device)
 
 
-def _hashed_name(ranks: Sequence[int], more: str) -> str:
+def hashed_name(ranks: Sequence[int], more: str) -> str:
     return hashlib.sha1(f"{'_'.join(map(str, ranks))}{more}".encode(), usedforsecurity=False).hexdigest()
 
 
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Ends a group, or the world with all groups; called by all members. Without a world, does nothing.
-
-    Operations that were issued are finished first. With ``group=None``, groups end in the reverse order of
-    their creation, the same on all ranks; then rank 0 waits a few seconds for ranks that still use the store
-    that it serves.
-
-    Args:
-        group: the group; ``None`` or the default group for all.
-
-    Raises:
-        ValueError: the group was not made by this world, or has been destroyed.
-    """
-    with world.lock:
-        if not is_member(group) or (group is None and world.default is None):
-            return
-        if world.inherited and (group is None or group is world.default):
-            world.clear()  # it is the parent's, as is the key in the store that says that this rank left
-            return
-        if group is not None and group is not world.default:
-            record_of(group)
-            drop_deferred(group)
-            del world.records[group]
-            try:
-                group.shutdown()
-            except BaseException:
-                _abort_all([group])
-                raise
-            return
-        _end_world(gracefully=True)
-
-
-def _end_world(*, gracefully: bool) -> None:
-    """Ends all groups and forgets them; raises the first error after all have ended.
-
-    An interrupt of the user breaks what has not ended yet, and keeps rank 0 from waiting for the others.
-    """
-    default, groups, store = default_group(), list(world.records), world.store
-    owned = world.base if world.owns_store else None
-    first: BaseException | None = None
-    world.clear()
-    try:
-        while groups:
-            drop_deferred(groups[-1])
-            try:
-                if gracefully:
-                    groups[-1].shutdown()
-                else:
-                    groups[-1].abort()
-            except Exception as error:  # noqa: BLE001 - raised below, after the other groups ended
-                first = first or error
-                _abort_all(groups[-1:])
-            del groups[-1]
-        leave_world(store, default.rank())
-        if owned is not None and default.rank() == 0 and default.size() > 1:
-            wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
-    except BaseException:
-        _abort_all(reversed(groups))
-        leave_world(store, default.rank())
-        raise
-    finally:
-        close_store(owned)
-    if first is not None:
-        raise first
-
-
-def _abort_all(groups: Iterable[ProcessGroup]) -> None:
-    """Breaks groups that could not be made, or not be ended otherwise; that error is the one to raise."""
-    for group in groups:
-        with contextlib.suppress(Exception):
-            group.abort()
-
-
 _exit_hooked = False
-
-
-def _at_exit_once() -> None:
-    global _exit_hooked
-    if not _exit_hooked:
-        atexit.register(_at_exit)
-        _exit_hooked = True
-
-
-def _at_exit() -> None:
-    """Breaks what the user forgot to destroy, so that no peer waits for a process that is gone."""
-    if world.default is None or world.inherited:
-        return
-    logger.warning(
-        "[rank %d] the process ends with %d process group(s) open; call collectives.destroy_process_group() "
-        "on all ranks",
-        world.default.rank(),
-        len(world.records),
-    )
-    try:
-        _end_world(gracefully=False)
-    except Exception as error:  # noqa: BLE001 - nobody is left to handle it
-        logger.warning("closing them failed: %s", error)
 
 
 def new_group(
@@ -412,12 +168,12 @@ def new_group(
         config = record_of(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)
         limit = limit_of(timeout, config)
-        _check_usable(config, pg_options)
+        check_usable(config, pg_options)
         device = _same_device(device_id)
         if use_local_synchronization:
             if default.rank() not in members:
                 return NON_GROUP_MEMBER  # type: ignore[no-any-return]
-            name = _hashed_name(members, f"#{local_turn(repr(members))}")
+            name = hashed_name(members, f"#{local_turn(repr(members))}")
         else:
             name = str(world.created)
             world.created += 1
@@ -456,7 +212,7 @@ def local_turn(key: str) -> int:
 
 def _same_device(device_id: torch.device | None) -> torch.device | None:
     """Returns the device that a new group is bound to."""
-    device = _bound_device(device_id)
+    device = bound_device(device_id)
     if device is None or world.device is None or device == world.device:
         return device or world.device
     raise ValueError(
@@ -486,3 +242,55 @@ def _check_ranks(ranks: Sequence[int] | None, default: ProcessGroup, sort: bool)
             f"{where}: ranks has {outside}, but the ranks of the default group are 0 to {default.size() - 1}"
         )
     return members
+
+
+def abort_all(groups: Iterable[ProcessGroup]) -> None:
+    """Breaks groups that could not be made, or not be ended otherwise; that error is the one to raise."""
+    for group in groups:
+        with contextlib.suppress(Exception):
+            group.abort()
+
+
+def bound_device(device_id: torch.device | int | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if isinstance(device_id, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_id is {device_id}, but this machine has no accelerator; leave it out, or give a "
+                "torch.device"
+            )
+        device_id = torch.device(accelerator.type, device_id)
+    if not isinstance(device_id, torch.device):
+        raise TypeError(f"device_id must be a torch.device or an int, but is {device_id!r}")
+    if device_id.type == "cpu":
+        return device_id
+    if accelerator is None or device_id.type != accelerator.type:
+        raise ValueError(f"device_id is {device_id}, but the accelerator of this machine is {accelerator}")
+    if device_id.index is None:
+        raise ValueError(f"device_id is {device_id}, but must have an index, such as '{device_id.type}:0'")
+    if device_id.index >= torch.accelerator.device_count():
+        raise ValueError(
+            f"device_id is {device_id}, but there are {torch.accelerator.device_count()} devices"
+        )
+    return device_id
+
+
+def check_usable(config: BackendConfig, options: Any) -> None:
+    """Checks, before anything is sent, that groups of these backends can be made here with such options."""
+    names = config.names()
+    for name in names:
+        reason = registry.why_unavailable(name)
+        if reason is not None:
+            raise DistBackendError(f"backend {name!r} is not available: {reason}")
+    if len(names) == 1 or options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"pg_options of a group with several backends ({config!r}) must be a dict from backend name to "
+            f"that backend's options, but are of type {type(options).__name__}"
+        )
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise ValueError(f"pg_options are for {unknown}, but the group's backends are {names}")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from collectives.api.p2p import P2POp, batch_isend_irecv, irecv, isend, not_self
-from collectives.api.world import group_rank, member_group, root_rank, world_rank
+from collectives.api.world_state import group_rank, member_group, root_rank, world_rank
 from collectives.core.arguments.validation import fail
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.world import default_group, group_rank, is_member, member_group, world_rank
+from collectives.api.world_state import default_group, group_rank, is_member, member_group, world_rank
 from collectives.core.arguments.validation import check_tensor, fail
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collectives.api.groups import decline_split, limit_of, local_turn, make_group, new_group
-from collectives.api.world import default_group, get_process_group_ranks, is_member, record_of, world
+from collectives.api.world_state import default_group, get_process_group_ranks, is_member, record_of, world
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.names import BackendConfig
 from collectives.store.group_rendezvous import join_group

@@ -22,7 +22,6 @@ from torch.futures import Future
 from collectives import AllreduceOptions, ProcessGroup, ReduceOp, Work
 from collectives.ddp.hooks.support.adapter import after, comm_hook, dense_buffer, widths
 from collectives.ddp.hooks.support.codecs import Affine, Codec, OfEach, Signs
-from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.gathering import (
     EncodedState,
     average_encoded,
@@ -31,6 +30,7 @@ from collectives.ddp.hooks.support.gathering import (
     with_feedback,
 )
 from collectives.ddp.hooks.support.hook_state import check_integer
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.averaging import average
 from collectives.ddp.reducer.grad_bucket import GradBucket
 

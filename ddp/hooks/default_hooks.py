@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from collectives import ReduceOp
 from collectives.ddp.hooks.support.adapter import Hook, after, comm_hook, dense_buffer, group_of
-from collectives.ddp.hooks.support.exact import average_exactly
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.averaging import average, averaging_op
 from collectives.ddp.reducer.grad_bucket import GradBucket
 

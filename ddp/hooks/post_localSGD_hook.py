@@ -15,8 +15,8 @@ from torch.futures import Future
 
 from collectives.ddp.default_group import subgroup_of_machine
 from collectives.ddp.hooks.support.adapter import comm_hook, completed, group_of, is_torch_bucket
-from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.hook_state import HookState, check_integer
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]

@@ -20,9 +20,9 @@ import torch
 from torch.futures import Future
 
 from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, is_torch_bucket
-from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
 from collectives.ddp.hooks.support.powersgd import BucketCompression, Division, layer_by_layer, whole_bucket
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

@@ -12,8 +12,8 @@ from torch.futures import Future
 from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, group_of
 from collectives.ddp.hooks.support.codecs import Affine
 from collectives.ddp.hooks.support.error_feedback import working_dtype
-from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.gathering import average_encoded
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]

@@ -20,8 +20,8 @@ from collectives.ddp.default_group import resolve_group
 from collectives.ddp.join.join import Join, Joinable, JoinHook
 from collectives.ddp.optim.partition import Partition, flatten_parameters
 from collectives.ddp.optim.shards import gather_shards
-from collectives.ddp.sync.agreement import describe_model, verify_agreement
 from collectives.ddp.sync.broadcast import CoalescedBroadcast
+from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

@@ -25,7 +25,7 @@ from collectives.ddp.reducer.grad_bucket import BucketLayout
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.statistics.timing import IterationClock, Mark
-from collectives.ddp.sync.consensus import Consensus
+from collectives.ddp.sync.end_of_pass import Consensus
 from collectives.ddp.sync.error_report import ErrorReport
 from collectives.ddp.unused_parameters import errors
 from collectives.ddp.unused_parameters.graph_search import GraphSearch

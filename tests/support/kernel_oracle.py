@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives import _native
-from collectives.core import dtypes
+from collectives.core import native_dtypes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
@@ -91,7 +91,7 @@ def reduce(
 ) -> torch.Tensor:
     first = sources[0]
     out = torch.empty_like(first) if out is None else out
-    code = dtypes.native_code(first.dtype)
+    code = native_dtypes.native_code(first.dtype)
     _native.reduce(out.data_ptr(), [s.data_ptr() for s in sources], first.numel(), code, op, factor)
     return out
 

@@ -21,7 +21,7 @@ from collectives.backends._shared.arithmetic import kernel_factor
 from collectives.backends._shared.tensor_memory import Part
 from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.work import Steps
-from collectives.core.dtypes import NATIVE_CODES, element_bytes
+from collectives.core.native_dtypes import NATIVE_CODES, element_bytes
 from collectives.core.types import ReduceOp
 
 __all__ = ["CHUNK_BYTES", "Arithmetic", "MessageExchange", "arithmetic_of", "cut"]

@@ -1,7 +1,6 @@
 #include "state/bootstrap.hpp"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,12 +15,10 @@
 #include "common/error.hpp"
 #include "memory/event.hpp"
 #include "sockets/unix_socket.hpp"
+#include "state/group_secret.hpp"
 
 namespace collectives {
 namespace {
-
-constexpr std::size_t kSecretBytes = 16;
-constexpr std::size_t kNameCharacters = 2 * kSecretBytes;
 
 // A connection that says no hello for this long comes from no rank of the group.
 constexpr Nanoseconds kHelloLimit = 2 * kSecond;
@@ -37,26 +34,9 @@ struct Message {
   std::uint32_t count = 0;           // processes: how many follow; welcome: how many will follow in all
   std::uint32_t spans_machines = 0;  // welcome: whether there are other machines
   std::uint32_t reserved = 0;
-  char secret[kNameCharacters] = {};
+  char secret[kGroupSecretCharacters] = {};
   std::int32_t ranks[kMostDescriptors] = {};  // processes: whose descriptors these are
 };
-
-std::string random_name() {
-  std::array<unsigned char, kSecretBytes> bytes{};
-  std::size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t got = ::getrandom(bytes.data() + done, bytes.size() - done, 0);
-    if (got < 0 && errno != EINTR) throw Error(ErrorKind::backend, with_errno("getrandom failed", errno));
-    if (got > 0) done += static_cast<std::size_t>(got);
-  }
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string name;
-  for (const unsigned char byte : bytes) {
-    name.push_back(kDigits[byte >> 4]);
-    name.push_back(kDigits[byte & 15]);
-  }
-  return name;
-}
 
 Descriptor own_process() {
 #ifdef SYS_pidfd_open
@@ -103,10 +83,10 @@ BootstrapLeader::BootstrapLeader(std::vector<int> members, int size)
     : members_(std::move(members)),
       size_(size),
       tuning_(default_tuning(size)),
-      secret_(random_name()),
+      secret_(make_group_secret()),
       followers_(static_cast<std::size_t>(size)),
       layout_(shape_for(size)) {
-  const std::string name = "collectives-" + random_name();
+  const std::string name = "collectives-" + make_group_secret();
   address_ = name + " " + secret_;
   listener_ = listen_abstract(name, std::max(static_cast<int>(members_.size()), 16));
   follower(members_.front()).attached = true;
@@ -182,7 +162,7 @@ void BootstrapLeader::admit(Descriptor socket, Nanoseconds deadline) {
   check_user(socket);
   Message hello;
   Received received = expect(socket, Step::hello, hello, deadline);
-  const bool known = std::memcmp(hello.secret, secret_.data(), kNameCharacters) == 0;
+  const bool known = same_secret({hello.secret, sizeof(hello.secret)}, secret_);
   const bool fits = hello.version == kLayoutVersion && hello.size == size_ &&
                     std::find(members_.begin() + 1, members_.end(), hello.rank) != members_.end();
   if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");
@@ -307,7 +287,7 @@ Membership BootstrapLeader::release(Nanoseconds deadline) {
 BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int size, Nanoseconds deadline)
     : rank_(rank), size_(size) {
   const std::size_t space = address.find(' ');
-  if (space == std::string::npos || address.size() != space + 1 + kNameCharacters) {
+  if (space == std::string::npos || address.size() != space + 1 + kGroupSecretCharacters) {
     throw Error(ErrorKind::network, "malformed address of this machine's leader");
   }
   socket_ = connect_abstract(address.substr(0, space), deadline);
@@ -315,7 +295,7 @@ BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int s
   Message hello;
   hello.rank = rank;
   hello.size = size;
-  std::memcpy(hello.secret, address.data() + space + 1, kNameCharacters);
+  std::memcpy(hello.secret, address.data() + space + 1, kGroupSecretCharacters);
   const Descriptor process = own_process();
   say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
 }

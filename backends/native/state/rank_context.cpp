@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -23,12 +22,8 @@ namespace {
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 // A sleeper that is woken again and again checks the others this often all the same.
 constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
-// How much later than the end of a connection the control channel may tell why it ended.
-constexpr Nanoseconds kExplanationLimit = 400 * kMillisecond;
 // How often a rank leaves the core that it shares with a peer, at most.
 constexpr Nanoseconds kCoreChangeEvery = 10 * kMillisecond;
-// Writing a failure record takes microseconds. A writer that takes this long is stopped.
-constexpr Nanoseconds kFailureWriteLimit = kSecond;
 
 // Identity of the space in which process ids count; 0 where unknown.
 std::uint64_t process_space() noexcept {
@@ -39,12 +34,6 @@ std::uint64_t process_space() noexcept {
 int usable_cores() noexcept {
   cpu_set_t cores;
   return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
-std::string seconds(Nanoseconds time) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(time) / static_cast<double>(kSecond));
-  return text;
 }
 
 // Publishes what the calling thread waits for, as long as it lives.
@@ -327,30 +316,6 @@ void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
   presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
 }
 
-void RankContext::throw_peer_lost(int rank, const std::string& operation) const {
-  const char* how = " has died";
-  if (departed(rank)) how = " has left the group";
-  if (unreachable(rank))
-    how = " cannot be reached any more, because its machine or the network between is gone,";
-  const std::string text = name_of_rank(rank) + " (process " +
-                           std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ")" +
-                           how + " while others needed it in " + operation +
-                           "; last seen: " + report_of(rank);
-  fail_group(ErrorKind::peer_lost, rank, text);
-  throw_broken(true);
-}
-
-void RankContext::throw_connection_lost(const Call& call, int rank) const {
-  const Nanoseconds limit = now_ns() + kExplanationLimit;
-  while (now_ns() < limit) {
-    check_liveness(call, rank);
-    const timespec pause{0, kMillisecond};
-    ::nanosleep(&pause, nullptr);
-  }
-  // It closed its connection, and neither its leader nor its process tells why.
-  throw_peer_lost(rank, describe(call) + ", where its connection ended");
-}
-
 int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
   if (!spans_machines()) return peer;
   for (int r = 0; r < size(); ++r) {
@@ -361,48 +326,6 @@ int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
     if (arrived < call.sequence) return r;
   }
   return peer;
-}
-
-void RankContext::throw_timeout(const Call& call, int waited_for) const {
-  // What a leader waits for, or a rank for its leader, may be another's fault.
-  const int peer = last_to_arrive(call, waited_for);
-  const std::string text = describe(call) + " was not done within its timeout of " + seconds(call.timeout) +
-                           ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) +
-                           ". Every rank:\n" + report();
-  fail_group(ErrorKind::timeout, peer, text);
-  throw Error(ErrorKind::timeout, "[rank " + std::to_string(rank()) + "] " + label_ + ": " + text, peer);
-}
-
-void RankContext::throw_broken(bool begun) const {
-  const std::string prefix = "[rank " + std::to_string(rank()) + "] " + label_;
-  const FailureRecord& record = failure_record();
-  const Nanoseconds limit = now_ns() + kFailureWriteLimit;
-  // Acquire, here and below: the fields of a complete record.
-  std::uint32_t state = record.state.load(std::memory_order_acquire);
-  while (state >= FailureRecord::kFirstWriter) {
-    const std::uint32_t writer = state - FailureRecord::kFirstWriter;
-    // Looked at before the record is read again: what the writer stored before it died counts.
-    const bool over = now_ns() >= limit || writer >= shape().size || dead(static_cast<int>(writer));
-    state = record.state.load(std::memory_order_acquire);
-    if (state < FailureRecord::kFirstWriter) break;
-    if (over) {
-      throw Error(ErrorKind::peer_lost,
-                  prefix + " is broken: rank " + std::to_string(writer) +
-                      " died or stopped while it recorded the cause; make a new group",
-                  static_cast<int>(writer));
-    }
-    sched_yield();
-  }
-  if (state == FailureRecord::kNoFailure) throw Error(ErrorKind::aborted, prefix + " was shut down");
-  const auto kind = static_cast<ErrorKind>(record.kind);
-  const std::string cause = std::string(record.text);
-  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix + ": " + cause, record.rank);
-  if (kind == ErrorKind::timeout && begun) {
-    throw Error(kind, prefix + ": rank " + std::to_string(record.writer) + " gave up: " + cause, record.rank);
-  }
-  throw Error(ErrorKind::aborted,
-              prefix + " is broken since an earlier error; make a new group. The first cause: " + cause,
-              record.rank);
 }
 
 void RankContext::abort(const std::string& reason) noexcept {

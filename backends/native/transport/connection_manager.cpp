@@ -13,6 +13,7 @@
 
 #include "memory/close_on_fork.hpp"
 #include "memory/event.hpp"
+#include "state/group_secret.hpp"
 #include "state/rank_context.hpp"
 #include "transport/control_channel.hpp"
 
@@ -32,15 +33,6 @@ constexpr Nanoseconds kDialLimit = 60 * kSecond;
 constexpr Nanoseconds kDepartureLimit = 500 * kMillisecond;
 constexpr Nanoseconds kLongestSleep = 50 * kMillisecond;
 constexpr int kMostIndex = 64;
-
-// Takes the same time wherever they differ.
-bool same_secret(const char* given, const std::string& secret, std::size_t size) noexcept {
-  unsigned difference = secret.size() == size ? 0 : 1;
-  for (std::size_t i = 0; i < std::min(size, secret.size()); ++i) {
-    difference |= static_cast<unsigned char>(given[i]) ^ static_cast<unsigned char>(secret[i]);
-  }
-  return difference == 0;
-}
 
 }  // namespace
 
@@ -336,7 +328,8 @@ void ConnectionManager::read_hello(PendingConnection& pending) {
   remove(fd);
   pending_connections_.erase(fd);
   // Dropped without an answer.
-  if (got <= 0 || hello.magic != kMagic || !same_secret(hello.secret, network_.secret, sizeof(hello.secret)))
+  if (got <= 0 || hello.magic != kMagic ||
+      !same_secret({hello.secret, sizeof(hello.secret)}, network_.secret))
     return;
   const Topology& topology = context_.topology();
   const bool known = hello.version == kLayoutVersion && hello.size == context_.size() && hello.rank >= 0 &&

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
-from collectives.backends.nccl.library.calls import Groups
+from collectives.backends.nccl.library.calls_in_progress import Groups
 from collectives.backends.nccl.library.codes import NcclError, NcclStatus
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.interface import Communicator, NcclLibrary

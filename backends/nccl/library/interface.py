@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import ClassVar
 
-from collectives.backends.nccl.library.calls import Calls, Groups
+from collectives.backends.nccl.library.calls_in_progress import Calls, Groups
 from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.symbols import Symbols

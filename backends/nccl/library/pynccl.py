@@ -18,7 +18,7 @@ from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from collectives.backends.nccl.library.calls import Groups
+from collectives.backends.nccl.library.calls_in_progress import Groups
 from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
 from collectives.backends.nccl.library.config import NcclConfig
 from collectives.backends.nccl.library.interface import Communicator, NcclLibrary

@@ -12,7 +12,7 @@ import torch
 from collectives.core.arguments.overloads import inner_list
 from collectives.core.arguments.staging import repeats_elements
 from collectives.core.capabilities import Capabilities
-from collectives.core.dtypes import elements_per_byte
+from collectives.core.native_dtypes import elements_per_byte
 from collectives.core.types import ReduceOp
 from collectives.errors import UnsupportedOperationError
 

@@ -12,8 +12,8 @@ from collectives import ProcessGroup
 from collectives.ddp.hooks.support.adapter import after, dense_buffer
 from collectives.ddp.hooks.support.codecs import Codec
 from collectives.ddp.hooks.support.error_feedback import working_dtype
-from collectives.ddp.hooks.support.exact import average_exactly
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
+from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
 
 __all__ = [

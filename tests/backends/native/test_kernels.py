@@ -34,7 +34,7 @@ from kernel_oracle import (
 )
 
 from collectives import _native
-from collectives.core import dtypes
+from collectives.core import native_dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -44,22 +44,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 def test_every_dtype_of_dense_cpu_tensors_has_a_code() -> None:
     named = {d for name in dir(torch) if isinstance(d := getattr(torch, name), torch.dtype)}
-    assert set(dtypes.NATIVE_CODES) == named
+    assert set(native_dtypes.NATIVE_CODES) == named
     assert sorted(_native.DTYPES.values()) == list(range(len(_native.DTYPES)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("dtype", dtypes.NATIVE_CODES, ids=str)
+@pytest.mark.parametrize("dtype", native_dtypes.NATIVE_CODES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 8])
 def test_counts_and_sizes_cover_the_storage(dtype: torch.dtype, numel: int) -> None:
     tensor = torch.empty(numel, dtype=dtype)
-    assert dtypes.native_count(tensor) * dtypes.element_bytes(dtype) == tensor.untyped_storage().nbytes()
-    assert dtypes.torch_dtype(dtypes.native_code(dtype)) == dtype
+    assert (
+        native_dtypes.native_count(tensor) * native_dtypes.element_bytes(dtype)
+        == tensor.untyped_storage().nbytes()
+    )
+    assert native_dtypes.torch_dtype(native_dtypes.native_code(dtype)) == dtype
 
 
 @pytest.mark.parametrize("op", range(9), ids=OP_NAMES)
 def test_reducible_says_what_reduce_accepts(op: int) -> None:
-    for dtype, code in dtypes.NATIVE_CODES.items():
+    for dtype, code in native_dtypes.NATIVE_CODES.items():
         expected = op in OPS.get(dtype, [])
         assert _native.reducible(code, op) is expected, (dtype, OP_NAMES[op])
         if not expected:
@@ -73,7 +76,7 @@ def test_unknown_codes_are_refused() -> None:
     with pytest.raises(ValueError, match="no reduction has the code 9"):
         _native.reducible(0, 9)
     with pytest.raises(ValueError, match=r"no dtype of torch .* has the native code 200"):
-        dtypes.torch_dtype(200)
+        native_dtypes.torch_dtype(200)
 
 
 # --- values ---
@@ -248,7 +251,7 @@ def test_scales_round_to_the_nearest_power_of_two() -> None:
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 def test_result_depends_on_neither_alignment_nor_split_nor_aliasing(dtype: torch.dtype, op: int) -> None:
     n, count = 3, 533
-    code, size, factor = dtypes.native_code(dtype), dtype.itemsize, factor_for(op, n)
+    code, size, factor = native_dtypes.native_code(dtype), dtype.itemsize, factor_for(op, n)
     sources = [random_bits(dtype, count, seed=k) for k in range(n)]
     expected = raw(reduce(op, sources, factor)).flatten()
 
@@ -295,7 +298,7 @@ def test_same_source_several_times() -> None:
 def test_nothing_to_do() -> None:
     for dtype in REDUCIBLE:
         for op in OPS[dtype]:
-            _native.reduce(0, [0, 0], 0, dtypes.native_code(dtype), op, 2.0)
+            _native.reduce(0, [0, 0], 0, native_dtypes.native_code(dtype), op, 2.0)
     _native.copy(0, 0, 0)
     _native.copy_streaming(0, 0, 0)
 

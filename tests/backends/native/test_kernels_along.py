@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import _native
-from collectives.core import dtypes
+from collectives.core import native_dtypes
 
 SUM, AVG, MAX = 0, 1, 4
 CASES = [
@@ -43,7 +43,7 @@ def _raw(tensor):
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 def test_both_places_get_the_result(dtype, op, n):
     count = 10_007
-    code, size = dtypes.native_code(dtype), dtype.itemsize
+    code, size = native_dtypes.native_code(dtype), dtype.itemsize
     sources = _sources(dtype, n, count)
     expected = torch.empty_like(sources[0])
     _native.reduce(expected.data_ptr(), [s.data_ptr() for s in sources], count, code, op, float(n))
@@ -77,7 +77,7 @@ def test_what_is_fetched_may_end_before_its_length_does():
     pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     near_the_end = torch.frombuffer(pages, dtype=torch.uint8)[-64:]
     a, b = torch.rand(100_000), torch.rand(100_000)
-    code = dtypes.native_code(torch.float32)
+    code = native_dtypes.native_code(torch.float32)
     for address in (near_the_end.data_ptr(), 1):
         out = torch.empty_like(a)
         _native.reduce(

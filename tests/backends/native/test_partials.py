@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from collectives import _native
-from collectives.core import dtypes
+from collectives.core import native_dtypes
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
 NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
 CASES = [
     pytest.param(dtype, op, id=f"{dtype}-{NAMES[op]}"[6:])
-    for dtype, code in dtypes.NATIVE_CODES.items()
+    for dtype, code in native_dtypes.NATIVE_CODES.items()
     for op in range(9)
     if _native.reducible(code, op)
 ]
@@ -36,7 +36,7 @@ def factor_for(op: int) -> float:
 
 def in_one(op: int, sources: list[torch.Tensor]) -> torch.Tensor:
     out = torch.empty_like(sources[0])
-    code = dtypes.native_code(out.dtype)
+    code = native_dtypes.native_code(out.dtype)
     pointers = [source.data_ptr() for source in sources]
     _native.reduce(out.data_ptr(), pointers, out.numel(), code, op, factor_for(op))
     return out
@@ -44,7 +44,7 @@ def in_one(op: int, sources: list[torch.Tensor]) -> torch.Tensor:
 
 def in_two(op: int, places: list[list[torch.Tensor]]) -> torch.Tensor:
     out = torch.empty_like(places[0][0])
-    code = dtypes.native_code(out.dtype)
+    code = native_dtypes.native_code(out.dtype)
     count = out.numel()
     partials = []
     for sources in places:
