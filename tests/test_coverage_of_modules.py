@@ -33,8 +33,10 @@ TESTED_THROUGH = {
     "backends/mpi": (
         "backends/mpi",
         "parts of its group, which a job of MPI alone can make",
-        "communicators dispatch engine fast_path group library "
-        "native_exchange progress_thread rendezvous work",
+        (
+            "communicators dispatch engine fast_path group library native_exchange progress_thread "
+            "rendezvous work"
+        ),
     ),
     "backends/mpi/messages": (
         "backends/mpi",
