@@ -119,9 +119,6 @@ def hashed_name(ranks: Sequence[int], more: str) -> str:
     return hashlib.sha1(f"{'_'.join(map(str, ranks))}{more}".encode(), usedforsecurity=False).hexdigest()
 
 
-_exit_hooked = False
-
-
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,

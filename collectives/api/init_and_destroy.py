@@ -33,6 +33,8 @@ __all__ = ["destroy_process_group", "init_process_group"]
 
 logger = logging.getLogger("collectives")
 
+_exit_hooked = False
+
 _LEAVERS_LIMIT = timedelta(seconds=5)
 """How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
 
