@@ -16,8 +16,7 @@ from types import TracebackType
 import torch
 
 from collectives import ReduceOp
-from collectives.backends.host import ProcessGroupHost
-from collectives.backends.host import tuning_file as thresholds
+from collectives.backends.host import ProcessGroupHost, tuning_file
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
 from collectives.bench.comparison.peers import group_peer
 from collectives.bench.core.barrier import SpinBarrier, barrier_memory
@@ -78,7 +77,7 @@ class TimedGroups:
     def make(self, values: Mapping[str, int]) -> int:
         """Forms a group with these thresholds and returns its number."""
         self._made += 1
-        file = thresholds.save({self._size: values}, self._folder / f"{self._made}.json")
+        file = tuning_file.save({self._size: values}, self._folder / f"{self._made}.json")
         self._ranks.ask(("make", self._made, str(file)))
         return self._made
 
@@ -105,7 +104,7 @@ class _Worker:
 
     def make(self, number: int, file: str) -> None:
         """Forms a group; rank 0 reads its thresholds from the file."""
-        os.environ[thresholds.VARIABLE] = file
+        os.environ[tuning_file.VARIABLE] = file
         own = PrefixStore(f"tune/{number}", self._store)
         self._groups[number] = ProcessGroupHost(own, *self._place, TIMEOUT, group_name="tune")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.backends.host import thresholds as host_tuning
+from collectives.backends.host import tuning_file
 from collectives.bench import tune
 from collectives.bench.tuning.search import (
     PLAN,
@@ -47,7 +47,7 @@ class FakeGroups:
         self.random = random.Random(7)
 
     def make(self, thresholds: Mapping[str, int]) -> int:
-        assert host_tuning.fits(thresholds, self.ranks), thresholds
+        assert tuning_file.fits(thresholds, self.ranks), thresholds
         self.made += 1
         self.groups[self.made] = dict(thresholds)
         return self.made
@@ -62,7 +62,7 @@ class FakeGroups:
 
 def found(cost: Cost, noise: float = 0.01) -> Outcome:
     rig = FakeGroups(cost, noise)
-    outcome = search(rig, 2, host_tuning.defaults(2), 0.0, STEPS)  # type: ignore[arg-type]
+    outcome = search(rig, 2, tuning_file.defaults(2), 0.0, STEPS)  # type: ignore[arg-type]
     assert not rig.groups
     return outcome
 
@@ -73,7 +73,7 @@ def test_a_threshold_that_saves_time_is_kept_and_only_that() -> None:
     assert 0.05 < outcome.gain < 0.15
     before, after = outcome.before_us[0], outcome.after_us[0]
     assert after / before == pytest.approx(0.8, abs=0.03)
-    default = host_tuning.defaults(2)["one_shot_bytes"]
+    default = tuning_file.defaults(2)["one_shot_bytes"]
     assert any(f"one_shot_bytes: {default} -> 8192" in line for line in tune.table(outcome))
 
 
@@ -115,10 +115,10 @@ def test_a_gain_in_few_rounds_does_not_count() -> None:
 
 
 def test_the_plan_tries_only_values_that_groups_accept() -> None:
-    assert {step.name for step in PLAN} == set(host_tuning.FIELDS) - {"background_spin_us"}
+    assert {step.name for step in PLAN} == set(tuning_file.FIELDS) - {"background_spin_us"}
     for step in PLAN:
         for value in step.values:
-            least, most, unit, _ = host_tuning.FIELDS[step.name]
+            least, most, unit, _ = tuning_file.FIELDS[step.name]
             assert least <= value <= most
             assert value % unit == 0, (step.name, value)
 
@@ -129,9 +129,9 @@ def test_thresholds_that_do_not_go_together_are_not_tried(ranks: int) -> None:
         return 10 * 2 ** (setting["ring_bytes"] / (1 << 20)) * (1.1 - setting["chunk_bytes"] / (1 << 20))
 
     rig = FakeGroups(cost, ranks=ranks)
-    outcome = search(rig, ranks, host_tuning.defaults(ranks), 0.0)  # type: ignore[arg-type]
+    outcome = search(rig, ranks, tuning_file.defaults(ranks), 0.0)  # type: ignore[arg-type]
     assert outcome.after["ring_bytes"] == 1 << 20  # the least where chunks are the longest
-    assert {**host_tuning.defaults(ranks), **outcome.after}["chunk_bytes"] == 256 << 10
+    assert {**tuning_file.defaults(ranks), **outcome.after}["chunk_bytes"] == 256 << 10
 
 
 def test_a_threshold_is_given_up_with_the_one_that_it_needs() -> None:
@@ -143,7 +143,7 @@ def test_a_threshold_is_given_up_with_the_one_that_it_needs() -> None:
 
     steps = (Step("chunk_bytes", (64 << 10,), (LONG,)), Step("ring_bytes", (256 << 10,), (LONG,)))
     steps += (Step("yields", (2,), (SHORT,)),)
-    outcome = search(FakeGroups(cost, ranks=4), 4, host_tuning.defaults(4), 0.0, steps)  # type: ignore[arg-type]
+    outcome = search(FakeGroups(cost, ranks=4), 4, tuning_file.defaults(4), 0.0, steps)  # type: ignore[arg-type]
     assert [name for name, *_ in outcome.steps] == ["chunk_bytes", "ring_bytes"]
     assert outcome.after == {}
     assert "what measures faster alone does not over all operations" in outcome.verdict
@@ -153,14 +153,14 @@ def test_groups_that_were_not_better_stay_on_their_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = [
-        Outcome(2, host_tuning.defaults(2), {"ring_bytes": 524288}),
-        Outcome(4, host_tuning.defaults(4)),
+        Outcome(2, tuning_file.defaults(2), {"ring_bytes": 524288}),
+        Outcome(4, tuning_file.defaults(4)),
     ]
-    file = host_tuning.save(tune.entries(outcomes), tmp_path / "tuning.json")
-    monkeypatch.setenv(host_tuning.VARIABLE, str(file))
-    assert host_tuning.tuning_for(2) == {**host_tuning.defaults(2), "ring_bytes": 524288}
+    file = tuning_file.save(tune.entries(outcomes), tmp_path / "tuning.json")
+    monkeypatch.setenv(tuning_file.VARIABLE, str(file))
+    assert tuning_file.tuning_for(2) == {**tuning_file.defaults(2), "ring_bytes": 524288}
     for size in (3, 4, 8):
-        assert host_tuning.tuning_for(size) == host_tuning.defaults(size)
+        assert tuning_file.tuning_for(size) == tuning_file.defaults(size)
 
 
 @pytest.fixture
@@ -180,21 +180,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome | Exception],
     return give
 
 
-BETTER = Outcome(2, host_tuning.defaults(2), {"ring_bytes": 524288}, verdict="saves 9.0% of the time")
+BETTER = Outcome(2, tuning_file.defaults(2), {"ring_bytes": 524288}, verdict="saves 9.0% of the time")
 
 
 def test_the_command_stores_what_is_better_beside_what_is_there(
     tmp_path: Path, measured: Callable[[Outcome | Exception], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured(BETTER)
-    file = host_tuning.save({8: {"spin_us": 50}}, tmp_path / "tuning.json")
+    file = tuning_file.save({8: {"spin_us": 50}}, tmp_path / "tuning.json")
     assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
     assert f"Stored in {file}" in capsys.readouterr().out
-    assert host_tuning.stored(file) == {2: {"ring_bytes": 524288}, 3: {}, 8: {"spin_us": 50}}
+    assert tuning_file.stored(file) == {2: {"ring_bytes": 524288}, 3: {}, 8: {"spin_us": 50}}
     file.write_text("{}")
     assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
     assert "is replaced, because it cannot be used" in capsys.readouterr().out
-    assert host_tuning.stored(file) == {2: {"ring_bytes": 524288}, 3: {}}
+    assert tuning_file.stored(file) == {2: {"ring_bytes": 524288}, 3: {}}
 
 
 def test_a_dry_run_and_a_result_that_is_no_better_store_nothing(
@@ -203,7 +203,7 @@ def test_a_dry_run_and_a_result_that_is_no_better_store_nothing(
     file = tmp_path / "tuning.json"
     measured(BETTER)
     assert main(["tune", "--nproc", "2", "--file", str(file), "--dry-run"]) == 0
-    measured(Outcome(2, host_tuning.defaults(2), verdict="no thresholds measure better"))
+    measured(Outcome(2, tuning_file.defaults(2), verdict="no thresholds measure better"))
     assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
     assert capsys.readouterr().out.count("othing is stored") == 2
     assert not file.exists()
@@ -219,13 +219,13 @@ def test_the_command_refuses_a_noisy_machine_and_a_place_that_groups_do_not_read
     assert main(["tune", "--nproc", "2", "--file", str(tmp_path / "tuning.json")]) == 1
     assert "differ by 40%" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(host_tuning.VARIABLE, "")
+    monkeypatch.setenv(tuning_file.VARIABLE, "")
     with pytest.raises(CommandError, match="give --file"):
         tune.run(argparse.Namespace(file=None, dry_run=False, nproc=(2,), budget=1.0))
 
 
 def test_ranks_time_groups_that_differ_in_a_threshold() -> None:
-    before = host_tuning.defaults(2)
+    before = tuning_file.defaults(2)
     probes = (SHORT, Probe("all_gather", 4096), Probe("reduce_scatter", 1 << 20), Probe("barrier", 0))
     with TimedGroups(2) as rig:
         result = compare(rig, [before, {**before, "one_shot_bytes": 128}], probes, 0.0)

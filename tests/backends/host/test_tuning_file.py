@@ -10,38 +10,38 @@ import torch
 from harness import run_ranks
 
 import collectives as dist
-from collectives.backends.host import thresholds as host_tuning
+from collectives.backends.host import tuning_file
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     path = tmp_path / "tuning.json"
-    monkeypatch.setenv(host_tuning.VARIABLE, str(path))
+    monkeypatch.setenv(tuning_file.VARIABLE, str(path))
     return path
 
 
 def test_what_is_saved_is_read(file):
-    assert host_tuning.save({2: {"one_shot_bytes": 4096}, 4: {"spin_us": 7}}) == file
-    assert host_tuning.tuning_for(2) == host_tuning.defaults(2) | {"one_shot_bytes": 4096}
-    assert host_tuning.tuning_for(3) == host_tuning.defaults(3) | {"one_shot_bytes": 4096}
-    assert host_tuning.tuning_for(9) == host_tuning.defaults(9) | {"spin_us": 7}
+    assert tuning_file.save({2: {"one_shot_bytes": 4096}, 4: {"spin_us": 7}}) == file
+    assert tuning_file.tuning_for(2) == tuning_file.defaults(2) | {"one_shot_bytes": 4096}
+    assert tuning_file.tuning_for(3) == tuning_file.defaults(3) | {"one_shot_bytes": 4096}
+    assert tuning_file.tuning_for(9) == tuning_file.defaults(9) | {"spin_us": 7}
 
 
 def test_a_group_smaller_than_all_that_were_measured_takes_the_defaults(file):
-    host_tuning.save({4: {"spin_us": 7}})
-    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+    tuning_file.save({4: {"spin_us": 7}})
+    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
 
 
 def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, monkeypatch):
-    monkeypatch.delenv(host_tuning.VARIABLE, raising=False)
+    monkeypatch.delenv(tuning_file.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)  # without a warning
-    assert tmp_path in host_tuning.save({2: {"spin_us": 5}}).parents
-    assert host_tuning.tuning_for(2)["spin_us"] == 5
-    monkeypatch.setenv(host_tuning.VARIABLE, "")
-    assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)  # without a warning
+    assert tmp_path in tuning_file.save({2: {"spin_us": 5}}).parents
+    assert tuning_file.tuning_for(2)["spin_us"] == 5
+    monkeypatch.setenv(tuning_file.VARIABLE, "")
+    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
     with pytest.raises(ValueError, match="is empty"):
-        host_tuning.save({2: {}})
+        tuning_file.save({2: {}})
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,22 @@ def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, m
 )
 def test_a_file_that_cannot_be_used_is_one_warning(file, content, reason):
     if isinstance(content, dict):
-        content = json.dumps({"format": 1, "machine": host_tuning.machine(), "ranks": {}} | content)
+        content = json.dumps({"format": 1, "machine": tuning_file.machine(), "ranks": {}} | content)
     file.write_text(str(content), encoding="utf-8")
     with pytest.warns(UserWarning, match="uses its default thresholds") as caught:
-        assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+        assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
     assert len(caught) == 1
     assert reason in str(caught[0].message)
 
 
 def test_a_missing_file_that_the_environment_names_is_one_warning(file):
     with pytest.warns(UserWarning, match="No such file"):
-        assert host_tuning.tuning_for(2) == host_tuning.defaults(2)
+        assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
 
 
 def test_nothing_out_of_bounds_is_saved(file):
     with pytest.raises(ValueError, match="chunks_wanted must be from 1 to 64, not 0"):
-        host_tuning.save({2: {"chunks_wanted": 0}})
+        tuning_file.save({2: {"chunks_wanted": 0}})
     assert not file.exists()
 
 
@@ -128,10 +128,10 @@ def _digests(group):
 def test_thresholds_change_no_bit(size, tmp_path):
     expected = None
     for number, values in enumerate(EXTREMES):
-        file = host_tuning.save({size: values}, tmp_path / f"{number}.json")
-        answers = run_ranks(_digests, size, backend="host", env={host_tuning.VARIABLE: str(file)})
+        file = tuning_file.save({size: values}, tmp_path / f"{number}.json")
+        answers = run_ranks(_digests, size, backend="host", env={tuning_file.VARIABLE: str(file)})
         for used, _ in answers:
-            assert used == host_tuning.defaults(size) | values
+            assert used == tuning_file.defaults(size) | values
         digests = [answer[1] for answer in answers]
         expected = expected or digests
         assert digests == expected
