@@ -113,6 +113,7 @@ def test_training_in_one_process_is_the_mean_over_shares(digits):
     assert (flat_parameters(model) - alone).abs().max() < 1e-6
 
 
+@pytest.mark.full
 def test_training_lowers_the_loss(digits):
     recipe = Recipe(steps=120, batch=64)
     losses = []

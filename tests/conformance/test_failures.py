@@ -183,6 +183,7 @@ def stopped_rank(group: ProcessGroup) -> float:
     return took
 
 
+@pytest.mark.sampled(1)
 def test_a_rank_is_stopped(backend: str) -> None:
     results = run_ranks(stopped_rank, 3, backend=backend, isolated=True, lost={1})
     for rank in (0, 2):

@@ -82,5 +82,6 @@ def test_workers_of_our_training(world_backend):
     assert run_world(ours, 2, backend=world_backend) == [True, True]
 
 
+@pytest.mark.full
 def test_workers_of_torchs_training():
     assert run_torch(of_torch) == [True, True]

@@ -287,6 +287,7 @@ class TestProcesses:
         assert {tuple(sorted(value.split(b","))) for _, _, value in results} == {(b"", b"0", b"1", b"2")}
         assert not path.exists()
 
+    @pytest.mark.full
     def test_a_writer_that_is_killed_spoils_nothing(self, path):
         store = FileStore(str(path))
         for number in range(3):

@@ -303,6 +303,7 @@ print(f"done {rank} {type(store).__name__} {store!r}\\n", end="")  # one write: 
 
 
 class TestLaunchers:
+    @pytest.mark.full
     def test_torchrun(self, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)
@@ -318,6 +319,7 @@ class TestLaunchers:
             assert f"done {rank} TCPStore TCPStore(127.0.0.1:{port}, client)" in done.stdout
         assert not (tmp_path / "store").exists()
 
+    @pytest.mark.full
     def test_spawn(self, environ, tmp_path):
         environ(MASTER_ADDR="localhost", MASTER_PORT=free_port())
         torch.multiprocessing.spawn(spawned, args=(2, str(tmp_path / "out")), nprocs=2)

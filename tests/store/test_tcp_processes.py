@@ -253,6 +253,7 @@ def test_waiting_costs_no_time(server):
         client.close()
 
 
+@pytest.mark.full
 def test_the_interpreter_ends_quietly_with_a_server():
     script = (
         "import collectives.store as s\n"

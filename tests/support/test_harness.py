@@ -249,6 +249,7 @@ def test_socket():
 """
 
 
+@pytest.mark.full
 def test_litter_fails_the_session(tmp_path: Path) -> None:
     (tmp_path / "test_litter.py").write_text(LITTERING)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

@@ -452,6 +452,7 @@ def _late(group):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.sampled(1)
 def test_ranks_that_wait_leave_the_cores_to_others(ranks):
     waiters = run_ranks(_late, ranks, backend="host")[1:]
     assert all(seconds < 0.1 for spent in waiters for seconds in spent.values()), waiters

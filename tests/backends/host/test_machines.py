@@ -219,6 +219,7 @@ def _late(rank, size, layout, late):
 
 
 @pytest.mark.parametrize(("layout", "late"), [("aabb", 2), ("aabb", 3), ("abc", 1)])
+@pytest.mark.sampled(1)
 def test_time_limit_tells_where_every_rank_of_every_machine_is(layout, late):
     run_ranks(_late, len(layout), layout, late)
 
@@ -298,6 +299,7 @@ def _stopped(rank, size):
     group.shutdown()
 
 
+@pytest.mark.full
 def test_stopped_rank_is_not_taken_for_a_dead_one():
     run_ranks(_stopped, 3)
 
@@ -498,6 +500,7 @@ def _vanishes(rank, size):
     return cut, noticed
 
 
+@pytest.mark.sampled(1)
 def test_machine_that_vanishes_is_noticed_on_both_sides(make_machines):  # noqa: F811
     machines = make_machines(2)
     results = run_ranks(_vanishes, 4, isolated=True, machines=(machines, [0, 0, 1, 1]))

@@ -249,6 +249,7 @@ def test_interpreter_ends_with_operations_outstanding(tmp_path):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.full
 def test_fork_leaves_the_parents_group_alone(tmp_path):
     body = """
         group.allreduce([torch.ones(1)]).wait()  # there is a thread now

@@ -86,6 +86,7 @@ def test_behaviour(mpi: Teams, body: Callable[..., Any]) -> None:
     mpi.run(body, 3)
 
 
+@pytest.mark.full
 def test_the_gil_is_free(mpi: Teams) -> None:
     mpi.run(test_works.gil_is_free, 2)
 

@@ -76,6 +76,7 @@ def run_with_capability(capability: str, code: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.full
 def test_all_instruction_sets_give_the_same_bits() -> None:
     best = _native.cpu_capability()
     sets = ["default", "avx2", "avx512"]

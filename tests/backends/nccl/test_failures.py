@@ -56,6 +56,7 @@ def a_rank_does_not_call(group: ProcessGroup) -> None:
     gate("expired", group)
 
 
+@pytest.mark.full
 def test_a_rank_does_not_call(nccl_library: Path) -> None:
     run_over_double(a_rank_does_not_call, 2, nccl_library, options=SHORT)
 
@@ -76,6 +77,7 @@ def elsewhere(group: ProcessGroup) -> None:
             group.recv(x, 0).wait(timedelta(seconds=15))
 
 
+@pytest.mark.full
 def test_the_message_tells_where_the_others_are(nccl_library: Path) -> None:
     run_over_double(elsewhere, 2, nccl_library)
 

@@ -26,6 +26,7 @@ def test_machines_that_do_not_fit_are_refused(options, message):
         Options(**options)
 
 
+@pytest.mark.full
 def test_a_shaped_link_bounds_the_bandwidth(make_machines, monkeypatch):  # noqa: F811
     make_machines(1)  # skips where there can be none
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

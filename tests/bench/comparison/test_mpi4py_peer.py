@@ -95,6 +95,7 @@ def test_turns_with_a_backend(mpi, tmp_path):
         (["--op", "bor"], "bor is not defined for torch.float32"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_what_mpi_cannot_reduce_is_skipped(mpi, words, reason, capsys):
     assert main(["bench", "allreduce", "--backends", "mpi4py", "--sizes", "8", *words]) == 1
     assert f"# skipped mpi4py with 2 ranks: {reason}" in capsys.readouterr().out

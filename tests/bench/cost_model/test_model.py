@@ -288,7 +288,9 @@ def test_machines_send_the_bytes_that_the_model_counts(make_machines):  # noqa: 
             sent.append(machines.sent_bytes(0) - before)
         work = ALGORITHMS[name](size, Scale(2, 1))
         counted = work.serial.get("link", 0) + work.pipelined["link"]
-        assert counted == pytest.approx((sent[1] - sent[0]) / 3, rel=0.05), name  # with TCP's headers
+        assert counted == pytest.approx((sent[1] - sent[0]) / 3, rel=0.15), (
+            name
+        )  # TCP adds headers and acknowledgements
 
 
 def synthetic(parameters, noise=0.0):

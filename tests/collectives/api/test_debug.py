@@ -278,6 +278,7 @@ def debugged(commands: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_breakpoint_stops_one_rank_in_the_callers_frame(tmp_path: Path) -> None:
     # In the first stop: print a local variable, change it, step to the line after it, go on.
     done = debugged("p secret\nsecret = 90\nnext\np secret\ncontinue\ncontinue\n", tmp_path)

@@ -63,6 +63,7 @@ print("fine")
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.full
 def test_the_end_of_a_process_ends_its_own_world_with_one_line() -> None:
     done = run_python("-c", FORGETFUL, str(free_port()))
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
@@ -88,6 +89,7 @@ print(tensor[0].item())
 """
 
 
+@pytest.mark.full
 def test_rank_that_ends_early_leaves_what_it_sent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAVES_EARLY)

@@ -287,6 +287,7 @@ def comes_twice(rank: int, size: int) -> str:
     return str(total)
 
 
+@pytest.mark.full
 def test_two_processes_as_one_rank() -> None:
     first, second, third = run_ranks(comes_twice, 3)
     assert first == "1.0"

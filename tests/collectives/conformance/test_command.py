@@ -73,6 +73,7 @@ def test_faults_are_found(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_short_table(capsys):
     arguments = ["--backend", "collectives", "--backend", "gloo", "--dtype", "int16", "--dtype", "float32"]
     assert main([*arguments, "--function", "all_gather", "--function", "barrier", "--markdown"]) == 0

@@ -69,6 +69,7 @@ def test_a_rank_that_cannot_begin_is_named():
         team.ask(1)  # the body lacks an argument
 
 
+@pytest.mark.full
 def test_ranks_end_when_the_parent_is_killed(tmp_path):
     script = (
         "import time\n"
@@ -145,6 +146,7 @@ def test_a_command_that_ends_too_early_is_an_error_with_its_output():
         CommandRanks(2, ["bash", "-c", "echo some words; exit 7"], os.environ, ())
 
 
+@pytest.mark.full
 def test_a_command_that_does_not_listen_is_ended():
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -175,6 +175,7 @@ EXIT = """
 """
 
 
+@pytest.mark.full
 def test_interpreter_exit(tmp_path):
     """Nobody waits for the operations or ends the group."""
     script = tmp_path / "program.py"

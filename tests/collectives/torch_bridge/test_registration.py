@@ -120,6 +120,7 @@ def launch(folder, env, backend, others):
     )
 
 
+@pytest.mark.full
 def test_torchrun_without_an_import(tmp_path):
     others = ["collectives_round_robin", "collectives_round_robin:2", "cpu:collectives"]
     launch(tmp_path, AUTOLOAD, "cpu:collectives,cuda:nccl", others)

@@ -131,6 +131,7 @@ def test_inductor_trains_as_no_compiler_and_communicates_during_backward(how, tm
         assert counted  # it was inductor that compiled
 
 
+@pytest.mark.full
 def test_the_compiler_is_not_loaded_for_those_who_do_not_use_it():
     script = """if True:
         import sys, torch, collectives

@@ -105,6 +105,7 @@ BUCKET = 3 * 1024 * 1024
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.full
 def test_needs_no_more_than_torch(set_to_none):
     gradients = sum(4 * p.numel() for p in Layers().parameters())
     for found in run_ranks(compare, 2, set_to_none, backend="host"):

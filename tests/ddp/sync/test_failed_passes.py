@@ -130,6 +130,7 @@ def stalling(group, options, hook):
 
 
 @KINDS
+@pytest.mark.sampled(1)
 def test_a_rank_that_does_not_come_is_a_time_out_of_the_same_pass(options, hook) -> None:
     results = run_ranks(
         stalling, 3, options, hook, backend="host", isolated=True, group_timeout=timedelta(seconds=2)

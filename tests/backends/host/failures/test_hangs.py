@@ -249,6 +249,7 @@ def stop_in_the_middle(rank, size):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.sampled(1)
 def test_a_stopped_rank_is_late_but_not_dead(placement):
     results = run_ranks(stop_in_the_middle, 3, isolated=True, lost=[1], placement=placement)
     assert results[1] == Died(-signal.SIGKILL)
