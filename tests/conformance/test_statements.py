@@ -80,5 +80,6 @@ def be_modest(rank: int, size: int) -> None:
     group.shutdown()
 
 
+@pytest.mark.full
 def test_a_no_that_is_carried_out_is_found() -> None:
     run_ranks(be_modest, 2)

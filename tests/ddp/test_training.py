@@ -163,6 +163,7 @@ def compare(group, chosen, exact):
     return wrong, {name: value for name, value in states[-1].items() if not name.startswith("norm.running")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_equals_the_naive_solution_bit_for_bit(size) -> None:
     results = run_ranks(compare, size, combinations(24, size), True, backend="host")

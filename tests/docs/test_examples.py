@@ -58,7 +58,7 @@ def test_example_is_short(example):
     assert len(code_lines(example)) < 70
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "example", [path for path in PYTHON if path.stem != "store_backend"], ids=lambda p: p.name
 )

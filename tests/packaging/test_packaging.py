@@ -110,7 +110,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = [name.split("/", 1)[1] for name in archive.getnames() if "/" in name]
-    for wanted in ("pyproject.toml", "README.md", "LICENSE", "collectives/backends/native/CMakeLists.txt", "tests/"):
+    for wanted in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "collectives/backends/native/CMakeLists.txt",
+        "tests/",
+    ):
         assert any(name.startswith(wanted) for name in names), wanted
     assert not [name for name in names if name.startswith(("build/", "dist/", ".venv"))]
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -500,7 +500,7 @@ def _vanishes(rank, size):
     return cut, noticed
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 def test_machine_that_vanishes_is_noticed_on_both_sides(make_machines):  # noqa: F811
     machines = make_machines(2)
     results = run_ranks(_vanishes, 4, isolated=True, machines=(machines, [0, 0, 1, 1]))

@@ -182,6 +182,7 @@ def _script(tmp_path, body, size=2, **environment):
             rank.wait()
 
 
+@pytest.mark.full
 def test_signal_ends_a_wait(tmp_path):
     body = """
         def raises(call, kind):

@@ -103,6 +103,7 @@ def test_sub_groups(mpi: Teams) -> None:
         assert seen == [half, rank, 6.0, *([6.0] if rank else [])]
 
 
+@pytest.mark.full
 def test_groups_leave_no_descriptors_and_threads(mpi: Teams) -> None:
     for descriptors, threads in mpi.run(test_groups.cycles, 2, "mpi", backend=None):
         assert descriptors <= 3

@@ -65,6 +65,7 @@ def late_rank(group: ProcessGroup) -> None:
     current_store().set(f"told{group.rank()}", "x")
 
 
+@pytest.mark.full
 def test_a_late_rank_is_named(mpi: Teams) -> None:
     mpi.run_alone(late_rank, 3)
 

@@ -154,7 +154,7 @@ def launch(mpi: Teams, folder: Path, script: str, size: int, *words: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scripts", "size"),
     [((MEETING, UNDER_HOST, UNDER_TORCH), 3), ((GROUPS, OVERLAP), 2)],

@@ -53,7 +53,7 @@ def conformance(group: ProcessGroup) -> None:
         body(group)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("provider", "size"), [("cupy", 2), ("pynccl", 2), ("cupy", 3), ("pynccl", 4)], ids=str
 )

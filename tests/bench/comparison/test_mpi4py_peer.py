@@ -87,6 +87,7 @@ def test_turns_with_a_backend(mpi, tmp_path):
     assert all(record.wrong_elements == 0 and record.cold.calls == 3 for record in report.records)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -95,7 +96,6 @@ def test_turns_with_a_backend(mpi, tmp_path):
         (["--op", "bor"], "bor is not defined for torch.float32"),
     ],
 )
-@pytest.mark.sampled(1)
 def test_what_mpi_cannot_reduce_is_skipped(mpi, words, reason, capsys):
     assert main(["bench", "allreduce", "--backends", "mpi4py", "--sizes", "8", *words]) == 1
     assert f"# skipped mpi4py with 2 ranks: {reason}" in capsys.readouterr().out

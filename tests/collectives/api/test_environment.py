@@ -118,7 +118,7 @@ print(f"rank {dist.get_node_local_rank()} is done\\n", end="", flush=True)  # in
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("alone", [True, False], ids=["standalone", "address"])
 def test_elastic_launcher_starts_a_script(tmp_path: Path, alone: bool) -> None:
     script = tmp_path / "script.py"

@@ -99,6 +99,7 @@ def test_the_manual_has_the_table_of_a_backend_that_does_all():
     ]
 
 
+@pytest.mark.full
 def test_wrong_arguments(capsys, tmp_path):
     for arguments in (["--backend", "nobody_has_this"], ["--backend", "gloo", "--ranks", "1"]):
         with pytest.raises(SystemExit) as raised:

@@ -128,6 +128,7 @@ def command_that_starts(ranks, code):
     return ["bash", "-c", f"{starts} wait", script]
 
 
+@pytest.mark.full
 def test_ranks_of_a_command():
     code = (
         "with connect(sys.argv[2], rank) as connection:\n"

@@ -76,6 +76,7 @@ def test_trains_as_without_the_compiler_and_communicates_during_backward(how):
         assert early
 
 
+@pytest.mark.full
 def test_with_other_options_and_layers_that_communicate():
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     for graphs, _ in run_ranks(compare, 2, "outside", options, True, backend="host"):
