@@ -34,7 +34,7 @@ TESTED_THROUGH = {
         "backends/mpi",
         "parts of its group, which a job of MPI alone can make",
         (
-            "communicators dispatch engine fast_path group library native_exchange progress_thread "
+            "communicators dispatch engine fast_path group libmpi native_exchange progress_thread "
             "rendezvous work"
         ),
     ),
@@ -53,7 +53,7 @@ TESTED_THROUGH = {
         "the double's device has their interface",
         "base cuda",
     ),
-    "backends/nccl/library": (
+    "backends/nccl/libnccl": (
         "backends/nccl/test_library.py",
         "both providers through one interface",
         "calls_in_progress config cupy pynccl",

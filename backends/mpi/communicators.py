@@ -12,7 +12,7 @@ import time
 import zlib
 from typing import Any
 
-from collectives.backends.mpi.library import Library, job_size_error
+from collectives.backends.mpi.libmpi import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.registry.backends import GroupOptions
 

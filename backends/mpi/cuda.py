@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from collectives.backends._shared.tensor_memory import Part
-from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.libmpi import Library
 from collectives.core.arguments.staging import dense, dense_outputs
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any
 from collectives.backends._shared.exit_reasons import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.libmpi import Library
 from collectives.backends.mpi.progress_thread import progress_thread
 from collectives.backends.mpi.work import MPIWork
 from collectives.errors import (

@@ -21,7 +21,7 @@ from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_
 from collectives.backends.mpi.dispatch import Dispatcher
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.fast_path import FastPath, check_length
-from collectives.backends.mpi.library import library
+from collectives.backends.mpi.libmpi import library
 from collectives.backends.mpi.messages.buffers import Buffers
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
 from collectives.backends.mpi.messages.tags import Tags

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import collectives._native as _native
-from collectives.backends.mpi.library import Library
+from collectives.backends.mpi.libmpi import Library
 from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
 from collectives.backends.mpi.work import Steps
 

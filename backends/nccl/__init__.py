@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.operations.reductions import capabilities_on
 from collectives.backends.nccl.options import checked_options, option_names
 from collectives.core.capabilities import Capabilities

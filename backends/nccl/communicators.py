@@ -21,9 +21,9 @@ from functools import partial
 import torch
 
 from collectives.backends.nccl.device import Device, Stream
-from collectives.backends.nccl.library.codes import NcclDataType, NcclError
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclError
+from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import DistBackendError

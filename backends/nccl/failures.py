@@ -25,7 +25,7 @@ from collectives.backends._shared.exit_reasons import (
 )
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
-from collectives.backends.nccl.library.codes import NcclError, NcclStatus
+from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
 

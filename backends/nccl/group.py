@@ -18,8 +18,8 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.operations import nccl_calls
 from collectives.backends.nccl.operations.enqueue import Enqueuer, Request

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.registry.backends import refuse_unknown_options
 
 __all__ = ["Options", "checked_options", "option_names"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.backends.algorithms import ALGORITHMS
-from collectives.backends.nccl.library import loading
+from collectives.backends.nccl.libnccl import loading
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.goals import goal_lines, parse_goal
 from collectives.bench.comparison.measurement import measure

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.library import loading
+from collectives.backends.nccl.libnccl import loading
 from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.mpi4py_peer import MPI4PY

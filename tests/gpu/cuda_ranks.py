@@ -55,7 +55,7 @@ def _in_group(
 ) -> Any:
     device = take_device(rank, size)
     from collectives.backends.nccl import ProcessGroupNCCL, create
-    from collectives.backends.nccl.library import loading
+    from collectives.backends.nccl.libnccl import loading
     from collectives.registry.backends import GroupOptions
 
     reason = loading.unavailable(provider)

@@ -178,7 +178,7 @@ class NcclDouble:
 
     def config(self, handle: int) -> dict[str, Any]:
         """Returns the settings that a communicator was made with, by NCCL's names, but those left open."""
-        from collectives.backends.nccl.library.symbols import _Config
+        from collectives.backends.nccl.libnccl.symbols import _Config
 
         config = _Config()
         self._do("config", ctypes.c_void_p(handle), ctypes.byref(config))

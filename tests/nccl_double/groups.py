@@ -30,7 +30,7 @@ def make_group(path: Path, provider: str, rank: int, size: int, store: Any = Non
     """Returns a group over the double; ``options`` are further fields of :class:`GroupOptions`."""
     load(path)
     from collectives.backends.nccl import ProcessGroupNCCL
-    from collectives.backends.nccl.library import loading
+    from collectives.backends.nccl.libnccl import loading
 
     fields = {"timeout": timedelta(seconds=20), "group_name": "over the double", **options}
     given = GroupOptions(current_store() if store is None else store, rank, size, **fields)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from harness import current_store, run_ranks
 
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.interface import Communicator, NcclConfig, NcclLibrary
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclConfig, NcclLibrary
 from nccl_double import NcclDouble
 
 PROVIDERS = [

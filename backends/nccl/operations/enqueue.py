@@ -14,8 +14,8 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators, StreamedCommunicator
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.failures import Failures
-from collectives.backends.nccl.library.codes import NcclError
-from collectives.backends.nccl.library.interface import NcclLibrary
+from collectives.backends.nccl.libnccl.codes import NcclError
+from collectives.backends.nccl.libnccl.interface import NcclLibrary
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.backends.nccl.operations.nccl_calls import CallSequence
 from collectives.backends.nccl.watchdog import Watchdog

@@ -16,8 +16,8 @@ import torch
 
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.nccl.device import Device, Stream
-from collectives.backends.nccl.library.codes import NcclDataType, NcclRedOp
-from collectives.backends.nccl.library.interface import Communicator
+from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclRedOp
+from collectives.backends.nccl.libnccl.interface import Communicator
 from collectives.backends.nccl.operations.reductions import Reduction
 from collectives.core.arguments.staging import is_dense
 

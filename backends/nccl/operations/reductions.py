@@ -1,6 +1,6 @@
 """What NCCL can reduce, and the codes for it.
 
-NCCL computes with the types of :data:`~collectives.backends.nccl.library.codes.DATA_TYPES`. Beyond those, a
+NCCL computes with the types of :data:`~collectives.backends.nccl.libnccl.codes.DATA_TYPES`. Beyond those, a
 complex number is two real ones for SUM, AVG and PREMUL_SUM, and a bool is a byte of 0 or 1, of which the
 maximum is the logical "or" and the minimum the logical "and".
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.library.codes import DATA_TYPES, REDUCTIONS, NcclDataType, NcclRedOp
+from collectives.backends.nccl.libnccl.codes import DATA_TYPES, REDUCTIONS, NcclDataType, NcclRedOp
 from collectives.core.capabilities import OPERATIONS, Capabilities
 from collectives.core.types import ReduceOp
 

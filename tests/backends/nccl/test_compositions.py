@@ -22,8 +22,8 @@ from collectives.backends import nccl
 from collectives.backends.by_device import ProcessGroupByDevice
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL
 from collectives.backends.nccl.device import CudaDevice
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.codes import NcclError
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec

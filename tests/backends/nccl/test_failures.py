@@ -25,7 +25,7 @@ from collectives import (
     ProcessGroup,
 )
 from collectives.backends.nccl import communicators
-from collectives.backends.nccl.library.codes import NcclError
+from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.core.types import AllreduceOptions, make_premul_sum
 
 SHORT = {"timeout": timedelta(seconds=1)}

@@ -10,8 +10,8 @@ import torch
 from nccl_double import LastCall, NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on
 
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.codes import (
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.codes import (
     DATA_TYPES,
     REDUCTIONS,
     NcclDataType,
@@ -19,7 +19,7 @@ from collectives.backends.nccl.library.codes import (
     NcclStatus,
     version_text,
 )
-from collectives.backends.nccl.library.interface import Communicator, NcclConfig, NcclError
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclConfig, NcclError
 
 pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
 SIZES = pytest.mark.parametrize("size", [2, 3, 4])

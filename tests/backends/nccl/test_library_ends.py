@@ -16,12 +16,12 @@ from harness import Died
 from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on, shared_id
 
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.codes import (
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.codes import (
     NcclDataType,
     NcclStatus,
 )
-from collectives.backends.nccl.library.interface import Communicator, NcclError
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclError
 
 pytestmark = pytest.mark.parametrize("provider", PROVIDERS)
 

@@ -15,9 +15,9 @@ from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl.library import loading
-from collectives.backends.nccl.library.interface import NcclConfig
-from collectives.backends.nccl.library.libnccl_file import loaded_files
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.interface import NcclConfig
+from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
 
 pytestmark = [mark for provider in PROVIDERS for mark in provider.marks]
 

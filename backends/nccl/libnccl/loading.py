@@ -9,8 +9,8 @@ import os
 import threading
 from typing import Final
 
-from collectives.backends.nccl.library.interface import NcclLibrary
-from collectives.backends.nccl.library.libnccl_file import ProviderError
+from collectives.backends.nccl.libnccl.interface import NcclLibrary
+from collectives.backends.nccl.libnccl.libnccl_file import ProviderError
 from collectives.errors import DistBackendError
 
 __all__ = ["PROVIDERS", "PROVIDER_VARIABLE", "describe", "load", "unavailable"]
@@ -92,7 +92,7 @@ def _chosen(provider: str | None) -> tuple[str, ...]:
 def _load(name: str) -> tuple[NcclLibrary | None, str]:
     """Returns NCCL by way of a provider, or else why it cannot be had."""
     if name not in _loaded:
-        module = importlib.import_module(f"collectives.backends.nccl.library.{name}")
+        module = importlib.import_module(f"collectives.backends.nccl.libnccl.{name}")
         try:
             _loaded[name] = module.load()
         except ProviderError as error:

@@ -11,14 +11,14 @@ import struct
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Final
 
-from collectives.backends.nccl.library.codes import (
+from collectives.backends.nccl.libnccl.codes import (
     UNIQUE_ID_BYTES,
     NcclDataType,
     NcclError,
     NcclStatus,
     version_text,
 )
-from collectives.backends.nccl.library.config import NcclConfig
+from collectives.backends.nccl.libnccl.config import NcclConfig
 
 __all__ = ["Symbols"]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from collectives.backends.nccl.library.codes import NcclError, NcclStatus
+from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 
 __all__ = ["Calls", "Groups"]
 

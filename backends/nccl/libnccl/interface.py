@@ -5,7 +5,7 @@ calls of one thread that NCCL starts together at its end (``ncclGroupStart``, ``
 
 Pointers and streams are integers: ``tensor.data_ptr()``, ``torch.cuda.Stream.cuda_stream``; stream 0 is the
 legacy default stream. Counts are in elements. Types and reductions are NCCL's codes
-(:mod:`collectives.backends.nccl.library.codes`).
+(:mod:`collectives.backends.nccl.libnccl.codes`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import ClassVar
 
-from collectives.backends.nccl.library.calls_in_progress import Calls, Groups
-from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.symbols import Symbols
+from collectives.backends.nccl.libnccl.calls_in_progress import Calls, Groups
+from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
+from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.symbols import Symbols
 
 __all__ = ["Communicator", "NcclConfig", "NcclError", "NcclLibrary"]
 

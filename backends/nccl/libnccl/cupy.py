@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Final
 
-from collectives.backends.nccl.library.calls_in_progress import Groups
-from collectives.backends.nccl.library.codes import NcclError, NcclStatus
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
-from collectives.backends.nccl.library.libnccl_file import ProviderError, install_command, the_loaded_file
-from collectives.backends.nccl.library.symbols import Symbols
+from collectives.backends.nccl.libnccl.calls_in_progress import Groups
+from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
+from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl.libnccl_file import ProviderError, install_command, the_loaded_file
+from collectives.backends.nccl.libnccl.symbols import Symbols
 
 __all__ = ["CupyLibrary", "load"]
 

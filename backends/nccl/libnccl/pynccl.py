@@ -18,17 +18,17 @@ from ctypes import byref, c_char, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from collectives.backends.nccl.library.calls_in_progress import Groups
-from collectives.backends.nccl.library.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
-from collectives.backends.nccl.library.config import NcclConfig
-from collectives.backends.nccl.library.interface import Communicator, NcclLibrary
-from collectives.backends.nccl.library.libnccl_file import (
+from collectives.backends.nccl.libnccl.calls_in_progress import Groups
+from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
+from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl.libnccl_file import (
     ProviderError,
     install_command,
     the_loaded_file,
     wheel_folder,
 )
-from collectives.backends.nccl.library.symbols import Symbols
+from collectives.backends.nccl.libnccl.symbols import Symbols
 
 __all__ = ["PyncclLibrary", "load"]
 
