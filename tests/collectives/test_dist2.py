@@ -80,7 +80,7 @@ def test_groups_without_a_world() -> None:
 
 
 def options_of_backends(rank: int, size: int, port: int) -> None:
-    # Before ranks join_ranks: nobody else is there.
+    # Before the ranks join: nobody else is there.
     fields = "group_name, group_desc, pg_options"
     for backend, wrong, known in (
         ("host", {"colour": "red", "lanes": 2}, fields),

@@ -1,4 +1,4 @@
-"""How ranks join_ranks through a store: several times, after failures, and through the stores of others."""
+"""How ranks join a world through a store: several times, after failures, and through the stores of others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch.distributed as torch_dist
 
 import collectives as dist
+from collectives.errors import DistStoreError
+from collectives.store import HashStore
 from collectives.store.group_rendezvous import join_group
 from collectives.store.world_rendezvous import join_world
 
@@ -144,3 +146,20 @@ def test_members_of_a_group_come_to_one_verdict() -> None:
         assert str(error).startswith(f"[rank {rank}] new_group: rank ")
         assert "that" in str(error)
         assert "all ranks must create the same groups in the same order" in str(error)
+
+
+@pytest.mark.parametrize("value", ["[1]", "7", "no JSON", '{"reason": 5}', "{}"])
+def test_what_no_rank_publishes_is_refused(value: str) -> None:
+    store = HashStore()
+    store.set("join/call/1/1", value)
+    with pytest.raises(DistStoreError, match=r"something unusable under 'join/call/1/1'"):
+        join_world(store, 1, 2, "host", timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("value", ["[1]", "null", '{"process": 1}', '{"protocol": 1}'])
+def test_rank_0_refuses_what_no_rank_publishes(value: str) -> None:
+    store = HashStore()
+    store.add("join/attempts/1", 1)
+    store.set("join/info/1/1", value)
+    with pytest.raises(DistStoreError, match=r"something unusable under 'join/info/1/1'"):
+        join_world(store, 0, 2, "host", timedelta(seconds=5))

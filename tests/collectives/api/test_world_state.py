@@ -86,9 +86,9 @@ def rendezvous_by_file(rank: int, size: int, path: str) -> float:
 
 
 def test_meeting_by_a_file(tmp_path: Path) -> None:
-    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "join_ranks")) == [2.0, 2.0]
+    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "store")) == [2.0, 2.0]
     # A later run meets at the same path.
-    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "join_ranks"), isolated=True) == [2.0, 2.0]
+    assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "store"), isolated=True) == [2.0, 2.0]
 
 
 def starts_as_it_should(rank: int, size: int) -> None:

@@ -270,7 +270,7 @@ def refused_groups(rank: int, size: int) -> None:
         init("cpu:host,meta:says_meta")
     with pytest.raises(ValueError, match="the group that was made takes no tensors on cuda"):
         init("cuda:round_robin")
-    # Before the ranks join_ranks, so that one rank alone hears of it.
+    # Before the ranks join, so that one rank alone hears of it.
     if rank == 0:
         with pytest.raises(
             DistBackendError, match=r"'absent' is not available.*no_such_package.*pip install"
