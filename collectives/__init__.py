@@ -8,6 +8,10 @@ from pkgutil import extend_path
 # found where it is installed.
 __path__ = extend_path(__path__, __name__)
 
+from collectives.api.barriers import (
+    barrier,
+    monitored_barrier,
+)
 from collectives.api.coalescing import (
     _coalescing_manager,
     _CoalescingManager,
@@ -16,17 +20,10 @@ from collectives.api.collectives import (
     all_gather,
     all_gather_into_tensor,
     all_gather_single,
-    all_reduce,
     all_to_all,
     all_to_all_single,
-    barrier,
     broadcast,
     gather,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
     scatter,
 )
 from collectives.api.debug import (
@@ -61,6 +58,13 @@ from collectives.api.p2p import (
     isend,
     recv,
     send,
+)
+from collectives.api.reductions import (
+    all_reduce,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
 )
 from collectives.api.subgroups import (
     new_subgroups,

@@ -101,7 +101,7 @@ TESTED_THROUGH = {
     "collectives/api": (
         "collectives/api",
         "public as names of `collectives`",
-        "breakpoints deprecated init_and_destroy init_method subgroups",
+        "barriers breakpoints deprecated init_and_destroy init_method reductions subgroups",
     ),
     "collectives/cli": (
         "collectives/cli",

@@ -18,106 +18,41 @@ different sizes or data types.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import group_rank, member_group, root_rank
-from collectives.core.arguments.validation import check_list, fail, seconds
+from collectives.core.arguments.validation import check_list, fail
 from collectives.core.opcodes import (
     ALL_GATHER,
-    ALL_REDUCE,
     ALL_TO_ALL,
-    BARRIER,
     BROADCAST,
     GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
     SCATTER,
 )
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
-    AllreduceOptions,
     AllToAllOptions,
-    BarrierOptions,
     BroadcastOptions,
     GatherOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.core.work import COMPLETED, Work
+from collectives.core.work import Work, finish
 
 __all__ = [
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_single",
-    "all_reduce",
     "all_to_all",
     "all_to_all_single",
-    "barrier",
     "broadcast",
     "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
     "scatter",
 ]
-
-
-def all_reduce(
-    tensor: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Reduces a tensor over all ranks, in place; afterwards it is bitwise the same on every rank.
-
-    Args:
-        tensor: same shape and data type on every rank; input and output. Complex ones take SUM, AVG and
-            PREMUL_SUM.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
-
-    Returns:
-        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
-
-    Raises:
-        ValueError: elements of the tensor share memory, or PREMUL_SUM has no factor.
-        UnsupportedOperationError: the group does not take such a device, data type or reduction.
-        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
-            ``Work.wait()`` raises it.
-
-    Example:
-        With 2 ranks::
-
-            tensor = torch.tensor([1.0, 2.0]) * (rank + 1)
-            collectives.all_reduce(tensor)  # [3.0, 6.0] on both
-
-            work = collectives.all_reduce(tensor, collectives.ReduceOp.MAX, async_op=True)
-            ...  # anything that leaves the tensor alone
-            work.wait()
-    """
-    target = member_group(group, "all_reduce")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "all_reduce", op)
-    if pending and defer(target, "all_reduce", op, tensor):
-        return DeferredWork() if async_op else None
-    work = target.fast_collective(ALL_REDUCE, tensor, reduce_op=op.code, async_op=async_op)
-    if work is None:
-        work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
-    return _finish(work, async_op)
 
 
 def broadcast(
@@ -158,52 +93,7 @@ def broadcast(
     work = target.fast_collective(BROADCAST, tensor, root=root, async_op=async_op)
     if work is None:
         work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
-    return _finish(work, async_op)
-
-
-def reduce(
-    tensor: torch.Tensor,
-    dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> Work | None:
-    """Reduces a tensor over all ranks to one rank, in place there; the other ranks' tensors are unchanged.
-
-    Args:
-        tensor: same shape and data type on every rank.
-        dst: rank of the default group that gets the result.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
-        group_dst: the rank that gets the result, counted within the group; instead of ``dst``.
-
-    Returns:
-        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
-
-    Raises:
-        ValueError: no destination or two are given, or it is not in the group.
-        UnsupportedOperationError: the group does not take such a device, data type or reduction.
-        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
-            ``Work.wait()`` raises it.
-
-    Example:
-        With 2 ranks::
-
-            tensor = torch.ones(2)
-            collectives.reduce(tensor, dst=0)  # [2.0, 2.0] on rank 0, [1.0, 1.0] on rank 1
-    """
-    target = member_group(group, "reduce")
-    if target is None:
-        return None
-    root = group_rank(target, "reduce", dst, group_dst, "dst")
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce", op)
-    work = target.fast_collective(REDUCE, tensor, reduce_op=op.code, root=root, async_op=async_op)
-    if work is None:
-        work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def all_gather(
@@ -245,7 +135,7 @@ def all_gather(
         # In a list of one, so that the list of a group of size 1 is not taken for one "per device".
         outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
         work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def all_gather_single(
@@ -287,7 +177,7 @@ def all_gather_single(
     work = target.fast_collective(ALL_GATHER, output_tensor, input_tensor, async_op=async_op)
     if work is None:
         work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def gather(
@@ -331,7 +221,7 @@ def gather(
     if work is None:
         outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
         work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def scatter(
@@ -376,99 +266,7 @@ def scatter(
     if work is None:
         inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
         work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
-    return _finish(work, async_op)
-
-
-def reduce_scatter(
-    output: torch.Tensor,
-    input_list: Sequence[torch.Tensor],
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Reduces a list of tensors over all ranks; each rank gets the result of its own entry.
-
-    Args:
-        output: of the size of this rank's entry; output.
-        input_list: one tensor for each rank.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
-
-    Returns:
-        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
-
-    Raises:
-        ValueError: ``input_list`` has not a tensor for each rank, ``output`` is not of the size of its entry,
-            or tensors differ in data type or device.
-        UnsupportedOperationError: the group does not take such a device, data type or reduction.
-        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
-            ``Work.wait()`` raises it.
-
-    Example:
-        With 2 ranks::
-
-            inputs = [torch.ones(2), torch.full((3,), 2.0)]
-            output = torch.empty(2 + rank)
-            collectives.reduce_scatter(output, inputs)  # [2.0, 2.0] on rank 0, [4.0, 4.0, 4.0] on rank 1
-    """
-    target = member_group(group, "reduce_scatter")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce_scatter", op)
-    work = target.fast_collective(
-        REDUCE_SCATTER, output, input_list, reduce_op=op.code, list_form=True, async_op=async_op
-    )
-    if work is None:
-        inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-        work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
-    return _finish(work, async_op)
-
-
-def reduce_scatter_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Reduces a tensor over all ranks; each rank gets one of its equal parts.
-
-    Args:
-        output: this rank's part; output, and may be that part of ``input``.
-        input: ``world size`` times the elements of ``output``: a concatenation along dimension 0, or a stack.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
-
-    Returns:
-        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
-
-    Raises:
-        ValueError: the sizes do not fit, or the tensors differ in data type or device.
-        UnsupportedOperationError: the group does not take such a device, data type or reduction.
-        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
-            ``Work.wait()`` raises it.
-
-    Example:
-        With 2 ranks::
-
-            output = torch.empty(2)
-            collectives.reduce_scatter_single(output, torch.arange(4.0))
-            # [0.0, 2.0] on rank 0, [4.0, 6.0] on rank 1
-    """
-    target = member_group(group, "reduce_scatter_single")
-    if target is None:
-        return None
-    if op.__class__ is not ReduceOp:
-        op = _reduction(target, "reduce_scatter_single", op)
-    if pending and defer(target, "reduce_scatter_single", op, output, input):
-        return DeferredWork() if async_op else None
-    work = target.fast_collective(REDUCE_SCATTER, output, input, reduce_op=op.code, async_op=async_op)
-    if work is None:
-        work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def all_to_all_single(
@@ -515,7 +313,7 @@ def all_to_all_single(
     if work is None:
         options = AllToAllOptions(None, async_op)
         work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
-    return _finish(work, async_op)
+    return finish(work, async_op)
 
 
 def all_to_all(
@@ -557,104 +355,7 @@ def all_to_all(
     )
     if work is None:
         work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
-    return _finish(work, async_op)
-
-
-def barrier(
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    device_ids: list[int] | None = None,
-    timeout: timedelta | None = None,
-) -> Work | None:
-    """Blocks until every rank of the group has called it; with ``async_op=True``, the Work does.
-
-    Args:
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
-        device_ids: number of the accelerator's device to use, as a list of one.
-        timeout: time limit; ``None`` takes the group's.
-
-    Returns:
-        The Work with ``async_op=True``, else ``None``; ``None`` on a rank that is not in the group, too.
-
-    Raises:
-        TypeError: ``device_ids`` is no list of one int, or ``timeout`` no timedelta.
-        ValueError: ``timeout`` is not positive.
-        DistBackendError: a rank died (``PeerLostError``), or did not come in time
-            (``CollectiveTimeoutError``). With ``async_op=True`` it is raised by ``Work.wait()``.
-    """
-    target = member_group(group, "barrier")
-    if target is None:
-        return None
-    if timeout is None and device_ids is None:
-        work = target.fast_collective(BARRIER, async_op=async_op)
-        if work is not None:
-            return _finish(work, async_op)
-    _check_timeout(target, "barrier", timeout)
-    options = BarrierOptions(timeout, async_op)
-    if device_ids is not None:
-        if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
-            fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)
-        accelerator = torch.accelerator.current_accelerator()
-        options.device_ids = device_ids
-        options.device = torch.device(accelerator.type if accelerator else "cpu", device_ids[0])
-    return _finish(target.barrier(options), async_op)
-
-
-def monitored_barrier(
-    group: ProcessGroup | None = None,
-    timeout: timedelta | float | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """Barrier that names the ranks which did not come; blocks. For every backend.
-
-    Rank 0 of the group waits for all others and tells them the outcome, so that all fail when one is missing.
-
-    Args:
-        group: the group; ``None`` for the default group.
-        timeout: time limit; ``None`` takes the group's.
-        wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
-
-    Raises:
-        CollectiveTimeoutError: ranks did not come in time; the message names them on every rank. The group
-            stays usable.
-        DistBackendError: the group was made without a store.
-    """
-    target = member_group(group, "monitored_barrier")
-    if target is None:
-        return
-    if isinstance(timeout, (int, float)):
-        warnings.warn(f"timeout is {timeout!r}, taken as seconds; give a datetime.timedelta", stacklevel=2)
-        timeout = timedelta(seconds=timeout)
-    _check_timeout(target, "monitored_barrier", timeout)
-    target.monitored_barrier(timeout, wait_all_ranks)
-
-
-def _check_timeout(group: ProcessGroup, operation: str, timeout: timedelta | None) -> None:
-    if timeout is not None:
-        try:
-            seconds(timeout)
-        except (TypeError, ValueError) as error:
-            fail(group, operation, str(error), type(error))
-
-
-def _reduction(group: ProcessGroup, operation: str, op: object) -> ReduceOp:
-    """Returns a reduction of ours for one of ours or of ``torch.distributed``."""
-    if op.__class__ is ReduceOp:
-        return op
-    try:
-        return ReduceOp.of(op)
-    except TypeError as error:
-        fail(group, operation, str(error), TypeError)
-
-
-def _finish(work: Work, async_op: bool) -> Work | None:
-    """Returns what the user gets of an operation: its Work, or ``None`` after it is done."""
-    if async_op:
-        return work
-    if work is not COMPLETED:
-        work.wait()
-    return None
+    return finish(work, async_op)
 
 
 def _list_at_root(
@@ -678,9 +379,6 @@ def _list_at_root(
     return [check_list(group, operation, tensors, name)]
 
 
-# ---- other names -------------------------------------------------------------------------------------------
-
-
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -689,14 +387,3 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Other name of :func:`all_gather_single`."""
     return all_gather_single(output_tensor, input_tensor, group, async_op)
-
-
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Other name of :func:`reduce_scatter_single`."""
-    return reduce_scatter_single(output, input, op, group, async_op)

@@ -16,7 +16,16 @@ from torch.futures import Future
 
 from collectives.errors import CollectiveTimeoutError, DistNetworkError
 
-__all__ = ["COMPLETED", "CoalescedWork", "CompletedWork", "FinishingWork", "Work", "WorkResult", "chain"]
+__all__ = [
+    "COMPLETED",
+    "CoalescedWork",
+    "CompletedWork",
+    "FinishingWork",
+    "Work",
+    "WorkResult",
+    "chain",
+    "finish",
+]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -320,3 +329,20 @@ class FinishingWork(Work):
 
                 self._future = chain(self._inner.get_future(), finished)
             return self._future
+
+
+def finish(work: Work, async_op: bool) -> Work | None:
+    """Returns what the user of a function gets of an operation: its Work, or ``None`` after it is done.
+
+    Args:
+        work: the operation's Work.
+        async_op: whether the user asked for it; else this blocks until the operation is done.
+
+    Raises:
+        DistBackendError: the operation failed.
+    """
+    if async_op:
+        return work
+    if work is not COMPLETED:
+        work.wait()
+    return None
