@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
+from collectives.store.records import demand, read
 from collectives.store.waiting import missing_text, wait_for_keys
 
 __all__ = ["join_group"]
@@ -70,6 +71,12 @@ def join_group(
         )
 
 
+def _request(record: Any) -> tuple[int, str]:
+    """Checks a rank and what it asks for."""
+    demand(isinstance(record, list) and [type(part) for part in record] == [int, str], f"{record!r}")
+    return record[0], record[1]
+
+
 def _conflict(store: Any, key: str, rank: int, request: str) -> str:
     """Returns how this rank's request differs from that of the first rank, if it does."""
     mine = json.dumps([rank, request])
@@ -79,7 +86,7 @@ def _conflict(store: Any, key: str, rank: int, request: str) -> str:
         # A user's store may lack compare_set. Then ranks that ask for different groups run into the time
         # limit instead.
         return ""
-    other, asked = json.loads(first)
+    other, asked = read(first, key, _request)
     if asked == request:
         return ""
     return f"rank {other} asks for {asked}, but rank {rank} for {request}"

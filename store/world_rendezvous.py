@@ -11,10 +11,12 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives.errors import DistStoreError
+from collectives.store.records import Checked, fields, read
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
@@ -37,13 +39,7 @@ _OTHERS_LIMIT = timedelta(seconds=5)
 _ANSWER_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""
 
-
-_Forms = tuple[dict[str, type] | None, ...]
-"""What a record may be: fields that it must have, with their types, or ``None`` for no record."""
-
-_CALL: _Forms = (None, {"reason": str})
-_INFO: _Forms = ({"protocol": int, "process": str},)
-_RESULT: _Forms = ({"world": int}, {"reason": str, "missing": bool})
+_T = TypeVar("_T")
 
 
 def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelta) -> int:
@@ -75,11 +71,11 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         return _Coordinator(store, size, about, attempt, timeout).join()
     own = f"{rank}/{attempt}"
     store.set(f"join/attempt/{own}", "")
-    called = _await_answer(store, f"join/call/{own}", rank, timeout, _CALL)
+    called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
     if called is not None:
         raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
     store.set(f"join/info/{own}", json.dumps(about))
-    answer = _await_answer(store, f"join/result/{own}", rank, timeout, _RESULT)
+    answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
     delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
     if "world" in answer:
         return int(answer["world"])
@@ -88,39 +84,32 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
     raise kind(f"[rank {rank}] init_process_group: {answer['reason']}")
 
 
-def _await_answer(store: Any, key: str, rank: int, timeout: timedelta, forms: _Forms) -> Any:
-    """Returns what rank 0 publishes under a key, in one of some forms."""
+def _call(record: Any) -> Checked | None:
+    """Checks rank 0's call: ``None``, or why it refuses an attempt."""
+    return None if record is None else fields(record, reason=str)
+
+
+def _info(record: Any) -> Checked:
+    """Checks what a rank brings."""
+    return fields(record, protocol=int, world_size=int, backend=str, process=str)
+
+
+def _result(record: Any) -> Checked:
+    """Checks the outcome: the world's number, or why there is none."""
+    if isinstance(record, dict) and "world" in record:
+        return fields(record, world=int)
+    return fields(record, reason=str, missing=bool)
+
+
+def _await_answer(store: Any, key: str, rank: int, timeout: timedelta, check: Callable[[Any], _T]) -> _T:
+    """Returns what rank 0 publishes under a key, checked."""
     if not wait_for_keys(store, [key], timeout + _ANSWER_GRACE):
         raise DistStoreError(
             f"[rank {rank}] init_process_group: rank 0 did not answer within {timeout.total_seconds():g} s; "
             f"either it did not come, or it has taken another process as rank {rank}: look at rank 0, and "
             "start every rank once"
         )
-    return _read(store, key, forms)
-
-
-def _read(store: Any, key: str, forms: _Forms) -> Any:
-    """Returns what a key holds: a record with the fields of one of the forms, or ``None`` for that form.
-
-    Raises:
-        DistStoreError: it holds something else; whoever reaches the store can write to it.
-    """
-    value = store.get(key)
-    try:
-        found = json.loads(value)
-    except ValueError:
-        found = value
-    for form in forms:
-        if form is None:
-            usable = found is None
-        else:
-            usable = isinstance(found, dict) and all(type(found.get(n)) is kind for n, kind in form.items())
-        if usable:
-            return found
-    raise DistStoreError(
-        f"the store holds something unusable under {key!r}: {value[:80]!r}; no other program may use the "
-        "same store and prefix, and all ranks must run the same version"
-    )
+    return read(store.get(key), key, check)
 
 
 class _Coordinator:
@@ -174,7 +163,7 @@ class _Coordinator:
             for r, key in expected.items():
                 if not key.startswith("join/info/") or not self._store.check([key]):
                     continue
-                self._joined[r] = _read(self._store, key, _INFO)
+                self._joined[r] = read(self._store.get(key), key, _info)
                 reason = reason or _disagreement(self._about, r, self._joined[r])
             if reason:
                 deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT.total_seconds())

@@ -36,9 +36,11 @@ from collectives.errors import (
     DistBackendError,
     DistError,
     DistNetworkError,
+    DistStoreError,
     GroupAbortedError,
     PeerLostError,
 )
+from collectives.store.records import Checked, read
 
 __all__ = ["form"]
 
@@ -379,12 +381,12 @@ class _Attempt:
         self._ask("set", key, json.dumps(value))
 
     def _get(self, key: str, check: Callable[[Any], _T]) -> _T:
-        return records.read(self._ask("get", key), key, check)
+        return read(self._ask("get", key), key, check)
 
-    def _get_plan(self) -> records.Checked:
+    def _get_plan(self) -> Checked:
         return self._get(self._key("plan"), partial(records.plan, size=self.size))
 
-    def _get_listener(self, rank: int) -> records.Checked:
+    def _get_listener(self, rank: int) -> Checked:
         return self._get(self._key("listener", rank), partial(records.listener, size=self.size))
 
     def _forget(self, key: str) -> None:
@@ -457,7 +459,7 @@ class _Attempt:
         if record := self._published_failure():
             raise error_of(**record)
 
-    def _published_failure(self) -> records.Checked | None:
+    def _published_failure(self) -> Checked | None:
         """Returns the record of the failure that a rank has published."""
         if not self.prefix or not self._ask("check", [self._key("failed")]):
             return None
@@ -470,7 +472,7 @@ class _Attempt:
         the next garbage collection.
         """
         # The store may have gone with the rank that kept it.
-        with contextlib.suppress(StoreLostError, DistBackendError):
+        with contextlib.suppress(StoreLostError, DistStoreError):
             if published := self._published_failure():
                 return error_of(**published)
         if isinstance(error, StoreLostError):

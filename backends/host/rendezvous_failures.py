@@ -9,6 +9,7 @@ from collectives.errors import (
     DistBackendError,
     DistError,
     DistNetworkError,
+    DistStoreError,
     PeerLostError,
 )
 
@@ -16,7 +17,14 @@ __all__ = ["StoreLostError", "error_of", "record_of"]
 
 _KINDS: dict[str, type[DistError]] = {
     kind.__name__: kind
-    for kind in (PeerLostError, CollectiveTimeoutError, DistBackendError, DistNetworkError, DistError)
+    for kind in (
+        PeerLostError,
+        CollectiveTimeoutError,
+        DistBackendError,
+        DistNetworkError,
+        DistStoreError,
+        DistError,
+    )
 }
 """The errors by name, the special ones first."""
 

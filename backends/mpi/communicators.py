@@ -15,6 +15,7 @@ from typing import Any
 from collectives.backends.mpi.libmpi import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.registry.backends import GroupOptions
+from collectives.store.records import Checked, demand, fields, read
 
 __all__ = ["make_communicators"]
 
@@ -76,7 +77,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
             f"{where} {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
             f"come to form the group within {time.monotonic() - began:.3g} s"
         ) from error
-    published = [json.loads(store.get(key)) for key in keys]
+    published = [read(store.get(key), key, _process) for key in keys]
     for rank, other in enumerate(published):
         for what in ("library", "world", "job"):
             if other[what] != mine[what]:
@@ -84,10 +85,17 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
                     f"{where} the ranks are not of one MPI job: {what} is {mine[what]!r} on this rank, but "
                     f"{other[what]!r} on rank {rank}; start all by one mpirun"
                 )
-    members = [int(other["rank"]) for other in published]
+    members = [other["rank"] for other in published]
     if len(set(members)) != len(members):
         raise DistBackendError(
             f"{where} the ranks are not of one MPI job: they are the processes {members} of MPI's world, "
             "some of them twice; start all by one mpirun"
         )
     return members
+
+
+def _process(record: Any) -> Checked:
+    """Checks which process of which job a rank is."""
+    found = fields(record, rank=int, world=int, library=str, job=str)
+    demand(0 <= found["rank"] < found["world"], f"process {found['rank']} of {found['world']}")
+    return found

@@ -36,6 +36,7 @@ from collectives.errors import (
     DistBackendError,
     DistStoreError,
 )
+from collectives.store.records import demand, fields, read
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
@@ -116,7 +117,7 @@ class CheckedGroup(ForwardingGroup):
         limit = self._timeout if timeout is None else timeout
         if not wait_for_keys(self._store, keys, limit):
             self._report_missing(turn, keys, mine, limit)
-        table = [json.loads(self._store.get(key)) for key in keys]
+        table = [read(self._store.get(key), key, _call) for key in keys]
         if turn:
             # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
             with contextlib.suppress(DistStoreError, RuntimeError):
@@ -145,7 +146,9 @@ class CheckedGroup(ForwardingGroup):
         lines = []
         for r in missing:
             before = f"check/{turn - 1}/{r}"
-            last = json.loads(self._store.get(before)) if turn and self._store.check([before]) else None
+            last = (
+                read(self._store.get(before), before, _call) if turn and self._store.check([before]) else None
+            )
             lines.append(
                 f"  rank {r}: "
                 + (f"last called {_in_words(last[0])} at {last[1]}" if last else "called nothing yet")
@@ -282,6 +285,13 @@ def _in_words(call: dict[str, Any]) -> str:
         if key != "function"
     )
     return f"{call['function']}({details})"
+
+
+def _call(record: Any) -> tuple[dict[str, Any], str]:
+    """Checks what a rank calls, and where."""
+    demand(isinstance(record, list) and [type(part) for part in record] == [dict, str], f"{record!r}")
+    fields(record[0], function=str)
+    return record[0], record[1]
 
 
 def _call_site() -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from harness import current_store, run_ranks
 
-from collectives import DistBackendError, DistError
+from collectives import DistError, DistStoreError
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous_records as records
+from collectives.store.records import read
 
 PLAN = {"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
@@ -26,7 +27,7 @@ addresses = partial(records.addresses, size=3)
 
 @pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER), (addresses, ADDRESSES)])
 def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], record: Any) -> None:
-    assert records.read(json.dumps(record).encode(), "key", check) == record
+    assert read(json.dumps(record).encode(), "key", check) == record
 
 
 @pytest.mark.parametrize(
@@ -54,13 +55,14 @@ def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], recor
     ],
 )
 def test_other_records_are_refused(check: Callable[[Any], Any], record: Any, found: str) -> None:
-    with pytest.raises(DistBackendError, match=rf"unusable under 'key': it has {found}"):
-        records.read(json.dumps(record).encode(), "key", check)
+    with pytest.raises(DistStoreError, match=rf"unusable under 'key': it has {found}"):
+        read(json.dumps(record).encode(), "key", check)
 
 
-def test_what_is_no_json_is_refused() -> None:
-    with pytest.raises(DistBackendError, match="unusable under 'key'"):
-        records.read(b"\xff{", "key", plan)
+@pytest.mark.parametrize("value", [b"\xff{", b"[" * 100_000])
+def test_what_is_no_json_is_refused(value: bytes) -> None:
+    with pytest.raises(DistStoreError, match="unusable under 'key'"):
+        read(value, "key", plan)
 
 
 def _form_after_another_program(rank: int, size: int) -> str:
