@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import sys
@@ -36,7 +35,7 @@ from collectives.errors import (
     DistBackendError,
     DistStoreError,
 )
-from collectives.store.records import demand, fields, read
+from collectives.store.records import demand, fields, read, written
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
@@ -113,7 +112,7 @@ class CheckedGroup(ForwardingGroup):
         turn = next(self._turns)
         keys = [f"check/{turn}/{r}" for r in range(self._size)]
         mine = {"function": operation, **about}
-        self._store.set(keys[self._rank], json.dumps([mine, _call_site()]))
+        self._store.set(keys[self._rank], written([mine, _call_site()], keys[self._rank]))
         limit = self._timeout if timeout is None else timeout
         if not wait_for_keys(self._store, keys, limit):
             self._report_missing(turn, keys, mine, limit)

@@ -42,7 +42,8 @@ void put_count(std::string& output, std::size_t count) { put(output, static_cast
 
 }  // namespace
 
-Loop::Loop(const std::vector<int>& listeners) : listeners_(listeners), input_(kInputBytes) {
+Loop::Loop(const std::vector<int>& listeners, Admission admission)
+    : listeners_(listeners), door_(std::move(admission)), input_(kInputBytes) {
   for (const int fd : listeners_) descriptors_.open([fd] { return fd; });
   epoll_ = descriptors_.open([] { return ::epoll_create1(EPOLL_CLOEXEC); });
   if (epoll_ < 0) fail("epoll_create1");
@@ -68,7 +69,7 @@ void Loop::request_stop() {
 void Loop::run() {
   std::array<epoll_event, kEvents> events{};
   for (;;) {
-    const int timeout = accepting_ ? -1 : kRetryAcceptMs;
+    const int timeout = accepting_ ? door_.wait_ms() : kRetryAcceptMs;
     const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout);
     if (count < 0 && errno != EINTR) return;
     if (!accepting_) pause_accepting(false);
@@ -81,7 +82,15 @@ void Loop::run() {
         on_event(event.data.u64, event.events);
       }
     }
+    drop_unproved();
     publish();
+  }
+}
+
+void Loop::drop_unproved() {
+  for (const ClientId client : door_.overdue()) {
+    const auto found = clients_.find(client);
+    if (found != clients_.end() && found->second.handshake) drop(client);
   }
 }
 
@@ -111,7 +120,10 @@ void Loop::accept_from(std::size_t listener) {
     epoll_event event{};
     event.events = connection.events;
     event.data.u64 = client;
-    if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) drop(client);
+    if (!door_.admits(fd, client, connection.handshake) ||
+        ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
+      drop(client);
+    }
   }
 }
 
@@ -133,8 +145,12 @@ void Loop::on_event(ClientId client, std::uint32_t events) {
   bool alive = false;
   try {
     alive = true;
-    if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = receive(connection);
-    if (alive) alive = execute_pending(client, connection);
+    if (connection.handshake) {
+      alive = Door::go_on(connection.fd, connection.handshake);
+    } else {
+      if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = receive(connection);
+      if (alive) alive = execute_pending(client, connection);
+    }
   } catch (const std::exception&) {
     alive = false;  // no memory for what this client wants
   }

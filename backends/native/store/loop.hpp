@@ -4,10 +4,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "store/admission.hpp"
 #include "store/decoder.hpp"
 #include "store/descriptors.hpp"
 #include "store/table.hpp"
@@ -16,7 +18,7 @@ namespace collectives::store {
 
 class Loop {
  public:
-  explicit Loop(const std::vector<int>& listeners);
+  Loop(const std::vector<int>& listeners, Admission admission);
 
   void run();           // until request_stop(); called by one thread
   void request_stop();  // from any thread
@@ -28,6 +30,7 @@ class Loop {
  private:
   struct Connection {
     int fd = -1;
+    std::optional<Handshake> handshake;  // until the client has proved itself
     Decoder decoder;
     std::string output;        // replies not sent yet
     std::size_t sent = 0;      // bytes of output that are
@@ -37,6 +40,7 @@ class Loop {
 
   void accept_from(std::size_t listener);
   void pause_accepting(bool pause);
+  void drop_unproved();
   void on_event(ClientId client, std::uint32_t events);
   bool receive(Connection& connection);
   bool execute_pending(ClientId client, Connection& connection);
@@ -51,6 +55,7 @@ class Loop {
   int epoll_ = -1;
   int wake_ = -1;  // an eventfd: written to stop the loop
   std::vector<int> listeners_;
+  Door door_;
   bool accepting_ = true;
   Table table_;
   Woken woken_;

@@ -32,6 +32,10 @@
 // answer (0) was already under way, the client reads 0 and then 1. Integers under Add and Barrier are stored
 // as decimal text. A request that does not parse, passes a limit, or adds to something that is no integer
 // ends the connection: the protocol has no error reply.
+//
+// Beyond torch's protocol: where there is a job secret, every connection begins with a handshake
+// (security/handshake.hpp), whose hello is kHello. Who sends a request instead gets kProofWanted, which a
+// client takes for a wrong answer to its first ping, and is hung up on.
 #pragma once
 
 #include <cstddef>
@@ -68,6 +72,9 @@ enum class Command : std::uint8_t {
 // it reads as empty.
 inline constexpr char kServerKey[] = "collectives";
 inline constexpr char kServerVersion[] = "1";
+
+inline constexpr char kHello[] = "collectives auth";
+inline constexpr char kProofWanted[] = "auth";
 
 inline constexpr std::uint8_t kAllThere = 0;      // answer of Check
 inline constexpr std::uint8_t kNotAllThere = 1;   // answer of Check

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "store/loop.hpp"
 
@@ -53,7 +54,8 @@ class ForkGuard {
   std::set<Server*> servers_;
 };
 
-Server::Server(const std::vector<int>& listeners) : loop_(std::make_unique<Loop>(listeners)) {
+Server::Server(const std::vector<int>& listeners, Admission admission)
+    : loop_(std::make_unique<Loop>(listeners, std::move(admission))) {
   // Signals are for the threads of the program that owns the server.
   sigset_t all;
   sigset_t before;

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "store/admission.hpp"
+
 namespace collectives::store {
 
 class Loop;
@@ -20,7 +22,7 @@ class Server {
  public:
   // Serves on sockets that are bound and listening already; takes them over, also if it throws
   // std::system_error.
-  explicit Server(const std::vector<int>& listeners);
+  explicit Server(const std::vector<int>& listeners, Admission admission = {});
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
