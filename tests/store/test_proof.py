@@ -87,6 +87,7 @@ class TestGuarded:
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
         with pytest.raises(DistNetworkError, match="its process has none, or another one"):
             TCPStore("127.0.0.1", server.port, timeout=timedelta(hours=1))
+        server.close()
 
     def test_strangers_get_nothing(self, guarded: TCPStore) -> None:
         before = connections(guarded)
