@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -23,6 +24,19 @@ class Membership(BackendInterface):
 
     A child that was forked is no member: operations raise there, and ending the group ends nothing.
     """
+
+    class BackendType(enum.IntEnum):
+        """Kinds of backends; numbers as in ``torch.distributed``."""
+
+        UNDEFINED = 0
+        GLOO = 1
+        NCCL = 2
+        UCC = 3
+        MPI = 4
+        XCCL = 5
+        CUSTOM = 6
+
+    backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
     def __init__(
         self,
