@@ -258,6 +258,13 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 
         Buffers are sent from rank 0 where the forward before this one was synchronised (section 4.1 of the
         paper).
+
+        Args:
+            inputs: as the module's forward takes them; with one device id, tensors are moved to that device.
+            kwargs: as ``inputs``.
+
+        Returns:
+            What the module's forward returns.
         """
         _keep_out_of_graphs()
         return self._run_forward(inputs, kwargs)

@@ -59,7 +59,7 @@ def capabilities() -> Capabilities | None:
 
 
 def create(options: GroupOptions) -> ProcessGroupRoundRobin:
-    """Makes the groups and their composition; called by all its ranks, blocks until they are connected.
+    """Returns a composition of new groups; called by all its ranks, blocks until they are connected.
 
     Args:
         options: ``pg_options`` may be :class:`RoundRobinOptions` or a dict of their fields; without them the
@@ -105,6 +105,9 @@ def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRo
     Every rank calls it with its handles of the same groups in the same order. Nothing is sent. The
     composition owns the groups from now on: do not issue collectives on them directly, and let it shut them
     down.
+
+    Args:
+        groups: the lanes; their tensors' devices are those of the composition.
 
     Raises:
         TypeError: an entry is no :class:`~collectives.ProcessGroup`.

@@ -96,7 +96,15 @@ class Membership(BackendInterface):
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
+        """Sets the time limit of operations that name none, for those issued from now on.
+
+        Args:
+            timeout: the limit, above zero.
+
+        Raises:
+            TypeError: it is no ``timedelta``.
+            ValueError: it is not above zero.
+        """
         check.seconds(timeout)
         self._timeout = timeout
 
@@ -115,7 +123,10 @@ class Membership(BackendInterface):
     def supports(self, operation: str, **about: Any) -> bool:
         """Returns whether the group offers an operation.
 
-        Arguments as :meth:`~collectives.core.capabilities.Capabilities.why_not`.
+        Args:
+            operation: name of the user function, such as ``"all_reduce"``.
+            about: ``device``, ``dtype`` and ``op``, as
+                :meth:`~collectives.core.capabilities.Capabilities.why_not` takes them; that gives the reason.
         """
         return self.capabilities.why_not(operation, **about) is None
 

@@ -151,7 +151,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return part
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """Returns the rank, within the group, that updates a parameter; ``None`` where none does."""
+        """Returns the rank, within the group, that updates a parameter; ``None`` where none does.
+
+        Args:
+            parameter: the parameter itself, not an equal tensor.
+        """
         return self._owners.get(parameter)
 
     def assign_together(self, parts: Iterable[Sequence[torch.Tensor]]) -> None:
