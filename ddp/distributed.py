@@ -117,6 +117,18 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         UnsupportedOperationError: an argument that is not offered has another value than its default, the
             group cannot average these parameters, or an optimizer steps one of them within backward.
         ModelMismatchError: the ranks wrap different models; raised on all ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()  # averages the gradients
+                optimizer.step()
     """
 
     def __init__(

@@ -54,6 +54,15 @@ class Store(TorchStore):
             was.
         TypeError: a key is no ``str``, a value neither ``str`` nor bytes, a limit no ``timedelta``.
         ValueError: a number is out of its range.
+
+    Example:
+        In one process::
+
+            store = collectives.HashStore()
+            store.set("color", "green")
+            store.get("color")  # b"green"
+            store.add("arrived", 1)  # 1, then 2, ...
+            store.wait(["color", "arrived"])
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:

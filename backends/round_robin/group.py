@@ -112,6 +112,17 @@ def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRo
     Raises:
         TypeError: an entry is no :class:`~collectives.ProcessGroup`.
         ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.backends.round_robin import round_robin_process_groups
+
+            lanes = round_robin_process_groups([collectives.new_group() for _ in range(3)])
+            works = [collectives.all_reduce(torch.ones(4), group=lanes, async_op=True) for _ in range(6)]
+            for work in works:
+                work.wait()
+            lanes.shutdown()
     """
     return ProcessGroupRoundRobin(groups)
 

@@ -83,6 +83,16 @@ def monitored_barrier(
         CollectiveTimeoutError: ranks did not come in time; the message names them on every rank. The group
             stays usable.
         DistBackendError: the group was made without a store.
+
+    Example:
+        With 2 ranks::
+
+            from datetime import timedelta
+
+            try:
+                collectives.monitored_barrier(timeout=timedelta(seconds=60), wait_all_ranks=True)
+            except collectives.CollectiveTimeoutError as error:
+                print(error)  # names the ranks that are missing
     """
     target = member_group(group, "monitored_barrier")
     if target is None:

@@ -127,6 +127,14 @@ class Membership(BackendInterface):
             operation: name of the user function, such as ``"all_reduce"``.
             about: ``device``, ``dtype`` and ``op``, as
                 :meth:`~collectives.core.capabilities.Capabilities.why_not` takes them; that gives the reason.
+
+        Example:
+            With any number of ranks::
+
+                group = collectives.group.WORLD
+                op = collectives.ReduceOp.BXOR
+                group.supports("all_reduce", dtype=torch.float32, op=op)  # False
+                group.capabilities.why_not("all_reduce", dtype=torch.float32, op=op)  # "BXOR is not ..."
         """
         return self.capabilities.why_not(operation, **about) is None
 

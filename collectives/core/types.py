@@ -128,6 +128,12 @@ def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
     Raises:
         ValueError: the tensor has more elements, or none.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.tensor([1.0, 2.0])
+            collectives.all_reduce(tensor, collectives.make_premul_sum(0.5))  # [1.0, 2.0] on both
     """
     if isinstance(factor, torch.Tensor) and factor.numel() != 1:
         raise ValueError(

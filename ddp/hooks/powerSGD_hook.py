@@ -263,6 +263,15 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
     Raises:
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            model.register_comm_hook(PowerSGDState(matrix_approximation_rank=2), powerSGD_hook)
     """
     return _run(state, bucket, layer_by_layer)
 

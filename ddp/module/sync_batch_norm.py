@@ -293,6 +293,14 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
 
     Raises:
         ValueError: a layer is not initialised yet.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel, convert_sync_batchnorm
+
+            network = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+            model = DistributedDataParallel(convert_sync_batchnorm(network))
     """
     group = None if process_group is None else resolve_group(process_group)
 

@@ -45,6 +45,23 @@ class PostLocalSGDOptimizer(Optimizer):
 
     Raises:
         TypeError: an argument is of another kind.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+            from collectives.ddp.model_averaging import PeriodicModelAverager
+            from collectives.ddp.optim import PostLocalSGDOptimizer
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            mine, _ = collectives.new_subgroups(1)
+            model.register_comm_hook(PostLocalSGDState(None, mine, 100), post_localSGD_hook)
+            optimizer = PostLocalSGDOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), PeriodicModelAverager(period=4, warmup_steps=100)
+            )
+            model(torch.randn(16, 8)).sum().backward()
+            optimizer.step()
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:

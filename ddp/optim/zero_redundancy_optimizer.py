@@ -66,6 +66,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ValueError: there is no parameter, or they are of different data types or layouts, or the optimizer
             cannot be dealt out.
         ModelMismatchError: ranks have different parameters; raised on all ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.optim import ZeroRedundancyOptimizer
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 4))
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+            model(torch.randn(16, 8)).sum().backward()
+            optimizer.step()
+            optimizer.consolidate_state_dict(to=0)
+            state = optimizer.state_dict() if rank == 0 else None
     """
 
     _notifies_always = True

@@ -20,9 +20,12 @@ COMMANDS = sorted(
     {
         command
         for page in PAGES
-        for command in re.findall(r"^collectives ((?:.*\\\n)*.*)$", page.read_text("utf-8"), re.MULTILINE)
+        for form in (r"^collectives ((?:.*\\\n)*.*)$", r"`collectives ([^`]+)`")
+        for command in re.findall(form, page.read_text("utf-8"), re.MULTILINE)
+        if "..." not in command and command != "bench"
     }
 )
+"""Those of blocks and those within text, but for what stands for several."""
 
 
 class Block(NamedTuple):
