@@ -289,7 +289,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     """Returns this process's rank in a group, from 0; -1 where it is not in it.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
@@ -303,7 +303,7 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
     """Returns the number of ranks of a group; -1 where this process is not in it.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
@@ -356,7 +356,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """Returns the members of a group as ranks of the default group, in the order of their ranks within it.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group, or it was not made by :func:`new_group`.
@@ -369,7 +369,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group; ``"cpu:host,cuda:nccl"`` where device types have different ones.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.
@@ -382,7 +382,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group for each device type, such as ``"cpu:host"``.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.
