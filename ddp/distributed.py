@@ -117,6 +117,18 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         UnsupportedOperationError: an argument that is not offered has another value than its default, the
             group cannot average these parameters, or an optimizer steps one of them within backward.
         ModelMismatchError: the ranks wrap different models; raised on all ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()  # averages the gradients
+                optimizer.step()
     """
 
     def __init__(
@@ -258,6 +270,13 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 
         Buffers are sent from rank 0 where the forward before this one was synchronised (section 4.1 of the
         paper).
+
+        Args:
+            inputs: as the module's forward takes them; with one device id, tensors are moved to that device.
+            kwargs: as ``inputs``.
+
+        Returns:
+            What the module's forward returns.
         """
         _keep_out_of_graphs()
         return self._run_forward(inputs, kwargs)

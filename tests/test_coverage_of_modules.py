@@ -121,7 +121,7 @@ TESTED_THROUGH = {
     "collectives/core/arguments": (
         "conformance",
         "wrong arguments, and all forms of the right ones, to groups of every backend",
-        "option_records overloads staging validation",
+        "operations option_records overloads staging validation",
     ),
     "collectives/registry": (
         "collectives/registry",

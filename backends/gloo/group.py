@@ -70,7 +70,7 @@ def capabilities() -> Capabilities:
 
 
 def create(options: GroupOptions) -> ProcessGroupGloo:
-    """Makes a group; called by all its ranks, blocks until they are connected.
+    """Returns a new group; called by all its ranks, blocks until they are connected.
 
     Connections go over the network interfaces named in ``COLLECTIVES_SOCKET_IFNAME`` or else
     ``GLOO_SOCKET_IFNAME`` (as many on every rank; several are separated by commas and used in turn), or
@@ -113,6 +113,9 @@ class ProcessGroupGloo(ProcessGroup):
     rank issued after it.
 
     Made by :func:`create`.
+
+    Args:
+        options: as :func:`create` takes them.
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
@@ -339,7 +342,11 @@ class ProcessGroupGloo(ProcessGroup):
         return self._messages.receive(operation, tensor, src, tag, self._timeout)
 
     def message_done(self, work: MessageGlooWork) -> None:
-        """Forgets a message that is done or failed."""
+        """Forgets a message that is done or failed.
+
+        Args:
+            work: its Work, which calls this once.
+        """
         self._messages.message_done(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
@@ -350,7 +357,14 @@ class ProcessGroupGloo(ProcessGroup):
         return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
 
     def check_usable(self, operation: Operation) -> Any:
-        """Returns torch's group; raises where this group is broken or ended."""
+        """Returns torch's group.
+
+        Args:
+            operation: what is to be done, for messages.
+
+        Raises:
+            DistBackendError: this group is broken or has ended; the class is that of the first cause.
+        """
         inner = self._torch.inner
         cause = self._cause
         if cause is not None:
@@ -374,7 +388,12 @@ class ProcessGroupGloo(ProcessGroup):
         return work
 
     def failed(self, operation: Operation, error: Exception) -> Exception:
-        """Returns what to raise for an error of Gloo; the first one breaks the group."""
+        """Returns what to raise for an error of Gloo; the first one breaks the group.
+
+        Args:
+            operation: what failed.
+            error: what Gloo raised.
+        """
         broken = self._cause is not None
         found = self._error_of(operation, error)
         if not broken and self._cause is not None:
@@ -429,7 +448,14 @@ class ProcessGroupGloo(ProcessGroup):
         self._torch.leave()
 
     def refuse_in_child(self, operation: Operation) -> None:
-        """Raises where this is a child that was forked after the operation was issued."""
+        """Raises where this is a child that was forked after the operation was issued.
+
+        Args:
+            operation: what the child waits for.
+
+        Raises:
+            GroupAbortedError: it is.
+        """
         if self._inherited:
             raise GroupAbortedError(f"{self.where()} {operation}: {belongs_to_parent('the group')}")
 

@@ -474,7 +474,10 @@ def option_names() -> tuple[str, ...]:
 
 
 def create(options: GroupOptions) -> ProcessGroupHost:
-    """Makes a group; called by all its ranks.
+    """Returns a new group; called by all its ranks, blocks until they have met.
+
+    Args:
+        options: ``pg_options`` must be ``None``.
 
     Raises:
         TypeError: there are ``pg_options``: this backend has none.

@@ -399,18 +399,31 @@ class ProcessGroupNCCL(ProcessGroup):
                 self._failures.communicator_failed(self._oldest(), error)
 
     def expire(self, pending: PendingOperation) -> None:
-        """Fails an operation that passed its time limit."""
+        """Fails an operation that passed its time limit, and breaks the group.
+
+        Args:
+            pending: the operation; nothing happens where it has failed already.
+        """
         self._failures.expire(pending)
 
     def check_peers(self, slow: PendingOperation | None) -> None:
-        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up."""
+        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up.
+
+        Args:
+            slow: the operation that it waits in; ``None`` for none that is slow.
+        """
         self._failures.publish_waiting(slow)
         if slow is not None:
             needed = slow.peers if slow.peers is not None else range(self._size)
             self._failures.check_peers(slow, needed)
 
     def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
-        """Breaks the group after the device has met an error."""
+        """Breaks the group after the device has met an error.
+
+        Args:
+            pending: the operation that was in flight.
+            error: what CUDA raised.
+        """
         self._failures.call_failed(pending, error)
 
     def _oldest(self) -> PendingOperation | None:

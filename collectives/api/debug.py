@@ -48,7 +48,10 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the level, for groups made from now on.
+    """Sets the level, for groups made from now on; to be the same on all ranks.
+
+    Args:
+        level: ours, or that of ``torch.distributed``.
 
     Raises:
         TypeError: it is no :class:`DebugLevel`, neither ours nor that of ``torch.distributed``.

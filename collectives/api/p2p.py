@@ -30,9 +30,9 @@ def isend(
     """Begins to send a tensor; it must not be changed until the Work is done.
 
     Args:
-        tensor: the message.
+        tensor: what is sent, of any shape.
         dst: the receiver, a rank of the default group; may be this rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the receive must name too.
         group_dst: the receiver, counted within the group; instead of ``dst``.
 
@@ -72,7 +72,7 @@ def irecv(
         tensor: of the size and data type of the message; output.
         src: the sender, a rank of the default group; may be this rank. Without both, any rank:
             ``Work.source_rank()`` then tells which, counted within the group.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the send must name too.
         group_src: the sender, counted within the group; instead of ``src``.
 
@@ -103,9 +103,9 @@ def send(
     """Sends a tensor; blocks until it may be changed.
 
     Args:
-        tensor: the message.
+        tensor: what is sent, of any shape.
         dst: the receiver, a rank of the default group; not this rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the receive must name too.
         group_dst: the receiver, counted within the group; instead of ``dst``.
 
@@ -146,7 +146,7 @@ def recv(
     Args:
         tensor: of the size and data type of the message; output.
         src: the sender, a rank of the default group; not this rank. Without both, any rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the send must name too.
         group_src: the sender, counted within the group; instead of ``src``.
 
@@ -199,7 +199,7 @@ class P2POp:
         op: :func:`isend` or :func:`irecv`.
         tensor: the message, or where to put it.
         peer: the other rank, a rank of the default group.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that both sides name.
         group_peer: the other rank, counted within the group; instead of ``peer``.
 

@@ -288,6 +288,9 @@ def is_torchelastic_launched() -> bool:
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Returns this process's rank in a group, from 0; -1 where it is not in it.
 
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
     """
@@ -299,6 +302,9 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Returns the number of ranks of a group; -1 where this process is not in it.
 
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
     """
@@ -308,7 +314,11 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Returns the rank within ``group`` of a rank of the default group.
+    """Returns the rank within a group of a rank of the default group.
+
+    Args:
+        group: the group, of which this process is a member.
+        global_rank: a rank of the default group.
 
     Raises:
         ValueError: the rank is not in the group, or the group was not made by :func:`new_group`.
@@ -320,7 +330,11 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Returns the rank in the default group of a rank of ``group``.
+    """Returns the rank in the default group of a rank of a group.
+
+    Args:
+        group: the group, of which this process is a member.
+        group_rank: a rank within it.
 
     Raises:
         ValueError: the group has no such rank, or it was not made by :func:`new_group`.
@@ -339,13 +353,23 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Returns the global ranks of the members of ``group`` (``None``: the default group), by group rank."""
+    """Returns the members of a group as ranks of the default group, in the order of their ranks within it.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
+    Raises:
+        ValueError: this process is not in the group, or it was not made by :func:`new_group`.
+    """
     _check_member(group, "get_process_group_ranks")
     return list(record_of(default_group() if group is None else group).ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group; ``"cpu:host,cuda:nccl"`` where device types have different ones.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.
@@ -356,6 +380,9 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group for each device type, such as ``"cpu:host"``.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.

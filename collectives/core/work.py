@@ -74,7 +74,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the operation is done; returns ``True``.
+        """Blocks until the operation is done.
 
         CPU tensors: blocks the calling thread with the GIL released. CUDA tensors: makes the current stream
             wait, not the host.
@@ -82,6 +82,9 @@ class Work(ABC):
         Args:
             timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own
                 limit.
+
+        Returns:
+            ``True``.
 
         Raises:
             CollectiveTimeoutError: not done within ``timeout``, or the operation passed its own limit.

@@ -20,13 +20,13 @@ __all__ = [
     "Group",
     "check_even",
     "check_factor",
-    "check_lengths",
     "check_limit",
     "check_list",
     "check_numel",
     "check_offered",
     "check_outputs",
     "check_pair",
+    "check_pairs",
     "check_rank",
     "check_root_tensor",
     "check_rooted_list",
@@ -294,10 +294,13 @@ def check_even(group: Group, operation: str, tensors: Sequence[torch.Tensor], wh
         )
 
 
-def check_lengths(group: Group, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Checks that a list has an output for each input."""
+def check_pairs(
+    group: Group, operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns each output with its input; there must be as many."""
     if len(outputs) != len(inputs):
         fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+    return list(zip(outputs, inputs, strict=True))
 
 
 def check_rooted_list(
