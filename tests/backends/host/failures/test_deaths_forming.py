@@ -1,8 +1,6 @@
 """Ranks that die while a group forms or ends: those whom they met name them, and soon.
 
-Words. A *moment* is a place in the forming of a group: a function that the victim calls then, and whether it
-dies before or after the call. A victim that has *met* nobody when it dies can only be missed; the time limit
-says who did not come.
+A victim that has met nobody when it dies can only be missed; the time limit says who did not come.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ def die(store):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def prepare(moment, store):
-    """Makes this process die at a moment such as ``"after _Attempt._share"``."""
-    when, path = moment.split()
+def die_at(call, store):
+    """Makes this process die at a call of the bootstrap, such as ``"after _Attempt._share"``."""
+    when, path = call.split()
     names = path.split(".")
     owner = host_bootstrap if names[0] == "_Attempt" else host_bootstrap._native
     for name in names[:-1]:
@@ -75,12 +73,12 @@ def settled(before):
     return {name: count - before[name] for name, count in now.items() if count != before[name]}
 
 
-def form(rank, size, victim, moment, late, limit):
+def form(rank, size, victim, call, late, limit):
     store = current_store()
     store.check(["died"])  # opens the connection
     before = census()
     if rank == victim:
-        prepare(moment, store)
+        die_at(call, store)
     elif rank == late:
         store.wait(["died"])
         time.sleep(LATE_S)
@@ -115,7 +113,7 @@ def complaints_of(results, victim, kind, lost, said, limit):
 
 
 @pytest.mark.parametrize(
-    ("placement", "victim", "moment", "late"),
+    ("placement", "victim", "call", "late"),
     [
         ("aaa", 1, "before BootstrapFollower.answered", 2),
         ("aaa", 1, "after BootstrapFollower.attach", None),
@@ -131,8 +129,8 @@ def complaints_of(results, victim, kind, lost, said, limit):
         ("abc", 0, "before _Attempt._check_interfaces", None),
     ],
 )
-def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, moment, late):
-    arguments = (victim, moment, late, LIMIT)
+def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, call, late):
+    arguments = (victim, call, late, LIMIT)
     results = run_ranks(form, 3, *arguments, isolated=True, lost=[victim], placement=placement)
     assert results[victim] == Died(-signal.SIGKILL)
     limit = NEWS_S if placement == "aaa" else NEWS_BETWEEN_MACHINES_S
@@ -143,15 +141,15 @@ def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, moment
 
 
 @pytest.mark.parametrize(
-    ("placement", "victim", "moment"),
+    ("placement", "victim", "call"),
     [
         ("aaa", 1, "before _Attempt.follow"),
         ("abc", 0, "before _Attempt.invite"),
         ("abb", 1, "before _Attempt._find_machine"),
     ],
 )
-def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, moment):
-    arguments = (victim, moment, None, SHORT)
+def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, call):
+    arguments = (victim, call, None, SHORT)
     results = run_ranks(form, 3, *arguments, isolated=True, lost=[victim], placement=placement)
     assert results[victim] == Died(-signal.SIGKILL)
     said = rf"rank {victim} did not (come|publish its address) within 0:00:01"
