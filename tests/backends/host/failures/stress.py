@@ -57,8 +57,7 @@ def rounds() -> dict[str, Callable[[random.Random], str]]:
         results = harness.run_ranks(
             deaths.run_workloads, 4, victim, delay, isolated=True, lost=[victim], placement=placement
         )
-        # Under load the threads of nine groups get their turn late; the news themselves do not.
-        complaints = deaths.complaints_of(results, victim, 10.0)
+        complaints = deaths.complaints_of(results, victim)
         assert not complaints, what + "\n" + "\n".join(complaints)
         return what
 
