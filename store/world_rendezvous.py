@@ -187,11 +187,12 @@ class _Coordinator:
     def _answer(self, answer: dict[str, Any]) -> None:
         """Answers every rank, and refuses processes that came as the same rank meanwhile."""
         for r, called in self._called.items():
-            self._store.set(f"join/result/{r}/{called}", json.dumps(answer))
+            # Counted before the answer: one that is refused may try again as soon as it has read it.
             served = int(self._store.add(f"join/attempts/{r}", 0)) if r in self._joined else called
             for attempt in range(called + 1, served + 1):
                 taken = f"rank {r} is taken by process {self._joined[r]['process']}"
                 self._refuse(r, attempt, f"{taken}; start every rank once")
+            self._store.set(f"join/result/{r}/{called}", json.dumps(answer))
             self._store.add(f"join/served/{r}", served - self._served[r])
             delete_keys(self._store, [f"join/attempt/{r}/{called}", f"join/info/{r}/{called}"])
 
