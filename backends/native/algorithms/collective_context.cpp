@@ -31,8 +31,8 @@ void CollectiveContext::arrive_and_wait() {
 StreamPool& CollectiveContext::streams() const noexcept { return machines_->streams; }
 
 void CollectiveContext::mismatch(const std::string& difference) const {
-  std::string text = "[rank " + std::to_string(rank()) + "] " + ranks_.label() + ", collective number " +
-                     std::to_string(call_.sequence) + ": " + difference;
+  std::string text =
+      ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) + ": " + difference;
   const Arrival& first = ranks_.arrival(0, call_.sequence);
   for (int r = 0; r < size(); ++r) {
     const Arrival& theirs = ranks_.arrival(r, call_.sequence);
@@ -51,9 +51,8 @@ void CollectiveContext::mismatch(const std::string& difference) const {
 
 void CollectiveContext::too_long_for_buffer() const {
   throw Error(ErrorKind::backend,
-              "[rank " + std::to_string(rank()) + "] " + ranks_.label() + ", collective number " +
-                  std::to_string(call_.sequence) + ": " + std::to_string(size()) + " ranks on " +
-                  std::to_string(topology().count()) +
+              ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) + ": " +
+                  std::to_string(size()) + " ranks on " + std::to_string(topology().count()) +
                   " machines are too many for this operation, for which the memory that a rank shares has "
                   "no room; issue it in groups of fewer ranks");
 }

@@ -191,7 +191,7 @@ void Messenger::match_unexpected(const TransferPointer& transfer) {
   const auto found = std::find_if(unexpected_.begin(), unexpected_.end(),
                                   [&](const auto& message) { return wants(transfer->envelope(), *message); });
   if (found == unexpected_.end()) return;
-  const std::shared_ptr<Message> message = *found;
+  const std::shared_ptr<Message> message = std::move(*found);
   unexpected_.erase(found);
   const std::unique_ptr<std::byte[]> memory = std::move(message->memory);
   attach(message, transfer);
@@ -227,7 +227,8 @@ bool Messenger::pump_out(Outgoing& outgoing) {
       room = outgoing.box->room();
     } catch (const Error& error) {  // no memory for the ring: nothing has left yet
       outgoing.queue.pop_front();
-      finish(transfer, Error(error.kind(), prefix() + transfer->describe() + ": " + error.message()));
+      finish(transfer,
+             Error(error.kind(), context_->prefix() + ": " + transfer->describe() + ": " + error.message()));
       moved = true;
       continue;
     }
@@ -340,11 +341,11 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
   const Envelope& wanted = transfer->envelope();
   if (wanted.bytes != message->bytes || wanted.dtype != message->dtype) {
     // The message has no target now, so its bytes are dropped as they come.
-    finish(transfer,
-           Error(ErrorKind::mismatch,
-                 prefix() + transfer->describe() + " met a message of " + std::to_string(message->bytes) +
-                     " bytes (" + name_of(message->dtype) + ") from rank " + std::to_string(message->source) +
-                     "; the message is dropped and the group stays usable"));
+    finish(transfer, Error(ErrorKind::mismatch, context_->prefix() + ": " + transfer->describe() +
+                                                    " met a message of " + std::to_string(message->bytes) +
+                                                    " bytes (" + name_of(message->dtype) + ") from rank " +
+                                                    std::to_string(message->source) +
+                                                    "; the message is dropped and the group stays usable"));
     return;
   }
   transfer->source_ = message->source;
@@ -354,9 +355,10 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
 void Messenger::complete(const std::shared_ptr<Message>& message) { finish(message->receiver, std::nullopt); }
 
 void Messenger::finish(const TransferPointer& transfer, std::optional<Error> error) {
-  const TransferPointer alive = transfer;  // the lists may hold the last reference
-  outstanding_.remove(alive);
-  alive->finish(std::move(error));
+  transfer->finish(std::move(error));
+  // Last, as the list may hold the last reference, and `transfer` may be its entry.
+  const auto entry = std::find(outstanding_.begin(), outstanding_.end(), transfer);
+  if (entry != outstanding_.end()) outstanding_.erase(entry);
   if (waiters_ > 0) changed_.notify_all();
 }
 

@@ -84,8 +84,10 @@ void Messenger::check_transfers() {
       if (!somebody) {
         withdraw(*transfer);
         const char* who = peer == kAnyRank ? "all other ranks have" : "that rank has";
-        finish(transfer, Error(ErrorKind::peer_lost,
-                               prefix() + transfer->describe() + ": " + who + " left the group", peer));
+        finish(
+            transfer,
+            Error(ErrorKind::peer_lost,
+                  context_->prefix() + ": " + transfer->describe() + ": " + who + " left the group", peer));
       } else if (now_ns() >= transfer->deadline()) {
         fail_timed_out(transfer);
       }
@@ -120,32 +122,33 @@ void Messenger::check_connections(const Transfer& transfer, int rank) const {
 
 void Messenger::fail_timed_out(const TransferPointer& transfer) {
   const int peer = transfer->envelope().peer;
-  const std::string head = transfer->describe() + " was not done within its timeout of " +
-                           std::to_string(transfer->timeout() / kMillisecond) + " ms";
-  const std::string tail = ". Every rank:\n" + context_->report();
-  const auto fail = [&](const std::string& state) {
-    finish(transfer, Error(ErrorKind::timeout, prefix() + head + state + tail, peer));
+  const auto text = [&](const std::string& state) {
+    return context_->timeout_text(transfer->describe(), transfer->timeout(), state);
+  };
+  const auto fail = [&](const std::string& what) {
+    finish(transfer, Error(ErrorKind::timeout, context_->prefix() + ": " + what, peer));
   };
   const std::string bytes = std::to_string(transfer->envelope().bytes) + " bytes";
   if (transfer->direction() == Transfer::Direction::receive) {
     const std::optional<std::uint64_t> come = requeue(*transfer);
     withdraw(*transfer);
-    if (!come) return fail("; nothing of a message had come, and the group stays usable");
-    return fail("; " + std::to_string(*come) + " of " + bytes +
-                " had come, which the next receive gets with the rest, and the group stays usable");
+    if (!come) return fail(text("; nothing of a message had come, and the group stays usable"));
+    return fail(text("; " + std::to_string(*come) + " of " + bytes +
+                     " had come, which the next receive gets with the rest, and the group stays usable"));
   }
   if (!transfer->begun_) {
     withdraw(*transfer);
-    return fail("; nothing of it had left, and the group stays usable");
+    return fail(text("; nothing of it had left, and the group stays usable"));
   }
   // A message that has left in part can be neither taken back nor completed: its memory is the caller's
   // again.
-  const std::string state = "; " + std::to_string(transfer->moved_) + " of " + bytes +
-                            " were on their way and cannot be taken back, so that the group is broken: make "
-                            "a new one, with a longer timeout or with the receive issued earlier";
-  context_->fail_group(ErrorKind::timeout, peer, head + state + tail);
+  const std::string what =
+      text("; " + std::to_string(transfer->moved_) + " of " + bytes +
+           " were on their way and cannot be taken back, so that the group is broken: make a new one, with a "
+           "longer timeout or with the receive issued earlier");
+  context_->fail_group(ErrorKind::timeout, peer, what);
   withdraw(*transfer);
-  fail(state);
+  fail(what);
   context_->check_unbroken();
 }
 
@@ -167,10 +170,6 @@ std::optional<std::uint64_t> Messenger::requeue(const Transfer& transfer) {
   });
   if (next != posted_.end()) match_unexpected(TransferPointer(*next));
   return come;
-}
-
-std::string Messenger::prefix() const {
-  return "[rank " + std::to_string(rank_) + "] " + context_->label() + ": ";
 }
 
 // ---- waiting
@@ -309,7 +308,7 @@ void Messenger::sleep_on_doorbell(Lock& lock, Nanoseconds deadline) {
   MailDoorbell& bell = context_->own().mail_doorbell;
   Status& status = context_->status();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
-  const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+  const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);  // before the pump below
   for (std::size_t r = 0; r < outgoing_.size(); ++r) {
     if (static_cast<int>(r) == rank_) continue;
     outgoing_[r].box->before_sleep();
@@ -330,7 +329,8 @@ void Messenger::sleep_on_doorbell(Lock& lock, Nanoseconds deadline) {
     futex_wait(bell.rings, rings, std::min(kLongestSleep, deadline - now_ns()), FutexScope::machine);
     lock.lock();
   }
-  bell.sleepers.fetch_sub(1, std::memory_order_release);
+  // Relaxed: whoever sleeps next counts itself again before its last look.
+  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void Messenger::run_background() {
@@ -389,7 +389,7 @@ bool Messenger::close(Nanoseconds deadline) {
     closing_ = true;
     try {
       context_->check_unbroken();
-      fail_all(Error(ErrorKind::aborted, prefix() + "the group was shut down"));
+      fail_all(Error(ErrorKind::aborted, context_->prefix() + ": the group was shut down"));
     } catch (const Error& cause) {
       fail_all(cause);
     }

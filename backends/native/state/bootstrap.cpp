@@ -115,7 +115,7 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
       // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
       admit(std::move(socket), now_ns() + kHelloLimit);
     } catch (const Error&) {
-      // Whoever this was, it is turned away; a rank that is still missing will be named.
+      continue;  // the connection is dropped; a rank that is still missing will be named
     }
   }
 }
