@@ -357,7 +357,7 @@ void bind_group(nb::module_& module) {
       .def_prop_ro("tuning", [](OwnedGroup& group) { return values_of(group->tuning()); })
       .def("report", [](OwnedGroup& group) {
         Group& mine = usable(group);
-        return without_gil([&] { return mine.report(); });
+        return text_from(without_gil([&] { return mine.report(); }));
       });
   module.def("register_tensor_type", register_tensor_type, nb::arg("type"));
   nb::dict opcodes;

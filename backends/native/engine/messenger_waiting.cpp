@@ -12,6 +12,9 @@ namespace {
 
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kYields = 2;
+// Where messages come without end, who takes them looks at the time and the interrupt hook, and gives the
+// mutex away, once in so many pumps.
+constexpr int kPumpsPerLook = 8;
 
 // What a rank of another machine sent before its departure was reported has been received after this long.
 constexpr Nanoseconds kInFlightLimit = kSecond;
@@ -192,6 +195,7 @@ bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interr
 
 bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
   ++waiters_;
+  int pumps = 0;
   const auto leave = [&] {
     --waiters_;
     changed_.notify_all();
@@ -204,7 +208,7 @@ bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Inter
         continue;
       }
       if (background_runs_) context_->ring_own_mail();
-      if (pump()) continue;
+      if (pump() && (transfer.finished() || ++pumps % kPumpsPerLook != 0)) continue;
       if (interrupt != nullptr) interrupt->blocks();
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongestSleep, deadline - now_ns())));
       if (interrupt != nullptr && !transfer.finished()) {
@@ -241,20 +245,22 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
   const int spins = context_->short_spins(awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
   int rounds = 0;
+  int pumps = 0;
   Nanoseconds spin_end = 0;   // of a long spin under way, else 0
   Nanoseconds offer_end = 0;  // the same where the core is offered to others instead
   Nanoseconds next_check = now_ns() + kLongestSleep / 2;
   try {
     while (!done()) {
       if (closing_) break;
-      if (pump()) {
+      const bool moved = pump();
+      if (moved) {
         if (spin_end != 0) spin_policy_.succeeded();
         spin_end = offer_end = 0;
         idle = 0;
         if (interrupt != nullptr && !done()) interrupt->blocks();  // it may be much that moves
-        continue;
+        if (++pumps % kPumpsPerLook != 0) continue;
       }
-      if (idle == spins && interrupt != nullptr) {
+      if (!moved && idle == spins && interrupt != nullptr) {
         const Nanoseconds now = now_ns();
         const Nanoseconds end = now + static_cast<Nanoseconds>(context_->tuning().spin_us) * 1000;
         if (spin_end == 0 && !sharing_core() && spin_policy_.should_spin_long(true)) spin_end = end;
@@ -268,7 +274,7 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
           offer_end = end;
         }
       }
-      if (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end)) {
+      if (!moved && (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end))) {
         lock.unlock();
         if (idle == 0 && spin_end != 0 && rounds % SpinPolicy::kRoundsToYield == 0) sched_yield();
         if (idle++ < spins) {
@@ -280,8 +286,13 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
         lock.lock();
         continue;
       }
-      if (interrupt != nullptr) interrupt->blocks();
-      sleep_on_doorbell(lock, std::min(deadline, nearest_deadline()));
+      if (moved) {
+        lock.unlock();
+        lock.lock();
+      } else {
+        if (interrupt != nullptr) interrupt->blocks();
+        sleep_on_doorbell(lock, std::min(deadline, nearest_deadline()));
+      }
       const Nanoseconds now = now_ns();
       if (context_ == nullptr || closing_) break;
       if (now < next_check && now < nearest_deadline() && now < deadline && !context_->broken()) continue;

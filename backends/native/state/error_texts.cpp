@@ -123,6 +123,21 @@ void RankContext::throw_peer_lost(int rank, const std::string& operation) const 
   throw_broken(true);
 }
 
+void RankContext::fail_on_word(int owner, const std::string& word, std::uint64_t value,
+                               const std::string& allowed) const {
+  if (broken()) return;
+  fail_group(ErrorKind::backend, owner,
+             "rank " + std::to_string(rank()) + " found " + std::to_string(value) + " as " + word +
+                 " of rank " + std::to_string(owner) + ", which can be " + allowed +
+                 "; some process overwrites the memory that the ranks of this machine share");
+}
+
+void RankContext::throw_on_word(int owner, const std::string& word, std::uint64_t value,
+                                const std::string& allowed) const {
+  fail_on_word(owner, word, value, allowed);
+  throw_broken(true);
+}
+
 void RankContext::throw_connection_lost(const Call& call, int rank) const {
   const Nanoseconds limit = now_ns() + kExplanationLimit;
   while (now_ns() < limit) {
@@ -163,17 +178,18 @@ void RankContext::throw_broken(bool begun) const {
     }
     sched_yield();
   }
-  if (state == FailureRecord::kNoFailure) throw Error(ErrorKind::aborted, prefix() + " was shut down");
-  const auto kind = static_cast<ErrorKind>(record.kind);
-  const std::string cause = std::string(record.text);
-  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix() + ": " + cause, record.rank);
+  const std::optional<Failure> first = failure();
+  if (!first) throw Error(ErrorKind::aborted, prefix() + " was shut down");
+  const ErrorKind kind = first->kind;
+  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix() + ": " + first->text, first->rank);
   if (kind == ErrorKind::timeout && begun) {
-    throw Error(kind, prefix() + ": rank " + std::to_string(record.writer) + " gave up: " + cause,
-                record.rank);
+    throw Error(kind, prefix() + ": rank " + std::to_string(first->writer) + " gave up: " + first->text,
+                first->rank);
   }
-  throw Error(ErrorKind::aborted,
-              prefix() + " is broken since an earlier error; make a new group. The first cause: " + cause,
-              record.rank);
+  throw Error(
+      ErrorKind::aborted,
+      prefix() + " is broken since an earlier error; make a new group. The first cause: " + first->text,
+      first->rank);
 }
 
 }  // namespace collectives

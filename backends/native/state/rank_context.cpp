@@ -13,6 +13,7 @@
 
 #include "common/dtype.hpp"
 #include "common/opcode.hpp"
+#include "memory/copy_once.hpp"
 #include "memory/event.hpp"
 #include "memory/futex.hpp"
 
@@ -300,7 +301,12 @@ std::optional<Failure> RankContext::failure() const {
   const FailureRecord& record = failure_record();
   // Acquire: the fields.
   if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
-  return Failure{static_cast<ErrorKind>(record.kind), record.rank, record.writer, record.text};
+  const int rank = copy_once(record.rank);
+  // A text without an end is as long as there is room for it.
+  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
+                 .rank = rank < size() ? std::max(rank, -1) : -1,
+                 .writer = copy_once(record.writer),
+                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
 }
 
 void RankContext::record_remote_failure(const Failure& failure) const {

@@ -176,6 +176,13 @@ class RankContext {
   void record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept;
   // The same, and wakes everyone to notice.
   void fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  // Breaks the group because of a word in shared memory that rank `owner` writes: it is `value`, and can only
+  // be what is `allowed`.
+  void fail_on_word(int owner, const std::string& word, std::uint64_t value,
+                    const std::string& allowed) const;
+  // The same, and throws.
+  [[noreturn]] void throw_on_word(int owner, const std::string& word, std::uint64_t value,
+                                  const std::string& allowed) const;
   // Breaks the group because a rank is gone that `operation` needed, and throws.
   [[noreturn]] void throw_peer_lost(int rank, const std::string& operation) const;
   // A connection with a remote rank has ended in an operation: waits a little for the control channel to tell
