@@ -64,6 +64,7 @@ struct Product : Identity<Format> {
 };
 
 // x != x only for NaN. A NaN accumulator loses no comparison and stays.
+// NOLINTBEGIN(misc-redundant-expression)
 template <class Format>
 struct Min : Identity<Format> {
   using Identity<Format>::Identity;
@@ -77,6 +78,7 @@ struct Max : Identity<Format> {
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return ((x > a) | (x != x)) ? x : a; }
 };
+// NOLINTEND(misc-redundant-expression)
 
 template <class Format>
 struct And : Identity<Format> {
@@ -314,7 +316,7 @@ constexpr void add_ordered(InstructionSet& set, DType dtype) {
   add_average<T, Wide, Divisor>(set, dtype);
 }
 
-constexpr InstructionSet make_instruction_set() {
+constexpr InstructionSet make_instruction_set() noexcept {
   InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_fetching, copy_past_cache};
 
   add<Boolean, Or>(set, DType::boolean, ReduceOp::sum);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -17,7 +17,7 @@
 namespace collectives {
 namespace {
 
-const std::string kSecret(32, 's');
+constexpr std::string_view kSecret = "0123456789abcdef0123456789abcdef";
 
 // Rank 0 of two machines with one rank each.
 std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {

@@ -85,7 +85,7 @@ class ConnectionManager {
   friend class ControlChannel;
   using Key = std::tuple<int, Purpose, int>;
 
-  // What whoever dials sends first.
+  // What the dialling rank sends first.
   struct Hello {
     std::uint64_t magic = kMagic;
     std::uint64_t version = kLayoutVersion;

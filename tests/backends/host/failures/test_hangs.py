@@ -181,6 +181,25 @@ def test_a_user_function_is_found_at_its_line(asynchronous):
     run_world(user_function, 3, asynchronous, group_timeout=timedelta(seconds=LIMIT_S))
 
 
+def wait_in_a_long_file_name(rank, size):
+    group = ProcessGroupHost(current_store(), rank, size, PATIENT, group_name="long")
+    group.barrier().wait()
+    group.set_timeout(timedelta(seconds=LIMIT_S))
+    if rank == 0:
+        scope = {"group": group}
+        exec(compile("def wait():\n    group.barrier().wait()", "ä" * 80, "exec"), scope)
+        with pytest.raises(dist.CollectiveTimeoutError) as caught:
+            scope["wait"]()
+        must_say(caught, "rank 0: in barrier number 2, .*, at ä{47}\ufffd")
+        current_store().set("done", "")
+    current_store().wait(["done"])
+    end([group])
+
+
+def test_a_source_line_that_is_cut_within_a_character_is_shown():
+    run_ranks(wait_in_a_long_file_name, 2)
+
+
 def receive_from_the_absent(group):
     return group.recv([torch.ones(3)], 2, 5)
 
