@@ -67,9 +67,10 @@ class TestListening:
             "ip address add ::1/128 dev lo"
         )
         unshare = ["unshare", "--net", "--mount", "sh", "-c"]
-        if shutil.which("unshare") is None or subprocess.run(
-            [*unshare, prepare], check=False, capture_output=True
-        ).returncode:
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run([*unshare, prepare], check=False, capture_output=True).returncode
+        ):
             pytest.skip("no network of its own for a process here")
         script = (
             "from collectives.store import TCPStore\n"
