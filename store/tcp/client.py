@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from collectives.errors import DistNetworkError
+from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
-from collectives.store.tcp.wire import MAGIC, Command, u32
+from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
 __all__ = ["Client", "Connection"]
 
@@ -30,13 +30,23 @@ _LAST_TRY_S = 0.05
 """How long before the limit the last try begins."""
 _ANSWER_S = 10.0
 """How long a freshly connected server may take to answer the first ping before the next try."""
+_REASON_S = 2.0
+"""How long a server that has hung up may take to say why."""
+_REASON_BYTES = 1024
 
 
 class Connection:
     """One socket to the server, used by one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, name: bytes) -> None:
+        """Takes over a connected socket.
+
+        Args:
+            sock: the socket.
+            name: bytes of the connection's first ping, by which our server knows it.
+        """
         self._socket = sock
+        self.name = name
 
     def close(self) -> None:
         """Closes the socket."""
@@ -120,6 +130,7 @@ class Client:
             timeout: seconds that making another connection may take.
 
         Raises:
+            DistStoreError: the server ended the connection because it refuses what was asked.
             DistNetworkError: the connection broke, or the server did not answer in time.
         """
         connection = self._take(operation, timeout)
@@ -135,6 +146,10 @@ class Client:
                     "process (rank 0, or torchrun's agent) stopped, or its machine unreachable?"
                 ) from error
             if isinstance(error, OSError):
+                if refusal := self._why_refused(connection):
+                    raise DistStoreError(
+                        f"{operation}: the store server at {self._shown_as} refused the request: {refusal}"
+                    ) from error
                 self._failure = self._failure or (
                     f"the connection to the store server at {self._shown_as} broke ({error}); "
                     "the process that runs it (rank 0, or torchrun's agent) has ended or closed its store"
@@ -176,6 +191,21 @@ class Client:
         with self._lock:
             self._in_use.add(connection)
         return connection
+
+    def _why_refused(self, connection: Connection) -> str:
+        """Returns what the server says of a connection that has ended; empty if it is gone, or is torch's."""
+        deadline = time.monotonic() + _REASON_S
+        if self._failure is not None:
+            return ""
+        try:
+            asking = self._connect_once(deadline)
+            try:
+                asking.send(bytes([Command.GET]) + text(REFUSAL_KEY + connection.name), deadline)
+                return asking.receive_text(deadline).decode(errors="replace")
+            finally:
+                asking.close()
+        except (OSError, DistNetworkError):
+            return ""
 
     def _connect(self, timeout: float) -> Connection:
         start = time.monotonic()
@@ -234,11 +264,12 @@ class Client:
             raise ConnectionRefusedError("nobody listens there")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = Connection(sock)
         nonce = u32(random.getrandbits(32))
+        connection = Connection(sock, nonce)
         connection.send(bytes([Command.VALIDATE]) + u32(MAGIC) + bytes([Command.PING]) + nonce, answer_by)
         answer = connection.receive(4, answer_by)
         if answer != nonce:
+            _raise_turned_away(connection, answer, answer_by)
             raise DistNetworkError(
                 f"what listens at {self._shown_as} is no store server: it answered {answer!r}. "
                 "Is MASTER_PORT the port of another service?"
@@ -252,6 +283,18 @@ class Client:
             connection.close()
         self._idle = []
         self._in_use = set()
+
+
+def _raise_turned_away(connection: Connection, start: bytes, deadline: float) -> None:
+    """Raises an error that says why a server of ours cannot keep a connection, if that is what it sends."""
+    if not TURNED_AWAY.startswith(start):
+        return
+    said = bytearray(start)
+    with contextlib.suppress(ConnectionResetError):
+        while len(said) < _REASON_BYTES:
+            said += connection.receive(1, deadline)
+    if said.startswith(TURNED_AWAY):
+        raise ConnectionRefusedError(said.removeprefix(TURNED_AWAY).decode(errors="replace"))
 
 
 def _remaining(deadline: float) -> float:

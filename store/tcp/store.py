@@ -14,6 +14,7 @@ import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.tcp.client import Client, Connection
+from collectives.store.tcp.limits import max_server_bytes
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
     INIT_KEY,
@@ -50,10 +51,11 @@ class _Server:
     """A native server in this process, with the port that it listens on."""
 
     def __init__(self, host: str, port: int, listen_fd: int | None) -> None:
+        most = max_server_bytes()
         sockets = open_listeners(host, port) if listen_fd is None else [adopt_listener(listen_fd, port)]
         self.address, self.port = sockets[0].getsockname()[:2]
         self.loopback_only = is_loopback(self.address)
-        self.native = _native.StoreServer([sock.detach() for sock in sockets])
+        self.native = _native.StoreServer([sock.detach() for sock in sockets], most)
 
 
 _shared_lock = threading.Lock()
@@ -70,6 +72,15 @@ class TCPStore(Store):
     The server ends with the last store object of its process that uses it (the one made with
     ``is_master=True``, its clones, and those that share it by ``multi_tenant``); clients then get
     :class:`~collectives.DistNetworkError`.
+
+    **Limits.** The server holds at most 1 GiB for its clients: keys, values, requests that are not complete,
+    replies that are not read. ``COLLECTIVES_STORE_BYTES`` in the environment of its process changes that. A
+    value may grow to a sixteenth of it, a reply to a quarter; one request sets values of at most 8 MiB, and
+    carries at most 256 MiB and 131072 keys. The last sixteenth is for values of up to 4096 bytes. A call that
+    would pass a limit raises :class:`~collectives.DistStoreError` with the limit and changes nothing, and
+    everybody goes on. A client that does not read its replies waits alone. The server leaves a quarter of the
+    descriptors that its process may open, 128 at most, to the application (``ulimit -n``), and turns clients
+    away beyond that.
 
     Args:
         host_name: name or address of the machine that runs the server, as clients connect to it. The server

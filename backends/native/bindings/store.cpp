@@ -18,16 +18,18 @@ void bind_store(nanobind::module_& module) {
                      "Serves a TCP key/value store on listening sockets, in one thread without the GIL.")
       .def(
           "__init__",
-          [](Server* self, const std::vector<int>& listeners) {
+          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes) {
             try {
-              new (self) Server(listeners);
+              new (self) Server(listeners, max_bytes);
             } catch (const std::system_error& error) {
               errno = error.code().value();
               PyErr_SetFromErrno(PyExc_OSError);
               throw nb::python_error();
             }
           },
-          nb::arg("listeners"), "Takes over descriptors of sockets that are bound and listening.")
+          nb::arg("listeners"), nb::arg("max_bytes"),
+          "Takes over descriptors of sockets that are bound and listening; holds at most so many bytes for "
+          "clients.")
       // Keeps the GIL, so that nobody asks for a property meanwhile; the thread ends within its current turn.
       .def("stop", &Server::stop, "Closes all connections and ends the thread; idempotent.")
       .def_prop_ro("running", &Server::running)

@@ -31,7 +31,7 @@
 // themselves in, cannot collide. A wait whose time is up on the client's clock sends CancelWait; if its
 // answer (0) was already under way, the client reads 0 and then 1. Integers under Add and Barrier are stored
 // as decimal text. A request that does not parse, passes a limit, or adds to something that is no integer
-// ends the connection: the protocol has no error reply.
+// ends the connection: the protocol has no error reply (but see kRefusalKey).
 #pragma once
 
 #include <cstddef>
@@ -68,6 +68,14 @@ enum class Command : std::uint8_t {
 // it reads as empty.
 inline constexpr char kServerKey[] = "collectives";
 inline constexpr char kServerVersion[] = "1";
+
+// Followed by the four bytes of a connection's first ping, it reads as the reason for which the server ended
+// that connection; empty if it did not, or has forgotten.
+inline constexpr char kRefusalKey[] = "collectives/refused/";
+
+// What a client is sent, in the place of any reply, whose connection the server cannot keep; the reason
+// follows.
+inline constexpr char kTurnedAway[] = "collectives: ";
 
 inline constexpr std::uint8_t kAllThere = 0;      // answer of Check
 inline constexpr std::uint8_t kNotAllThere = 1;   // answer of Check

@@ -53,7 +53,8 @@ class ForkGuard {
   std::set<Server*> servers_;
 };
 
-Server::Server(const std::vector<int>& listeners) : loop_(std::make_unique<Loop>(listeners)) {
+Server::Server(const std::vector<int>& listeners, std::size_t max_bytes)
+    : loop_(std::make_unique<Loop>(listeners, max_bytes)) {
   // Signals are for the threads of the program that owns the server.
   sigset_t all;
   sigset_t before;
