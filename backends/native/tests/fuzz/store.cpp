@@ -2,7 +2,8 @@
 // limits.
 //
 // The input is a list of turns: a client's number, a length, and so many bytes for that client. A turn with
-// no bytes is the end of the client's connection.
+// no bytes is the end of the client's connection. A client whose number has the highest bit set reads nothing
+// until its next turn.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +28,9 @@ class Server {
     CHECK(table_.waiting() == 0);
   }
 
-  void turn(std::size_t client, std::string_view bytes) {
+  void turn(unsigned char number, std::string_view bytes) {
+    const std::size_t client = number % kClients;
+    reads_[client] = number < 128;
     if (bytes.empty()) {
       drop(client);
     } else {
@@ -37,7 +40,7 @@ class Server {
       const auto woken = static_cast<std::size_t>(woken_[i]);
       if (sessions_[woken] == nullptr) continue;
       sessions_[woken]->wake();
-      drain(*sessions_[woken]);
+      if (reads_[woken]) drain(*sessions_[woken]);
     }
     woken_.clear();
     CHECK(budget_.used() <= kMaxBytes + kClients * 1024);
@@ -48,15 +51,20 @@ class Server {
     std::unique_ptr<Session>& session = sessions_[client];
     if (session == nullptr) session = std::make_unique<Session>(client, budget_, table_, refusals_);
     try {
+      finish(*session, true);  // makes room
       session->feed(bytes);
-      do {
-        session->work(woken_);
-        drain(*session);
-      } while (session->busy());
+      finish(*session, reads_[client]);
     } catch (const Refusal& refusal) {
       refusals_.add(session->name(), refusal.what());
       drop(client);
     }
+  }
+
+  void finish(Session& session, bool reads) {
+    do {
+      if (reads) drain(session);
+      session.work(woken_);
+    } while (reads && (session.busy() || !session.output().empty()));
   }
 
   static void drain(Session& session) {
@@ -75,6 +83,7 @@ class Server {
   Table table_{budget_};
   Woken woken_;
   std::array<std::unique_ptr<Session>, kClients> sessions_;
+  std::array<bool, kClients> reads_{};
 };
 
 }  // namespace
@@ -84,9 +93,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   collectives::store::Server server;
   std::string_view input(reinterpret_cast<const char*>(data), size);
   while (input.size() >= 2) {
-    const auto client = static_cast<unsigned char>(input[0]) % collectives::store::kClients;
     const std::string_view bytes = input.substr(2, static_cast<unsigned char>(input[1]));
-    server.turn(client, bytes);
+    server.turn(static_cast<unsigned char>(input[0]), bytes);
     input.remove_prefix(2 + bytes.size());
   }
   return 0;
