@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from collectives.core.arguments.overloads import (
     with_reduction,
     with_root,
 )
+from collectives.core.arguments.staging import dense_outputs
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
 from collectives.core.types import (
@@ -127,8 +128,17 @@ class ProcessGroup(Membership):
             self._admit(
                 "all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp, opts.timeout
             )
-        check.check_outputs(self, "all_reduce", tensors)
-        return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
+            check.check_outputs(self, "all_reduce", [tensor])
+        separate = dense_outputs(tensors, separate=True)
+        return separate.finish(
+            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
+        )
+
+    def _issue_together(self, issue: Callable[[], list[Work]]) -> Work:
+        """Issues several operations as one, where the group has a way to start them together."""
+        with self._together():
+            works = issue()
+        return CoalescedWork(works)
 
     def broadcast(
         self,
@@ -283,11 +293,14 @@ class ProcessGroup(Membership):
                     what,
                     f"output_lists[{r}] has {len(outputs)} tensors, but input_list has {len(input_list)}",
                 )
-        works = [
-            self.allgather([outputs[i] for outputs in output_lists], tensor, opts)
-            for i, tensor in enumerate(input_list)
-        ]
-        return CoalescedWork(works)
+        gathered = list(zip(*output_lists, strict=True))
+        check.check_apart(self, what, gathered, [[tensor] for tensor in input_list])
+        return self._issue_together(
+            lambda: [
+                self.allgather(outputs, tensor, opts)
+                for outputs, tensor in zip(gathered, input_list, strict=True)
+            ]
+        )
 
     def all_gather_single_coalesced(
         self,
@@ -297,8 +310,9 @@ class ProcessGroup(Membership):
     ) -> Work:
         """Gathers several tensors, as :meth:`all_gather_single` each."""
         check.check_lengths(self, "all_gather_into_tensor", outputs, inputs)
-        return CoalescedWork(
-            [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        check.check_apart(self, "all_gather_into_tensor", [[o] for o in outputs], [[i] for i in inputs])
+        return self._issue_together(
+            lambda: [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
     def gather(
@@ -438,8 +452,9 @@ class ProcessGroup(Membership):
     ) -> Work:
         """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
         check.check_lengths(self, "reduce_scatter_tensor", outputs, inputs)
-        return CoalescedWork(
-            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        check.check_apart(self, "reduce_scatter_tensor", [[o] for o in outputs], [[i] for i in inputs])
+        return self._issue_together(
+            lambda: [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
     def alltoall(

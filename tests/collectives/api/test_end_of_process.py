@@ -1,4 +1,4 @@
-"""What is printed, told to other ranks and waited for when a process ends without ``destroy_process_group``."""
+"""The end of a process without ``destroy_process_group``: what is printed, told to others and waited for."""
 
 from __future__ import annotations
 
