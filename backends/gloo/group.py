@@ -106,7 +106,8 @@ class ProcessGroupGloo(ProcessGroup):
 
     **Numerics.** Gloo cannot promise the rules of this package. The result is the same on all ranks, but the
     order of a sum depends on the rank layout, on the size and on an element's position; float16 and bfloat16
-    are rounded at every step; NaN may get lost in MIN and MAX. float8 and PREMUL_SUM are computed in float32
+    are rounded at every step; NaN may get lost in MIN and MAX, which do not order zeros of both signs; AVG
+    overflows where the sum does. float8 and PREMUL_SUM are computed in float32
     and rounded once.
 
     **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give

@@ -35,11 +35,11 @@ def reduce(rank: int, size: int) -> None:
         with collectives._coalescing_manager(group):
             collectives.all_reduce(tensor, group=group)
         assert tensor.tolist() == [6.0, 6.0]
-        peer = 1 - rank
+        one, peer = torch.tensor([float(rank)]), 1 - rank
         got = torch.empty(1)
         for work in collectives.batch_isend_irecv(
             [
-                collectives.P2POp(collectives.isend, torch.tensor([float(rank)]), group=group, group_peer=peer),
+                collectives.P2POp(collectives.isend, one, group=group, group_peer=peer),
                 collectives.P2POp(collectives.irecv, got, group=group, group_peer=peer),
             ]
         ):
