@@ -16,7 +16,7 @@ from collectives import ProcessGroup
 from collectives.core.dynamo import eager
 from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
-from collectives.ddp.default_group import resolve_group
+from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
 from collectives.ddp.module.arguments import check_delayed, check_hook, check_parameters, group_of
@@ -444,7 +444,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
                 f"{self._in_words()} with a communication hook cannot be pickled; save state_dict(), "
                 "and hook and state by themselves"
             )
-        if not any_group and self.process_group is not _default_group_or_none():
+        if not any_group and self.process_group is not default_group_or_none():
             raise TypeError(
                 f"{self._in_words()} over {self.process_group.describe()}, which is not the default group, "
                 "cannot be pickled; save state_dict() or .module"
@@ -475,10 +475,3 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 @eager
 def _keep_out_of_graphs() -> None:
     keep_out(DistributedDataParallel._run_forward)
-
-
-def _default_group_or_none() -> ProcessGroup | None:
-    try:
-        return resolve_group(None)
-    except ValueError:
-        return None

@@ -257,8 +257,12 @@ class Store(TorchStore):
         self._barrier(_key(key), operator.index(world_size), self._seconds(timeout))
 
     def has_extended_api(self) -> bool:
-        """Returns whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` are supported."""
-        return True
+        """Returns whether :meth:`append` is supported, and whether several keys are one request.
+
+        Without, :meth:`multi_get` and :meth:`multi_set` call :meth:`get` and :meth:`set` for each key.
+        """
+        mine = type(self)
+        return mine.append is not Store.append or mine._append is not Store._append
 
     def clone(self) -> Store:
         """Returns a store on the same data with a time limit of its own."""
@@ -318,11 +322,12 @@ class Store(TorchStore):
     def _delete_key(self, key: str) -> bool:
         raise NotImplementedError
 
-    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
-        raise NotImplementedError
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:  # noqa: ARG002
+        return [self.get(key) for key in keys]
 
     def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
-        raise NotImplementedError
+        for key, value in pairs:
+            self.set(key, value)
 
     def _num_keys(self) -> int:
         raise NotImplementedError

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -210,10 +210,12 @@ def leave_world(store: Any, rank: int) -> None:
         store.set(f"leave/{rank}", "left")
 
 
-def wait_for_leavers(store: Any, size: int, limit: timedelta) -> None:
-    """Waits on rank 0, which serves the store, until the others have left; at most ``limit``."""
+def wait_for_leavers(store: Any, ranks: Iterable[int], limit: timedelta) -> None:
+    """Waits on rank 0, which serves the store, until other ranks have left; at most ``limit``."""
+    keys = [f"leave/{r}" for r in ranks]
     with contextlib.suppress(Exception):
-        store.wait([f"leave/{r}" for r in range(1, size)], limit)
+        if keys:
+            store.wait(keys, limit)
 
 
 def _left(deadline: float) -> timedelta:

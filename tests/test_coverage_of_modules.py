@@ -133,11 +133,6 @@ TESTED_THROUGH = {
         "what torch calls; programs see torch.distributed alone",
         "creation group_base issuing operands",
     ),
-    "ddp": (
-        "ddp/test_distributed.py",
-        "what the wrapper's arguments steer",
-        "default_group",
-    ),
     "ddp/autograd": (
         "ddp/reducer/test_backward_pass.py",
         "parts of a backward pass",

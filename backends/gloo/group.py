@@ -17,6 +17,7 @@ from collectives.backends._shared.exit_reasons import (
     ABORTED,
     PASSED_LIMIT,
     SHUT_DOWN,
+    exception_behind,
     refuse_broken,
     stopped_by,
 )
@@ -48,7 +49,12 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
@@ -100,7 +106,8 @@ class ProcessGroupGloo(ProcessGroup):
 
     **Numerics.** Gloo cannot promise the rules of this package. The result is the same on all ranks, but the
     order of a sum depends on the rank layout, on the size and on an element's position; float16 and bfloat16
-    are rounded at every step; NaN may get lost in MIN and MAX. float8 and PREMUL_SUM are computed in float32
+    are rounded at every step; NaN may get lost in MIN and MAX, which do not order zeros of both signs; AVG
+    overflows where the sum does. float8 and PREMUL_SUM are computed in float32
     and rounded once.
 
     **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give
@@ -447,6 +454,11 @@ class ProcessGroupGloo(ProcessGroup):
         super()._leave_to_parent()
         self._torch.leave()
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the rank whose loss broke the group, if any is known."""
+        cause = self._cause
+        return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+
     def refuse_in_child(self, operation: Operation) -> None:
         """Raises where this is a child that was forked after the operation was issued.
 
@@ -468,7 +480,7 @@ class ProcessGroupGloo(ProcessGroup):
             cause = self._cause
             if cause is None:
                 cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break(cause, ABORTED)
+                self._break(cause, ABORTED + exception_behind())
         self._messages.abort(cause)
         self._release()
 

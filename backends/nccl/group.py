@@ -268,44 +268,6 @@ class ProcessGroupNCCL(ProcessGroup):
         with self._enqueuer.coalescing():
             yield
 
-    def _as_one(self, issue: Callable[[], object]) -> Work:
-        with self._enqueuer.coalescing() as whole:
-            result = issue()
-        return whole[0] if whole else result  # type: ignore[return-value]  # within an outer region: its part
-
-    def allreduce_coalesced(
-        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
-    ) -> Work:
-        """Reduces several tensors, as :meth:`allreduce` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().allreduce_coalesced, tensors, opts))
-
-    def allgather_coalesced(
-        self,
-        output_lists: Sequence[Sequence[torch.Tensor]],
-        input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> Work:
-        """Gathers several tensors, as :meth:`allgather` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().allgather_coalesced, output_lists, input_list, opts))
-
-    def all_gather_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> Work:
-        """Gathers several tensors, as :meth:`all_gather_single` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().all_gather_single_coalesced, outputs, inputs, opts))
-
-    def reduce_scatter_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: ReduceScatterOptions | None = None,
-    ) -> Work:
-        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single`, in one group of calls."""
-        return self._as_one(partial(super().reduce_scatter_single_coalesced, outputs, inputs, opts))
-
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none

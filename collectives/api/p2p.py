@@ -14,6 +14,7 @@ import torch
 
 from collectives.api.world_state import default_group, group_rank, is_member, member_group, world_rank
 from collectives.core.arguments.validation import check_tensor, fail
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 
@@ -222,7 +223,7 @@ class P2POp:
         if not is_member(group):
             raise ValueError("P2POp: this rank is not in the given group; only members take part in a batch")
         self.op = op
-        self.group = default_group() if group is None else group
+        self.group = default_group() if group is None else group_behind(group) or group
         self.tensor = check_tensor(self.group, "P2POp", tensor)
         self.group_peer = group_rank(self.group, "P2POp", peer, group_peer, "peer")
         self.peer = world_rank(self.group, self.group_peer) if peer is None else peer

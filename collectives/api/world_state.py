@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import GroupAbortedError
 from collectives.forks import belongs_to_parent
@@ -163,18 +164,21 @@ def default_group() -> ProcessGroup:
 def is_member(group: Any) -> bool:
     """Returns whether ``group`` is a group of this process, or ``None``; ``False`` for ``NON_GROUP_MEMBER``.
 
+    A group of ``torch.distributed`` that one of this package carries out counts, too.
+
     Raises:
         TypeError: it is something else.
     """
     if group is None or type(group) in world.types:  # isinstance of an abstract class takes 0.1 us and more
         return True
-    if isinstance(group, ProcessGroup):
+    if group_behind(group) is not None:
         return True
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return False
     raise TypeError(
         f"[rank {_own_rank()}] group must be a collectives.ProcessGroup, but is {group!r} of type "
-        f"{type(group).__module__}.{type(group).__qualname__}"
+        f"{type(group).__module__}.{type(group).__qualname__}; of torch's groups, those of "
+        'torch.distributed.init_process_group("collectives") are taken'
     )
 
 
@@ -185,8 +189,10 @@ def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | N
     """
     if group is None:
         return world.default or default_group()
-    if is_member(group):
+    if type(group) in world.types:
         return group
+    if is_member(group):
+        return group_behind(group)
     warnings.warn(
         f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given group",
         stacklevel=3,

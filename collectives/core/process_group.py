@@ -10,6 +10,7 @@ import torch
 from collectives.core.arguments import operations
 from collectives.core.arguments import validation as check
 from collectives.core.arguments.operations import TensorLists, Tensors
+from collectives.core.arguments.staging import dense_outputs
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
 from collectives.core.types import (
@@ -24,7 +25,7 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.core.work import CoalescedWork, Work
+from collectives.core.work import Work
 
 __all__ = ["ProcessGroup"]
 
@@ -100,11 +101,15 @@ class ProcessGroup(Membership):
         """Returns the one work of several :meth:`allreduce`.
 
         Args:
-            tensors: tensors that may differ in shape and data type, the same list on every rank.
+            tensors: tensors that may differ in shape and data type, the same list on every rank. Tensors that
+                share memory are reduced as copies; the last one given stays.
             opts: option record for all of them; ``None`` for sums within the group's time limit.
         """
         opts = operations.allreduce_coalesced(self, tensors, opts)
-        return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
+        separate = dense_outputs(tensors, separate=True)
+        return separate.finish(
+            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
+        )
 
     def broadcast(
         self,
@@ -219,9 +224,7 @@ class ProcessGroup(Membership):
             opts: option record for all of them.
         """
         parts = operations.allgather_coalesced(self, output_lists, input_list)
-        return CoalescedWork(
-            [self.allgather(outputs, one, opts) for outputs, one in zip(parts, input_list, strict=True)]
-        )
+        return self._issue_together(lambda: [self.allgather(outputs, one, opts) for outputs, one in parts])
 
     def all_gather_single_coalesced(
         self,
@@ -237,7 +240,9 @@ class ProcessGroup(Membership):
             opts: option record for all of them.
         """
         pairs = check.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
-        return CoalescedWork([self.all_gather_single(output, tensor, opts) for output, tensor in pairs])
+        return self._issue_together(
+            lambda: [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
+        )
 
     def gather(
         self,
@@ -363,7 +368,9 @@ class ProcessGroup(Membership):
             opts: option record for all of them; ``None`` for sums.
         """
         pairs = check.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
-        return CoalescedWork([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
+        return self._issue_together(
+            lambda: [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
+        )
 
     def alltoall(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import socket
 import struct
@@ -16,6 +17,8 @@ from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command,
 
 __all__ = ["Client", "Connection"]
 
+logger = logging.getLogger("collectives")
+
 _open: set[Client] = set()
 """Clients that nobody has closed.
 
@@ -28,6 +31,8 @@ _FIRST_RETRY_S = 0.01
 _LONGEST_RETRY_S = 1.0
 _LAST_TRY_S = 0.05
 """How long before the limit the last try begins."""
+_SILENT_S = 10.0
+"""How long a client tries to connect before it says so, once."""
 _ANSWER_S = 10.0
 """How long a freshly connected server may take to answer the first ping before the next try."""
 _REASON_S = 2.0
@@ -211,6 +216,7 @@ class Client:
         start = time.monotonic()
         delay = _FIRST_RETRY_S
         attempts = 0
+        told = timeout <= _SILENT_S
         while True:
             attempts += 1
             try:
@@ -228,6 +234,16 @@ class Client:
                         "the server (rank 0, or torchrun's agent) run? Do MASTER_ADDR and MASTER_PORT name "
                         "its machine and port on all ranks, and does no firewall stand between?"
                     ) from error
+                if not told and time.monotonic() - start >= _SILENT_S:
+                    told = True
+                    logger.warning(
+                        "no store server answers at %s since %g s (%s); this process tries for %g s. Rank 0 "
+                        "serves the store there, or torchrun's agent where that is MASTER_ADDR:MASTER_PORT",
+                        self._shown_as,
+                        _SILENT_S,
+                        _reason(error),
+                        timeout,
+                    )
             time.sleep(min(pause, left))
             delay = min(2 * delay, _LONGEST_RETRY_S)
 

@@ -309,8 +309,8 @@ def mismatches(group: ProcessGroup) -> None:
         "root": (pick(lambda: group.broadcast(a, root=0), lambda: group.broadcast(b, root=1)),
                  "root 0", "root 1"),
         "gathered size": (
-            pick(lambda: group.allgather([torch.empty(4)] * size, a),
-                 lambda: group.allgather([torch.empty(5)] * size, five)),
+            pick(lambda: group.allgather([torch.empty(4) for _ in range(size)], a),
+                 lambda: group.allgather([torch.empty(5) for _ in range(size)], five)),
             "all_gather", "all_gather",
         ),
     }  # fmt: skip
@@ -336,7 +336,7 @@ def barrier_mismatches(group: ProcessGroup) -> None:
     other: list[Callable[[], Work]] = [
         lambda: group.allreduce(x),
         lambda: group.broadcast(x, BroadcastOptions(asyncOp=False)),
-        lambda: group.allgather([torch.empty(4)] * group.size(), x),
+        lambda: group.allgather([torch.empty(4) for _ in range(group.size())], x),
     ]
     for turn in range(5):
         options = BarrierOptions(asyncOp=(turn + me) % 2 == 0)

@@ -84,7 +84,7 @@ def allreduce_coalesced(
     for tensor in tensors:
         check.check_tensor(group, "all_reduce", tensor)
         group._admit("all_reduce", tensor, opts.reduceOp, opts.timeout)
-    check.check_outputs(group, "all_reduce", tensors)
+        check.check_outputs(group, "all_reduce", [tensor])
     return opts
 
 
@@ -161,8 +161,8 @@ def allgather_single(
 
 def allgather_coalesced(
     group: Membership, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor]
-) -> list[_Tensors]:
-    """Returns the outputs of each of several all-gathers."""
+) -> list[tuple[_Tensors, torch.Tensor]]:
+    """Returns the outputs and the input of each of several all-gathers."""
     what = "all_gather_coalesced"
     if len(output_lists) != group.size():
         reason = (
@@ -173,7 +173,9 @@ def allgather_coalesced(
         if len(outputs) != len(input_list):
             reason = f"output_lists[{r}] has {len(outputs)} tensors, but input_list has {len(input_list)}"
             check.fail(group, what, reason)
-    return [[outputs[i] for outputs in output_lists] for i in range(len(input_list))]
+    gathered = [[outputs[i] for outputs in output_lists] for i in range(len(input_list))]
+    check.check_apart(group, what, gathered, [[tensor] for tensor in input_list])
+    return list(zip(gathered, input_list, strict=True))
 
 
 def gather(

@@ -125,7 +125,7 @@ issued = Path(os.environ["TMPDIR"], "issued")
 while rank == 1 and not issued.exists():
     time.sleep(0.01)
 works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-works.append(dist.all_gather([torch.empty(4)] * 2, torch.ones(4), async_op=True))
+works.append(dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4), async_op=True))
 assert not (rank == 0 and any(work.is_completed() for work in works))  # issued before the peer has come
 issued.touch()
 for work in reversed(works):
