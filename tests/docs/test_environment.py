@@ -13,7 +13,7 @@ PAGES = [
 ]
 
 _PREFIXES = "COLLECTIVES|CUDA|GLOO|LOCAL|MASTER|NCCL|NUMBA|TORCH|WORLD|XDG"
-VARIABLE = re.compile(rf"(?:{_PREFIXES})_[A-Z0-9_]+")
+VARIABLE = re.compile(rf"(?<!-D)(?:{_PREFIXES})_[A-Z0-9_]+")  # -D: options of CMake
 
 BY_TORCH = {"TORCH_DEVICE_BACKEND_AUTOLOAD"}
 """What torch reads, and changes what users of this package see."""
