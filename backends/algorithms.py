@@ -54,7 +54,7 @@ class _Reduction:
 
     Args:
         dtype: the elements' type.
-        op: the reduction.
+        op: how elements are combined.
         ranks: number of ranks.
     """
 
@@ -210,7 +210,14 @@ ALGORITHMS: Final[Mapping[str, _Run]] = MappingProxyType(
 
 
 def why_not(group: ProcessGroup, dtype: torch.dtype, op: ReduceOp, device: str = "cpu") -> str | None:
-    """Returns why no algorithm reduces such tensors over a group, ``None`` where all of them do."""
+    """Returns why no algorithm reduces such tensors over a group, ``None`` where all of them do.
+
+    Args:
+        group: the group; nothing is sent.
+        dtype: the tensors' data type.
+        op: how elements are combined.
+        device: the tensors' device type.
+    """
     if device != "cpu":
         return f"reduces tensors on the CPU, not on {device}"
     if op.name not in REDUCTIONS.get(dtype, ()):

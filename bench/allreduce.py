@@ -21,7 +21,11 @@ __doc__ += READING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the program's options to a parser."""
+    """Adds the program's options to a parser.
+
+    Args:
+        parser: of the command ``collectives bench allreduce``.
+    """
     comparison.add_arguments(parser, sizes="8:64M", budget_s=40.0)
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
@@ -40,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the program as the command line asks; returns 1 where a result is wrong, or a goal missed.
+    """Runs the program as the command line asks; blocks until it has printed its tables.
+
+    Args:
+        arguments: as :func:`add_arguments` describes them.
+
+    Returns:
+        The exit status: 1 where a result is wrong or a goal missed, else 0.
 
     Raises:
         CommandError: the arguments do not fit together, or a rank failed.

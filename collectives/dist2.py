@@ -53,6 +53,9 @@ class ProcessGroupFactory(Protocol):
             timeout: time limit of operations.
             device: device of the tensors.
             kwargs: options of the backend.
+
+        Returns:
+            This rank's group.
         """
         ...
 
@@ -66,6 +69,10 @@ _current = threading.local()
 
 def register_backend(name: str, func: ProcessGroupFactory) -> None:
     """Adds a backend for :func:`new_group`, beside those of the registry.
+
+    Args:
+        name: the name that :func:`new_group` takes.
+        func: makes this rank's group; called by each :func:`new_group` of that name.
 
     Raises:
         ValueError: the name is taken.
@@ -88,6 +95,9 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         kwargs: options of the backend itself by their names, the same on every rank. Those of the registry
             also take ``group_name``, ``group_desc`` and ``pg_options``: the options as
             ``init_process_group`` takes them, which stand alone.
+
+    Returns:
+        This rank's group; ``shutdown()`` ends it.
 
     Raises:
         ValueError: the backend is not known, or does not serve the device.
@@ -146,7 +156,11 @@ def current_process_group() -> ProcessGroup | None:
 
 @contextmanager
 def process_group(pg: ProcessGroup) -> Generator[None]:
-    """Makes ``pg`` the current group of this thread inside the ``with`` block."""
+    """Makes a group the current one of this thread inside the ``with`` block.
+
+    Args:
+        pg: the group.
+    """
     before = current_process_group()
     _current.group = pg
     try:

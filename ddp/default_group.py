@@ -6,6 +6,7 @@ import torch
 
 import collectives
 from collectives import ProcessGroup
+from collectives.core.forwarding import group_behind
 
 __all__ = ["default_group_or_none", "is_outside", "neighbours", "resolve_group", "subgroup_of_machine"]
 
@@ -18,27 +19,37 @@ def resolve_group(group: object) -> ProcessGroup:
         ValueError: it is ``None`` and there is no default group.
     """
     if group is None:
-        group = collectives.GroupMember.WORLD
-        if group is None:
-            raise ValueError(
-                "there is no default process group; call collectives.init_process_group() first, or pass "
-                "process_group"
-            )
-    inner = getattr(group, "inner", None)  # a group of ours within torch.distributed
-    if isinstance(inner, ProcessGroup) and not isinstance(group, ProcessGroup):
-        return inner
-    if not isinstance(group, ProcessGroup):
+        default = default_group_or_none()
+        if default is None:
+            raise ValueError(f"there is no default process group; {_way_out()}, or pass process_group")
+        return default
+    ours = group_behind(group)
+    if ours is None:
         raise TypeError(
             f"process_group must be a collectives.ProcessGroup, but is {group!r} of type "
-            f"{type(group).__module__}.{type(group).__name__}; make one with collectives.new_group()"
+            f"{type(group).__module__}.{type(group).__name__}; {_way_out()}, or make one with "
+            "collectives.new_group()"
         )
-    return group
+    return ours
+
+
+def _way_out() -> str:
+    """Returns what makes a default group of this package, in words."""
+    if torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend()
+        return (
+            f"torch.distributed was initialised with {backend!r}: call "
+            'torch.distributed.init_process_group("collectives") instead'
+        )
+    return "call collectives.init_process_group() first"
 
 
 def default_group_or_none() -> ProcessGroup | None:
-    """Returns the default group, ``None`` where there is none."""
+    """Returns the default group, or torch's where it is one of this package; ``None`` without."""
     group = collectives.GroupMember.WORLD
-    return group if isinstance(group, ProcessGroup) else None
+    if group is None and torch.distributed.is_initialized():
+        return group_behind(torch.distributed.group.WORLD)
+    return group_behind(group)
 
 
 def subgroup_of_machine(*, torch_world: bool) -> object:

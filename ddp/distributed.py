@@ -16,7 +16,7 @@ from collectives import ProcessGroup
 from collectives.core.dynamo import eager
 from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
-from collectives.ddp.default_group import resolve_group
+from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
 from collectives.ddp.join.joinable_model import JoinableModel
 from collectives.ddp.module.arguments import check_delayed, check_hook, check_parameters, group_of
@@ -117,6 +117,18 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         UnsupportedOperationError: an argument that is not offered has another value than its default, the
             group cannot average these parameters, or an optimizer steps one of them within backward.
         ModelMismatchError: the ranks wrap different models; raised on all ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()  # averages the gradients
+                optimizer.step()
     """
 
     def __init__(
@@ -258,6 +270,13 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 
         Buffers are sent from rank 0 where the forward before this one was synchronised (section 4.1 of the
         paper).
+
+        Args:
+            inputs: as the module's forward takes them; with one device id, tensors are moved to that device.
+            kwargs: as ``inputs``.
+
+        Returns:
+            What the module's forward returns.
         """
         _keep_out_of_graphs()
         return self._run_forward(inputs, kwargs)
@@ -425,7 +444,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
                 f"{self._in_words()} with a communication hook cannot be pickled; save state_dict(), "
                 "and hook and state by themselves"
             )
-        if not any_group and self.process_group is not _default_group_or_none():
+        if not any_group and self.process_group is not default_group_or_none():
             raise TypeError(
                 f"{self._in_words()} over {self.process_group.describe()}, which is not the default group, "
                 "cannot be pickled; save state_dict() or .module"
@@ -456,10 +475,3 @@ class DistributedDataParallel(nn.Module, JoinableModel):
 @eager
 def _keep_out_of_graphs() -> None:
     keep_out(DistributedDataParallel._run_forward)
-
-
-def _default_group_or_none() -> ProcessGroup | None:
-    try:
-        return resolve_group(None)
-    except ValueError:
-        return None

@@ -40,14 +40,29 @@ class Store(TorchStore):
     **Threads.** Any thread may call any method at any time; a thread that waits delays no other.
     :meth:`clone` is therefore needed only for a different time limit. Waiting is done with the GIL released.
 
-    **Errors.** :class:`~collectives.DistStoreError` for a time limit or a refused operation,
-    :class:`~collectives.DistNetworkError` for a broken connection, :class:`ValueError` and :class:`TypeError`
-    for wrong arguments; the latter three leave every key as it was.
-
     **Use in torch.** All methods but those of queues may be reached from torch's C++ code; a store lives as
     long as that code holds it.
 
     Subclasses implement the underscored methods, which get checked arguments, and the limit in seconds.
+
+    Args:
+        timeout: time limit of waiting calls that are given none.
+
+    Raises:
+        DistStoreError: a time limit passed, or the store refused an operation.
+        DistNetworkError: the connection to the store broke. This and wrong arguments leave every key as it
+            was.
+        TypeError: a key is no ``str``, a value neither ``str`` nor bytes, a limit no ``timedelta``.
+        ValueError: a number is out of its range.
+
+    Example:
+        In one process::
+
+            store = collectives.HashStore()
+            store.set("color", "green")
+            store.get("color")  # b"green"
+            store.add("arrived", 1)  # 1, then 2, ...
+            store.wait(["color", "arrived"])
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -63,15 +78,34 @@ class Store(TorchStore):
     # Public operations.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Stores a value under a key, replacing what was there."""
+        """Stores a value under a key, replacing what was there.
+
+        Args:
+            key: where the value is found afterwards.
+            value: the value; text is stored as UTF-8.
+        """
         self._set(_key(key), _value(value))
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key; waits up to :attr:`timeout` for the key to appear."""
+        """Returns the value of a key; waits up to :attr:`timeout` for the key to appear.
+
+        Args:
+            key: where somebody sets a value.
+
+        Raises:
+            DistStoreError: nobody has set it in that time.
+        """
         return self._get(_key(key), self._seconds(None))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which starts at zero, and returns the sum.
+        """Adds to a counter, which starts at zero, as one step.
+
+        Args:
+            key: where the counter is, for :meth:`get` its decimal text.
+            amount: an integer of 64 bits; zero reads the counter.
+
+        Returns:
+            The sum, with this amount.
 
         Raises:
             DistStoreError: the key was :meth:`set` to something that is no integer, or the sum leaves the
@@ -80,11 +114,20 @@ class Store(TorchStore):
         return self._add(_key(key), _integer("amount", amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Appends to the value of a key; a missing key counts as empty."""
+        """Appends to the value of a key, as one step; a missing key counts as empty.
+
+        Args:
+            key: where the value is.
+            value: what comes behind it.
+        """
         self._append(_key(key), _value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tells whether all keys are there; does not wait."""
+        """Returns whether all keys are there; does not wait.
+
+        Args:
+            keys: any number of them; ``True`` for none.
+        """
         return self._check(_keys(keys))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -92,13 +135,24 @@ class Store(TorchStore):
 
         A missing key is set if ``expected_value`` is empty.
 
+        Args:
+            key: where the value is.
+            expected_value: what the key has to hold.
+            desired_value: what it holds then.
+
         Returns:
             What the key holds afterwards; ``expected_value`` if the key is missing.
         """
         return self._compare_set(_key(key), _value(expected_value), _value(desired_value))
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key and its value; tells whether it was there. Queues are not removed.
+        """Removes a key and its value. Queues are not removed.
+
+        Args:
+            key: what is removed.
+
+        Returns:
+            Whether it was there.
 
         Raises:
             DistStoreError: the store cannot remove keys (:class:`~collectives.FileStore`).
@@ -106,12 +160,23 @@ class Store(TorchStore):
         return self._delete_key(_key(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of several keys; waits up to :attr:`timeout` for all to appear."""
+        """Returns the values of several keys; waits up to :attr:`timeout` for all to appear.
+
+        Args:
+            keys: any number of them; their values come in this order.
+
+        Raises:
+            DistStoreError: some are missing after that time; the message names them.
+        """
         keys = _keys(keys)
         return self._multi_get(keys, self._seconds(None)) if keys else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Stores several values.
+
+        Args:
+            keys: the keys.
+            values: a value for each key, in their order.
 
         Raises:
             ValueError: there are not as many values as keys.
@@ -145,7 +210,12 @@ class Store(TorchStore):
             self._wait(keys, self._seconds(timeout))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Appends a value to a queue."""
+        """Appends a value to a queue, which needs no making.
+
+        Args:
+            key: the queue.
+            value: the value.
+        """
         self._queue_push(_key(key), _value(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -155,13 +225,21 @@ class Store(TorchStore):
             key: the queue.
             block: wait up to :attr:`timeout` for a value.
 
+        Returns:
+            The value; of several callers, one gets it.
+
         Raises:
+            DistStoreError: no value came in that time.
             QueueEmptyError: the queue is empty and ``block`` is false.
         """
         return self._queue_pop(_key(key), self._seconds(None) if block else None)
 
     def queue_len(self, key: str) -> int:
-        """Returns the number of values in a queue; 0 if there is no such queue."""
+        """Returns the number of values in a queue; 0 if there is no such queue.
+
+        Args:
+            key: the queue.
+        """
         return self._queue_len(_key(key))
 
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
@@ -179,8 +257,12 @@ class Store(TorchStore):
         self._barrier(_key(key), operator.index(world_size), self._seconds(timeout))
 
     def has_extended_api(self) -> bool:
-        """Tells whether :meth:`append`, :meth:`multi_get` and :meth:`multi_set` are supported."""
-        return True
+        """Returns whether :meth:`append` is supported, and whether several keys are one request.
+
+        Without, :meth:`multi_get` and :meth:`multi_set` call :meth:`get` and :meth:`set` for each key.
+        """
+        mine = type(self)
+        return mine.append is not Store.append or mine._append is not Store._append
 
     def clone(self) -> Store:
         """Returns a store on the same data with a time limit of its own."""
@@ -197,7 +279,11 @@ class Store(TorchStore):
         return limit
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets :attr:`timeout`."""
+        """Sets :attr:`timeout`, for calls from now on.
+
+        Args:
+            timeout: the limit; zero or less means not to wait.
+        """
         super().set_timeout(_clamped(timeout))
 
     # Names under which torch's C++ code looks two of the methods up.
@@ -207,7 +293,7 @@ class Store(TorchStore):
         return self.num_keys()
 
     def deleteKey(self, key: str) -> bool:
-        """Deletes a key as :meth:`delete_key`."""
+        """Other name of :meth:`delete_key`."""
         return self.delete_key(key)
 
     # What a store implements. Limits are in seconds and never negative.
@@ -236,11 +322,12 @@ class Store(TorchStore):
     def _delete_key(self, key: str) -> bool:
         raise NotImplementedError
 
-    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
-        raise NotImplementedError
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:  # noqa: ARG002
+        return [self.get(key) for key in keys]
 
     def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
-        raise NotImplementedError
+        for key, value in pairs:
+            self.set(key, value)
 
     def _num_keys(self) -> int:
         raise NotImplementedError

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -196,11 +196,12 @@ class _Coordinator:
     def _answer(self, answer: dict[str, Any]) -> None:
         """Answers every rank, and refuses processes that came as the same rank meanwhile."""
         for r, called in self._called.items():
-            _publish(self._store, f"join/result/{r}/{called}", answer)
+            # Counted before the answer: one that is refused may try again as soon as it has read it.
             served = int(self._store.add(f"join/attempts/{r}", 0)) if r in self._joined else called
             for attempt in range(called + 1, served + 1):
                 taken = f"rank {r} is taken by process {self._joined[r]['process']}"
                 self._refuse(r, attempt, f"{taken}; start every rank once")
+            _publish(self._store, f"join/result/{r}/{called}", answer)
             self._store.add(f"join/served/{r}", served - self._served[r])
             delete_keys(self._store, [f"join/attempt/{r}/{called}", f"join/info/{r}/{called}"])
 
@@ -220,10 +221,12 @@ def leave_world(store: Any, rank: int) -> None:
         store.set(f"leave/{rank}", "left")
 
 
-def wait_for_leavers(store: Any, size: int, limit: timedelta) -> None:
-    """Waits on rank 0, which serves the store, until the others have left; at most ``limit``."""
+def wait_for_leavers(store: Any, ranks: Iterable[int], limit: timedelta) -> None:
+    """Waits on rank 0, which serves the store, until other ranks have left; at most ``limit``."""
+    keys = [f"leave/{r}" for r in ranks]
     with contextlib.suppress(Exception):
-        store.wait([f"leave/{r}" for r in range(1, size)], limit)
+        if keys:
+            store.wait(keys, limit)
 
 
 def _left(deadline: float) -> timedelta:

@@ -121,7 +121,7 @@ TESTED_THROUGH = {
     "collectives/core/arguments": (
         "conformance",
         "wrong arguments, and all forms of the right ones, to groups of every backend",
-        "option_records overloads staging validation",
+        "operations option_records overloads staging validation",
     ),
     "collectives/registry": (
         "collectives/registry",
@@ -132,11 +132,6 @@ TESTED_THROUGH = {
         "collectives/torch_bridge",
         "what torch calls; programs see torch.distributed alone",
         "creation group_base issuing operands",
-    ),
-    "ddp": (
-        "ddp/test_distributed.py",
-        "what the wrapper's arguments steer",
-        "default_group",
     ),
     "ddp/autograd": (
         "ddp/reducer/test_backward_pass.py",

@@ -6,14 +6,24 @@ For backends whose library tells one rank nothing of another's end
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, PeerLostError
 
-__all__ = ["ABORTED", "FAILED", "PASSED_LIMIT", "SHUT_DOWN", "blamed", "refuse_broken", "stopped_by"]
+__all__ = [
+    "ABORTED",
+    "FAILED",
+    "PASSED_LIMIT",
+    "SHUT_DOWN",
+    "blamed",
+    "exception_behind",
+    "refuse_broken",
+    "stopped_by",
+]
 
 ABORTED = "it aborted the group"
-"""Exit reason of a rank that aborts."""
+"""Beginning of the exit reason of a rank that aborts; what follows is :func:`exception_behind`."""
 
 SHUT_DOWN = "it shut the group down"
 """Exit reason of a rank that ends the group in order."""
@@ -25,6 +35,22 @@ FAILED = "failed"
 """In the exit reason of a rank whose call failed, between the operation and the library's message."""
 
 
+_LONGEST = 400
+"""Characters of an exception that other ranks are told."""
+
+
+def exception_behind() -> str:
+    """Returns the exception for which this rank aborts, as words to append; empty where there is none.
+
+    It is the one that the calling thread handles, or the one that ended the program.
+    """
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+    return f", after {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
+
+
 def blamed(what: str, rank: int, how: str, aside: str = "") -> Exception:
     """Returns what to raise for another rank that is gone or has given up.
 
@@ -34,8 +60,9 @@ def blamed(what: str, rank: int, how: str, aside: str = "") -> Exception:
         how: how it left.
         aside: what else is known of a loss.
     """
-    if how == ABORTED:
-        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group")
+    if how.startswith(ABORTED):
+        after = how.removeprefix(ABORTED)
+        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group{after}")
     if how.endswith(PASSED_LIMIT):
         return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
     if f" {FAILED}: " in how:

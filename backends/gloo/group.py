@@ -17,6 +17,7 @@ from collectives.backends._shared.exit_reasons import (
     ABORTED,
     PASSED_LIMIT,
     SHUT_DOWN,
+    exception_behind,
     refuse_broken,
     stopped_by,
 )
@@ -48,7 +49,12 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
@@ -70,7 +76,7 @@ def capabilities() -> Capabilities:
 
 
 def create(options: GroupOptions) -> ProcessGroupGloo:
-    """Makes a group; called by all its ranks, blocks until they are connected.
+    """Returns a new group; called by all its ranks, blocks until they are connected.
 
     Connections go over the network interfaces named in ``COLLECTIVES_SOCKET_IFNAME`` or else
     ``GLOO_SOCKET_IFNAME`` (as many on every rank; several are separated by commas and used in turn), or
@@ -100,7 +106,8 @@ class ProcessGroupGloo(ProcessGroup):
 
     **Numerics.** Gloo cannot promise the rules of this package. The result is the same on all ranks, but the
     order of a sum depends on the rank layout, on the size and on an element's position; float16 and bfloat16
-    are rounded at every step; NaN may get lost in MIN and MAX. float8 and PREMUL_SUM are computed in float32
+    are rounded at every step; NaN may get lost in MIN and MAX, which do not order zeros of both signs; AVG
+    overflows where the sum does. float8 and PREMUL_SUM are computed in float32
     and rounded once.
 
     **Mismatches.** Gloo compares nothing between ranks. Different reductions or data types of equal size give
@@ -113,6 +120,9 @@ class ProcessGroupGloo(ProcessGroup):
     rank issued after it.
 
     Made by :func:`create`.
+
+    Args:
+        options: as :func:`create` takes them.
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
@@ -339,7 +349,11 @@ class ProcessGroupGloo(ProcessGroup):
         return self._messages.receive(operation, tensor, src, tag, self._timeout)
 
     def message_done(self, work: MessageGlooWork) -> None:
-        """Forgets a message that is done or failed."""
+        """Forgets a message that is done or failed.
+
+        Args:
+            work: its Work, which calls this once.
+        """
         self._messages.message_done(work)
 
     # ---- start and failure ---------------------------------------------------------------------------------
@@ -350,7 +364,14 @@ class ProcessGroupGloo(ProcessGroup):
         return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
 
     def check_usable(self, operation: Operation) -> Any:
-        """Returns torch's group; raises where this group is broken or ended."""
+        """Returns torch's group.
+
+        Args:
+            operation: what is to be done, for messages.
+
+        Raises:
+            DistBackendError: this group is broken or has ended; the class is that of the first cause.
+        """
         inner = self._torch.inner
         cause = self._cause
         if cause is not None:
@@ -374,7 +395,12 @@ class ProcessGroupGloo(ProcessGroup):
         return work
 
     def failed(self, operation: Operation, error: Exception) -> Exception:
-        """Returns what to raise for an error of Gloo; the first one breaks the group."""
+        """Returns what to raise for an error of Gloo; the first one breaks the group.
+
+        Args:
+            operation: what failed.
+            error: what Gloo raised.
+        """
         broken = self._cause is not None
         found = self._error_of(operation, error)
         if not broken and self._cause is not None:
@@ -428,8 +454,20 @@ class ProcessGroupGloo(ProcessGroup):
         super()._leave_to_parent()
         self._torch.leave()
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the rank whose loss broke the group, if any is known."""
+        cause = self._cause
+        return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+
     def refuse_in_child(self, operation: Operation) -> None:
-        """Raises where this is a child that was forked after the operation was issued."""
+        """Raises where this is a child that was forked after the operation was issued.
+
+        Args:
+            operation: what the child waits for.
+
+        Raises:
+            GroupAbortedError: it is.
+        """
         if self._inherited:
             raise GroupAbortedError(f"{self.where()} {operation}: {belongs_to_parent('the group')}")
 
@@ -442,7 +480,7 @@ class ProcessGroupGloo(ProcessGroup):
             cause = self._cause
             if cause is None:
                 cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break(cause, ABORTED)
+                self._break(cause, ABORTED + exception_behind())
         self._messages.abort(cause)
         self._release()
 

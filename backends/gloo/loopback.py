@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch.futures import Future
 
-from collectives.core.work import CompletedWork, Work
+from collectives.core.work import CompletedWork, Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["Loopback"]
@@ -142,7 +142,7 @@ class _Receive(Work):
                 return
             self._error = error
             self._done.set()
-        self._future.set_exception(error)  # type: ignore[arg-type]
+        fail(self._future, error)
 
     def _expire(self) -> None:
         if not self._done.is_set():

@@ -115,6 +115,8 @@ class Messages:
             return finish_in_background(staged.finish(work), True)
         with self._lock:
             self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
+        if not into.numel():  # Gloo refuses what is sent already where it has no byte to point at
+            into = torch.empty(1, dtype=torch.uint8)
         try:
             work = self._start(operation, -1, lambda inner: inner.recv_anysource([into], tag), tag)
         except BaseException:

@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
-from collectives.core.work import Work
+from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner"]
@@ -140,7 +140,7 @@ class CollectiveGlooWork(Work):
             if error is None:
                 future.set_result(list(self._operation.outputs))
             else:
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error)
 
         self._inner.get_future().add_done_callback(complete)
         return future
@@ -223,7 +223,7 @@ class MessageGlooWork(Work):
         if self._error is None:
             future.set_result(self._results())
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            fail(future, self._error)
 
     def _results(self) -> list[torch.Tensor]:
         return [] if self._source is None else list(self._operation.outputs)

@@ -13,6 +13,7 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
+from collectives.backends._shared.exit_reasons import exception_behind
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, InFlight, as_tuple
@@ -365,7 +366,7 @@ class ProcessGroupHost(ProcessGroup):
 
     def abort(self) -> None:
         """Breaks the group at once, for this rank and its peers; operations in flight raise."""
-        self._native.abort(f"rank {self._rank} aborted it")
+        self._native.abort(f"rank {self._rank} aborted it{exception_behind()}")
         self._native.shutdown(False)
 
     def shutdown(self) -> None:
@@ -475,7 +476,10 @@ def option_names() -> tuple[str, ...]:
 
 
 def create(options: GroupOptions) -> ProcessGroupHost:
-    """Makes a group; called by all its ranks.
+    """Returns a new group; called by all its ranks, blocks until they have met.
+
+    Args:
+        options: ``pg_options`` must be ``None``.
 
     Raises:
         TypeError: there are ``pg_options``: this backend has none.
@@ -490,7 +494,7 @@ def create(options: GroupOptions) -> ProcessGroupHost:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the groups that nobody destroyed, so that no thread of theirs outlives the interpreter."""
+    """Ends the groups that nobody destroyed; other ranks hear of an exception that ended the program."""
     for group in list(_live):
         with contextlib.suppress(Exception):
-            group._native.shutdown(False)
+            group.abort() if exception_behind() else group._native.shutdown(False)

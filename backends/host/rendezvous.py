@@ -29,7 +29,8 @@ from typing import Any, NoReturn, TypeVar
 import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
-from collectives.backends.host.network import choose_addresses, place, refuses
+from collectives.backends.host.known_listeners import KnownListeners
+from collectives.backends.host.network import choose_addresses, place
 from collectives.backends.host.rendezvous_failures import StoreLostError, error_of, record_of
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
@@ -52,12 +53,8 @@ _SLICE_S = 0.1
 """How often a waiting rank answers signals and looks whether another one failed."""
 _FIRST_SLICE_S = 0.002
 """How soon rank 0, which waits for connections, first looks for ranks that publish a location instead."""
-_PROBE_AFTER_S = 0.2
-"""After which a rank tries whether those on other machines still listen."""
-_REFUSAL_S = 0.4
-"""How long connections have to be refused before the one who listened is taken for dead."""
-_PROBES = 8
-"""So many are tried at a time."""
+_END_SHOWS_S = 0.2
+"""How much later than that of its store the end of a process may show."""
 _GRACE_S = 1.0
 """How much longer than rank 0 the others wait, so that they hear from it who did not come."""
 
@@ -114,8 +111,7 @@ class _Attempt:
         self.tuning: dict[str, int] = {}
         self.members: _native.Membership | None = None
         self.elsewhere = 0
-        self.listening: dict[int, list[list[Any]]] = {}
-        self.refused: dict[int, float] = {}
+        self.listeners = KnownListeners()
 
     # ---- who shares memory with whom -------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class _Attempt:
         machines: dict[int, list[int]] = {}
         for rank, one in enumerate(world["ranks"]):
             machines.setdefault(one["leader"], []).append(rank)
-        self.listening = {first: world["ranks"][first]["places"] for first in machines}
+        self.listeners.places = {first: world["ranks"][first]["places"] for first in machines}
         membership.span(
             list(machines.values()),
             [world["ranks"][first]["host"] for first in machines],
@@ -310,16 +306,17 @@ class _Attempt:
 
     def _watch_rank_0(self, leader: int) -> None:
         """Tries whether rank 0 still listens, where this rank does not see its process."""
-        if leader != 0 and 0 not in self.listening and self._ask("check", [self._key("listener", 0)]):
-            self.listening[0] = self._get_listener(0)["places"]
-        self._probe([0])
+        known = self.listeners.places
+        if leader != 0 and 0 not in known and self._ask("check", [self._key("listener", 0)]):
+            known[0] = self._get_listener(0)["places"]
+        self.listeners.check([0], self.began)
 
     def link(self, group: _native.HostGroup) -> None:
         """Waits until this machine's leader is connected with all others."""
 
         def missing() -> list[int]:
             ranks = group.connect(_SLICE_S)
-            self._probe(ranks)
+            self.listeners.check(ranks, self.began)
             return ranks
 
         self.members = None  # the group has taken it
@@ -340,23 +337,6 @@ class _Attempt:
                 )  # those who have linked up learn it by their first operation
             group.shutdown(False)
             raise
-
-    def _probe(self, ranks: list[int]) -> None:
-        """Raises where a rank that has said where it listens does so no more."""
-        now = time.monotonic()
-        if now < self.began + _PROBE_AFTER_S:
-            return
-        known = [rank for rank in ranks if rank in self.listening]
-        first = int(now / _SLICE_S) * _PROBES % max(len(known), 1)
-        for rank in (known[first:] + known[:first])[:_PROBES]:
-            if not refuses(self.listening[rank][0], _SLICE_S):
-                self.refused.pop(rank, None)
-            elif now - self.refused.setdefault(rank, now) >= _REFUSAL_S:
-                raise PeerLostError(
-                    f"rank {rank} has died while the group was formed, or a firewall rejects connections "
-                    f"to {self.listening[rank][0]}",
-                    rank,
-                )
 
     # ---- the store -------------------------------------------------------------------------------------
 
@@ -479,8 +459,7 @@ class _Attempt:
 
     def _without_store(self, error: StoreLostError) -> DistError:
         """Returns the error of a store that failed; names the rank that died where that shows."""
-        # The end of a process may show a little later than that of its store.
-        end = time.monotonic() + _PROBE_AFTER_S
+        end = time.monotonic() + _END_SHOWS_S
         while self.members and not self.members.ended and time.monotonic() < end:
             time.sleep(_FIRST_SLICE_S)
         if self.members and self.members.ended:

@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 import collectives._native as _native
-from collectives.core.work import Work
+from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["HostWork", "InFlight", "as_tuple"]
@@ -106,7 +106,7 @@ class HostWork(Work):
         if error is None:
             self._future.set_result(list(self._outputs))
         else:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            fail(self._future, error)
 
     @property
     def task(self) -> _native.HostTask:

@@ -16,7 +16,14 @@ import threading
 import time
 from typing import Any
 
-from collectives.backends._shared.exit_reasons import ABORTED, PASSED_LIMIT, blamed, refuse_broken, stopped_by
+from collectives.backends._shared.exit_reasons import (
+    ABORTED,
+    PASSED_LIMIT,
+    blamed,
+    exception_behind,
+    refuse_broken,
+    stopped_by,
+)
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.mpi.libmpi import Library
@@ -354,7 +361,7 @@ class Engine:
                 return
             self.ended = True
         if self.cause is None:
-            self._liveness.publish_lost(self._rank, ABORTED)
+            self._liveness.publish_lost(self._rank, ABORTED + exception_behind())
             self._break(GroupAbortedError(f"{self.where} the group was aborted by this rank"))
 
     def shutdown(self) -> bool:

@@ -96,6 +96,9 @@ class ProcessGroupMPI(ProcessGroup):
     operations that were in flight, whose memory therefore stays.
 
     Made by :func:`create`.
+
+    Args:
+        options: as :func:`create` takes them.
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.MPI
@@ -455,7 +458,7 @@ def option_names() -> tuple[str, ...]:
 
 
 def create(options: GroupOptions) -> ProcessGroupMPI:
-    """Makes a group; called by all its ranks, blocks until they have come.
+    """Returns a new group; called by all its ranks, blocks until they have come.
 
     Args:
         options: ``pg_options`` must be ``None``.

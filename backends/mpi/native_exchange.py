@@ -106,12 +106,12 @@ class NativeExchange:
         self.issue = exchange.issue
         self._error = mpi.Exception
 
-    def steps(self, flight: _native.MpiInFlight) -> Steps:
-        """Goes on with what is under way; raises MPI's error."""
+    def steps(self, in_flight: _native.MpiInFlight) -> Steps:
+        """Makes progress with an operation in flight; raises MPI's error."""
         while True:
-            over = not flight.error and flight.advance()
-            if flight.error:
-                raise self._error(flight.error)
+            over = not in_flight.error and in_flight.advance()
+            if in_flight.error:
+                raise self._error(in_flight.error)
             if over:
                 return
             yield []

@@ -12,7 +12,7 @@ import torch
 from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
-from collectives.core.work import Work
+from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["MPIWork", "ProgressEngine", "Steps"]
@@ -164,7 +164,7 @@ class MPIWork(Work):
         if self._error is None:
             future.set_result(list(self.operation.outputs))
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it as a result
+            fail(future, self._error)
 
     @property
     def done(self) -> bool:

@@ -29,7 +29,7 @@ def capabilities() -> Capabilities:
 
 
 def create(options: GroupOptions) -> ProcessGroupNCCL:
-    """Makes a group; called by all its ranks.
+    """Returns a new group; called by all its ranks.
 
     With ``device_id``, blocks until they are connected; without, the first operation does that.
 

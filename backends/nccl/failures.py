@@ -20,6 +20,7 @@ from collectives.backends._shared.exit_reasons import (
     PASSED_LIMIT,
     SHUT_DOWN,
     blamed,
+    exception_behind,
     refuse_broken,
     stopped_by,
 )
@@ -88,7 +89,7 @@ class Failures:
                 return False
             self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
         if aborts:
-            self._break(GroupAbortedError(f"{self._where} {self._left}"), ABORTED)
+            self._break(GroupAbortedError(f"{self._where} {self._left}"), ABORTED + exception_behind())
         return True
 
     def publish_shutdown(self) -> None:

@@ -268,44 +268,6 @@ class ProcessGroupNCCL(ProcessGroup):
         with self._enqueuer.coalescing():
             yield
 
-    def _as_one(self, issue: Callable[[], object]) -> Work:
-        with self._enqueuer.coalescing() as whole:
-            result = issue()
-        return whole[0] if whole else result  # type: ignore[return-value]  # within an outer region: its part
-
-    def allreduce_coalesced(
-        self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
-    ) -> Work:
-        """Reduces several tensors, as :meth:`allreduce` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().allreduce_coalesced, tensors, opts))
-
-    def allgather_coalesced(
-        self,
-        output_lists: Sequence[Sequence[torch.Tensor]],
-        input_list: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> Work:
-        """Gathers several tensors, as :meth:`allgather` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().allgather_coalesced, output_lists, input_list, opts))
-
-    def all_gather_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> Work:
-        """Gathers several tensors, as :meth:`all_gather_single` each, in one group of NCCL's calls."""
-        return self._as_one(partial(super().all_gather_single_coalesced, outputs, inputs, opts))
-
-    def reduce_scatter_single_coalesced(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        opts: ReduceScatterOptions | None = None,
-    ) -> Work:
-        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single`, in one group of calls."""
-        return self._as_one(partial(super().reduce_scatter_single_coalesced, outputs, inputs, opts))
-
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
@@ -399,18 +361,31 @@ class ProcessGroupNCCL(ProcessGroup):
                 self._failures.communicator_failed(self._oldest(), error)
 
     def expire(self, pending: PendingOperation) -> None:
-        """Fails an operation that passed its time limit."""
+        """Fails an operation that passed its time limit, and breaks the group.
+
+        Args:
+            pending: the operation; nothing happens where it has failed already.
+        """
         self._failures.expire(pending)
 
     def check_peers(self, slow: PendingOperation | None) -> None:
-        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up."""
+        """Publishes what this rank waits in, and breaks the group if a rank is gone or has given up.
+
+        Args:
+            slow: the operation that it waits in; ``None`` for none that is slow.
+        """
         self._failures.publish_waiting(slow)
         if slow is not None:
             needed = slow.peers if slow.peers is not None else range(self._size)
             self._failures.check_peers(slow, needed)
 
     def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
-        """Breaks the group after the device has met an error."""
+        """Breaks the group after the device has met an error.
+
+        Args:
+            pending: the operation that was in flight.
+            error: what CUDA raised.
+        """
         self._failures.call_failed(pending, error)
 
     def _oldest(self) -> PendingOperation | None:

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from collectives.backends.nccl.device import Device
 from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
-from collectives.core.work import Work
+from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["CoalescedOperationWork", "NcclWork", "Owner"]
@@ -143,7 +143,7 @@ class NcclWork(Work):
 
         def complete() -> None:
             if pending.error is not None:
-                future.set_exception(pending.error)
+                fail(future, pending.error)
             else:
                 future.set_result(outputs)
 
@@ -228,7 +228,7 @@ class CoalescedOperationWork(Work):
             try:
                 done.value()
             except Exception as error:  # noqa: BLE001 - handed on
-                future.set_exception(error)  # type: ignore[arg-type]
+                fail(future, error)
             else:
                 future.set_result(list(self._outputs))
 

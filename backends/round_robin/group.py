@@ -59,7 +59,7 @@ def capabilities() -> Capabilities | None:
 
 
 def create(options: GroupOptions) -> ProcessGroupRoundRobin:
-    """Makes the groups and their composition; called by all its ranks, blocks until they are connected.
+    """Returns a composition of new groups; called by all its ranks, blocks until they are connected.
 
     Args:
         options: ``pg_options`` may be :class:`RoundRobinOptions` or a dict of their fields; without them the
@@ -106,9 +106,23 @@ def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRo
     composition owns the groups from now on: do not issue collectives on them directly, and let it shut them
     down.
 
+    Args:
+        groups: the lanes; their tensors' devices are those of the composition.
+
     Raises:
         TypeError: an entry is no :class:`~collectives.ProcessGroup`.
         ValueError: there is none, one comes twice, or they differ in rank, size or devices.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.backends.round_robin import round_robin_process_groups
+
+            lanes = round_robin_process_groups([collectives.new_group() for _ in range(3)])
+            works = [collectives.all_reduce(torch.ones(4), group=lanes, async_op=True) for _ in range(6)]
+            for work in works:
+                work.wait()
+            lanes.shutdown()
     """
     return ProcessGroupRoundRobin(groups)
 

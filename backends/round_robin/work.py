@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from collectives.core.work import CoalescedWork, Work, chain
+from collectives.core.work import CoalescedWork, Work, chain, fail
 from collectives.errors import CollectiveMismatchError, DistError
 
 __all__ = ["BarrierWork", "LaneWork", "name_lane"]
@@ -213,4 +213,4 @@ class BarrierWork(Work):
             if error is None:
                 self._future.set_result([])
             else:
-                self._future.set_exception(error)
+                fail(self._future, error)

@@ -115,7 +115,7 @@ def measure(
     found: Found | None = None,
     program: str = "allreduce",
 ) -> Report:
-    """Runs the measurement and returns its report; peers that cannot run here are in it as skipped.
+    """Returns the report of a measurement that it runs; peers that cannot run here are in it as skipped.
 
     Args:
         options: what is measured.

@@ -140,7 +140,12 @@ class Options:
             raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
 
     def workload(self, backends: Sequence[str], ranks: int) -> Workload:
-        """Returns what so many ranks measure with these peers."""
+        """Returns what ranks are told to measure.
+
+        Args:
+            backends: the peers, by name.
+            ranks: number of ranks.
+        """
         item_bytes = getattr(torch, self.dtype).itemsize
         return Workload(
             self.dtype,

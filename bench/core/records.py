@@ -101,11 +101,20 @@ class BaseReport(ABC, Generic[_R]):
 
     @abstractmethod
     def record_as_json(self, record: _R) -> dict[str, Any]:
-        """Returns a record as plain values."""
+        """Returns a record as plain values.
+
+        Args:
+            record: one of :attr:`records`.
+        """
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
-    """Writes plain values to a file and makes its directory; NaN and infinities become null."""
+    """Writes plain values to a file and makes its directory; NaN and infinities become null.
+
+    Args:
+        path: the file; what it held is lost.
+        plain: numbers, text, lists and mappings of such.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_finite(plain), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -33,8 +33,8 @@ def barrier(
     """Blocks until every rank of the group has called it; with ``async_op=True``, the Work does.
 
     Args:
-        group: the group; ``None`` for the default group.
-        async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
+        group: the ranks that take part; ``None`` for the default group.
+        async_op: whether to return at once, with a Work that is done when every rank has called this.
         device_ids: number of the accelerator's device to use, as a list of one.
         timeout: time limit; ``None`` takes the group's.
 
@@ -75,7 +75,7 @@ def monitored_barrier(
     Rank 0 of the group waits for all others and tells them the outcome, so that all fail when one is missing.
 
     Args:
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         timeout: time limit; ``None`` takes the group's.
         wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
 
@@ -83,6 +83,16 @@ def monitored_barrier(
         CollectiveTimeoutError: ranks did not come in time; the message names them on every rank. The group
             stays usable.
         DistBackendError: the group was made without a store.
+
+    Example:
+        With 2 ranks::
+
+            from datetime import timedelta
+
+            try:
+                collectives.monitored_barrier(timeout=timedelta(seconds=60), wait_all_ranks=True)
+            except collectives.CollectiveTimeoutError as error:
+                print(error)  # names the ranks that are missing
     """
     target = member_group(group, "monitored_barrier")
     if target is None:

@@ -67,7 +67,7 @@ def broadcast(
     Args:
         tensor: same number of elements and data type on every rank; input on the source, output elsewhere.
         src: the source, a rank of the default group.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_src: the source, counted within the group; instead of ``src``.
 
@@ -107,7 +107,7 @@ def all_gather(
     Args:
         tensor_list: one tensor for each rank, of the size of that rank's ``tensor``; output.
         tensor: this rank's tensor.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:
@@ -150,7 +150,7 @@ def all_gather_single(
         output_tensor: ``world size`` times the elements of ``input_tensor``: a concatenation along dimension
             0, or a stack. May contain ``input_tensor`` as its own part.
         input_tensor: this rank's tensor.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:
@@ -194,7 +194,7 @@ def gather(
         tensor: this rank's tensor.
         gather_list: on the destination, one tensor for each rank; output. ``None`` elsewhere.
         dst: rank of the default group that gathers; without both, rank 0 of the default group.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_dst: the rank that gathers, counted within the group; instead of ``dst``.
 
@@ -238,7 +238,7 @@ def scatter(
         tensor: this rank's tensor; output.
         scatter_list: on the source, one tensor for each rank. ``None`` elsewhere.
         src: rank of the default group that has the list; without both, rank 0 of the default group.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_src: the rank that has the list, counted within the group; instead of ``src``.
 
@@ -284,7 +284,7 @@ def all_to_all_single(
         input: the parts sent, in rank order.
         output_split_sizes: rows of each part received; ``None`` for equal parts.
         input_split_sizes: rows of each part sent; ``None`` for equal parts.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:
@@ -327,7 +327,7 @@ def all_to_all(
     Args:
         output_tensor_list: one tensor for each rank, of the size of what that rank sends here; output.
         input_tensor_list: one tensor for each rank; may differ in size.
-        group: the group; ``None`` for the default group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:

@@ -48,7 +48,10 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the level, for groups made from now on.
+    """Sets the level, for groups made from now on; to be the same on all ranks.
+
+    Args:
+        level: ours, or that of ``torch.distributed``.
 
     Raises:
         TypeError: it is no :class:`DebugLevel`, neither ours nor that of ``torch.distributed``.
@@ -87,14 +90,16 @@ def _set_log_level(level: DebugLevel) -> None:
 
 
 def checked(group: ProcessGroup, *, detail: bool = False) -> ProcessGroup:
-    """Returns ``group``; at level DETAIL, unless it compares by itself, inside a group that does.
+    """Returns ``group``; at level DETAIL inside a group that compares calls, also where it does so itself.
+
+    What backends compare is what they need: not the shapes of tensors of one size.
 
     Args:
         group: the group.
         detail: whether the caller asks for the comparison, whatever the level is.
     """
     wanted = detail or get_debug_level() >= DebugLevel.DETAIL
-    if not wanted or group.detects_mismatch or group.size() == 1:
+    if not wanted or group.size() == 1:
         return group
     from collectives.core.checked_group import CheckedGroup
 

@@ -41,12 +41,19 @@ def all_reduce_coalesced(
 
     Args:
         tensors: tensors of any shapes and data types, the same on every rank.
-        op: the reduction.
-        group: the group.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return before the operation is done.
 
     Returns:
-        A future with ``async_op=True``, as in ``torch.distributed``.
+        A future with ``async_op=True``, as in ``torch.distributed``; else, and on a rank that is not in the
+        group, ``None``.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            the future carries it.
     """
     _warn("all_reduce_coalesced", "all_reduce of each, inside _coalescing_manager")
     target = member_group(group, "all_reduce_coalesced")
@@ -68,11 +75,18 @@ def all_gather_coalesced(
     Args:
         output_tensor_lists: for each rank a list of tensors as that rank's ``input_tensor_list``; output.
         input_tensor_list: this rank's tensors.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return before the operation is done.
 
     Returns:
-        A future with ``async_op=True``, as in ``torch.distributed``.
+        A future with ``async_op=True``, as in ``torch.distributed``; else, and on a rank that is not in the
+        group, ``None``.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        UnsupportedOperationError: the group does not take such a device, data type or reduction.
+        DistBackendError: a rank died, passed the time limit or called something else; with ``async_op=True``
+            the future carries it.
     """
     _warn("all_gather_coalesced", "all_gather of each")
     target = member_group(group, "all_gather_coalesced")

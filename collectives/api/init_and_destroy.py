@@ -131,7 +131,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
     Operations that were issued are finished first. With ``group=None``, groups end in the reverse order of
     their creation, the same on all ranks; then rank 0 waits a few seconds for ranks that still use the store
-    that it serves.
+    that it serves, apart from those that are known to have died.
 
     Args:
         group: the group; ``None`` or the default group for all.
@@ -166,6 +166,7 @@ def _end_world(*, gracefully: bool) -> None:
     default, groups, store = default_group(), list(world.records), world.store
     owned = world.base if world.owns_store else None
     first: BaseException | None = None
+    lost = {record.ranks[rank] for group, record in world.records.items() for rank in group.lost_ranks()}
     world.clear()
     try:
         while groups:
@@ -180,8 +181,8 @@ def _end_world(*, gracefully: bool) -> None:
                 abort_all(groups[-1:])
             del groups[-1]
         leave_world(store, default.rank())
-        if owned is not None and default.rank() == 0 and default.size() > 1:
-            wait_for_leavers(store, default.size(), _LEAVERS_LIMIT)
+        if owned is not None and default.rank() == 0:
+            wait_for_leavers(store, set(range(1, default.size())) - lost, _LEAVERS_LIMIT)
     except BaseException:
         abort_all(reversed(groups))
         leave_world(store, default.rank())

@@ -121,7 +121,7 @@ def all_gather_object(
         object_list: a list of one entry for each rank, filled in place; left alone on ranks that are not in
             the group.
         obj: this rank's object; unpickled on other ranks, so trust them.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
@@ -186,7 +186,7 @@ def gather_object(
         object_gather_list: on the destination, a list of one entry for each rank, filled in place; ``None``
             elsewhere.
         dst: rank of the default group that gathers; without both, rank 0 of the default group.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         group_dst: the rank that gathers, counted within the group; instead of ``dst``.
         weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
@@ -241,7 +241,7 @@ def broadcast_object_list(
         object_list: objects on the source; a list of equal length elsewhere, filled in place. Trust the
             source.
         src: the source, a rank of the default group; without both, rank 0 of the default group.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_src: the source, counted within the group; instead of ``src``.
         weights_only: nothing but plain data, and no pickle; the same on all ranks.
@@ -298,7 +298,7 @@ def scatter_object_list(
         scatter_object_input_list: on the source, one object for each rank; not looked at elsewhere. Trust the
             source.
         src: the source, a rank of the default group; without both, rank 0 of the default group.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         group_src: the source, counted within the group; instead of ``src``.
         weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
@@ -354,7 +354,7 @@ def send_object_list(
     Args:
         object_list: the objects; unpickled by the receiver, which must trust this rank.
         dst: the receiver, a rank of the default group; not this rank.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_dst: the receiver, counted within the group; instead of ``dst``.
         use_batch: send by ``batch_isend_irecv``, for backends whose plain sends make connections of their
@@ -402,7 +402,7 @@ def recv_object_list(
     Args:
         object_list: a list of the sender's length, filled in place. Trust the sender.
         src: the sender, a rank of the default group; not this rank. Without both, any rank.
-        group: the group.
+        group: the ranks that take part; ``None`` for the default group.
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_src: the sender, counted within the group; instead of ``src``.
         use_batch: as the sender has it.

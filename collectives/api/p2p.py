@@ -14,6 +14,7 @@ import torch
 
 from collectives.api.world_state import default_group, group_rank, is_member, member_group, world_rank
 from collectives.core.arguments.validation import check_tensor, fail
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 
@@ -30,9 +31,9 @@ def isend(
     """Begins to send a tensor; it must not be changed until the Work is done.
 
     Args:
-        tensor: the message.
+        tensor: what is sent, of any shape.
         dst: the receiver, a rank of the default group; may be this rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the receive must name too.
         group_dst: the receiver, counted within the group; instead of ``dst``.
 
@@ -72,7 +73,7 @@ def irecv(
         tensor: of the size and data type of the message; output.
         src: the sender, a rank of the default group; may be this rank. Without both, any rank:
             ``Work.source_rank()`` then tells which, counted within the group.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the send must name too.
         group_src: the sender, counted within the group; instead of ``src``.
 
@@ -103,9 +104,9 @@ def send(
     """Sends a tensor; blocks until it may be changed.
 
     Args:
-        tensor: the message.
+        tensor: what is sent, of any shape.
         dst: the receiver, a rank of the default group; not this rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the receive must name too.
         group_dst: the receiver, counted within the group; instead of ``dst``.
 
@@ -146,7 +147,7 @@ def recv(
     Args:
         tensor: of the size and data type of the message; output.
         src: the sender, a rank of the default group; not this rank. Without both, any rank.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that the send must name too.
         group_src: the sender, counted within the group; instead of ``src``.
 
@@ -199,7 +200,7 @@ class P2POp:
         op: :func:`isend` or :func:`irecv`.
         tensor: the message, or where to put it.
         peer: the other rank, a rank of the default group.
-        group: the group.
+        group: has both ranks in it; ``None`` for the default group.
         tag: number that both sides name.
         group_peer: the other rank, counted within the group; instead of ``peer``.
 
@@ -222,7 +223,7 @@ class P2POp:
         if not is_member(group):
             raise ValueError("P2POp: this rank is not in the given group; only members take part in a batch")
         self.op = op
-        self.group = default_group() if group is None else group
+        self.group = default_group() if group is None else group_behind(group) or group
         self.tensor = check_tensor(self.group, "P2POp", tensor)
         self.group_peer = group_rank(self.group, "P2POp", peer, group_peer, "peer")
         self.peer = world_rank(self.group, self.group_peer) if peer is None else peer

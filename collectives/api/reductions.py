@@ -46,8 +46,8 @@ def all_reduce(
     Args:
         tensor: same shape and data type on every rank; input and output. Complex ones take SUM, AVG and
             PREMUL_SUM.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:
@@ -95,8 +95,8 @@ def reduce(
     Args:
         tensor: same shape and data type on every rank.
         dst: rank of the default group that gets the result.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
         group_dst: the rank that gets the result, counted within the group; instead of ``dst``.
 
@@ -139,8 +139,8 @@ def reduce_scatter(
     Args:
         output: of the size of this rank's entry; output.
         input_list: one tensor for each rank.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:
@@ -186,8 +186,8 @@ def reduce_scatter_single(
     Args:
         output: this rank's part; output, and may be that part of ``input``.
         input: ``world size`` times the elements of ``output``: a concatenation along dimension 0, or a stack.
-        op: the reduction.
-        group: the group; ``None`` for the default group.
+        op: how elements are combined, one of ours or of ``torch.distributed``.
+        group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
 
     Returns:

@@ -42,6 +42,12 @@ def new_subgroups(
 
     Raises:
         ValueError: ``group_size`` is not positive or does not divide the number of ranks.
+
+    Example:
+        With 2 ranks::
+
+            mine, both = collectives.new_subgroups(group_size=1)
+            collectives.all_reduce(torch.ones(2), group=mine)  # this rank alone: [1.0, 1.0]
     """
     ranks = get_process_group_ranks(group)
     where = f"[rank {default_group().rank()}] new_subgroups"
@@ -85,6 +91,12 @@ def new_subgroups_by_enumeration(
 
     Raises:
         ValueError: the list is empty, or a rank is named twice.
+
+    Example:
+        With 2 ranks::
+
+            mine, groups = collectives.new_subgroups_by_enumeration([[1, 0]])
+            mine.size()  # 2
     """
     rank = default_group().rank()
     if not ranks_per_subgroup_list:
@@ -131,6 +143,12 @@ def split_group(
         ValueError: ranks are not in the parent, or named twice; ``backend`` is not part of the parent's.
         CollectiveMismatchError: members ask for different groups.
         PeerLostError: a member has died, and the default group's backend knows it.
+
+    Example:
+        With 2 ranks::
+
+            part = collectives.split_group(split_ranks=[[0], [1]])
+            part.size()  # 1 on both
     """
     with world.lock:
         world.refuse_in_child("split_group")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import GroupAbortedError
 from collectives.forks import belongs_to_parent
@@ -163,18 +164,21 @@ def default_group() -> ProcessGroup:
 def is_member(group: Any) -> bool:
     """Returns whether ``group`` is a group of this process, or ``None``; ``False`` for ``NON_GROUP_MEMBER``.
 
+    A group of ``torch.distributed`` that one of this package carries out counts, too.
+
     Raises:
         TypeError: it is something else.
     """
     if group is None or type(group) in world.types:  # isinstance of an abstract class takes 0.1 us and more
         return True
-    if isinstance(group, ProcessGroup):
+    if group_behind(group) is not None:
         return True
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return False
     raise TypeError(
         f"[rank {_own_rank()}] group must be a collectives.ProcessGroup, but is {group!r} of type "
-        f"{type(group).__module__}.{type(group).__qualname__}"
+        f"{type(group).__module__}.{type(group).__qualname__}; of torch's groups, those of "
+        'torch.distributed.init_process_group("collectives") are taken'
     )
 
 
@@ -185,8 +189,10 @@ def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | N
     """
     if group is None:
         return world.default or default_group()
-    if is_member(group):
+    if type(group) in world.types:
         return group
+    if is_member(group):
+        return group_behind(group)
     warnings.warn(
         f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given group",
         stacklevel=3,
@@ -288,6 +294,9 @@ def is_torchelastic_launched() -> bool:
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Returns this process's rank in a group, from 0; -1 where it is not in it.
 
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
     """
@@ -299,6 +308,9 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Returns the number of ranks of a group; -1 where this process is not in it.
 
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
     """
@@ -308,7 +320,11 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Returns the rank within ``group`` of a rank of the default group.
+    """Returns the rank within a group of a rank of the default group.
+
+    Args:
+        group: the group, of which this process is a member.
+        global_rank: a rank of the default group.
 
     Raises:
         ValueError: the rank is not in the group, or the group was not made by :func:`new_group`.
@@ -320,7 +336,11 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Returns the rank in the default group of a rank of ``group``.
+    """Returns the rank in the default group of a rank of a group.
+
+    Args:
+        group: the group, of which this process is a member.
+        group_rank: a rank within it.
 
     Raises:
         ValueError: the group has no such rank, or it was not made by :func:`new_group`.
@@ -339,13 +359,23 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Returns the global ranks of the members of ``group`` (``None``: the default group), by group rank."""
+    """Returns the members of a group as ranks of the default group, in the order of their ranks within it.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
+
+    Raises:
+        ValueError: this process is not in the group, or it was not made by :func:`new_group`.
+    """
     _check_member(group, "get_process_group_ranks")
     return list(record_of(default_group() if group is None else group).ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group; ``"cpu:host,cuda:nccl"`` where device types have different ones.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.
@@ -356,6 +386,9 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Returns the backend of a group for each device type, such as ``"cpu:host"``.
+
+    Args:
+        group: the group asked about; ``None`` for the default group.
 
     Raises:
         ValueError: this process is not in the group.

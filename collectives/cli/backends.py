@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     form.add_argument("--json", action="store_true", help="the same as --all, with the reasons, as JSON")
     form.add_argument(
-        "--markdown", action="store_true", help="what the backends can do in Markdown, as in the README"
+        "--markdown", action="store_true", help="what the backends can do in Markdown, as in the manual"
     )
 
 

@@ -121,10 +121,17 @@ def reduced(
         terms = [term * torch.tensor(op.factor, dtype=wide) for term in terms]
     table: dict[str, _Combine] = {"PRODUCT": torch.mul, "MIN": _lesser, "MAX": _greater}
     combine = table.get(op.name, torch.add)
-    parts = [functools.reduce(combine, [terms[rank] for rank in ranks]) for ranks in machines] or terms
-    total: torch.Tensor = functools.reduce(combine, parts)
+
+    def combined(terms: list[torch.Tensor]) -> torch.Tensor:
+        parts = [functools.reduce(combine, [terms[rank] for rank in ranks]) for ranks in machines] or terms
+        return functools.reduce(combine, parts)
+
+    total = combined(terms)
     if op.name == "AVG":
+        power = 2.0 ** math.ceil(math.log2(len(inputs)))  # no sum of the terms divided by it overflows
+        scaled = combined([term / power for term in terms]) / len(inputs) * power
         total = total / len(inputs)
+        total = torch.where(total.isfinite(), total, scaled)
     return total.to(dtype).clone()
 
 

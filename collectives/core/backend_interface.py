@@ -7,7 +7,7 @@ first. Costs are stated in S, the bytes of one rank's tensor, for n ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -158,15 +158,21 @@ class BackendInterface(ABC):
         """
         return None
 
-    # ---- messages together, splits --------------------------------------------------------------------
+    # ---- operations together, splits ------------------------------------------------------------------
 
     def _together(self) -> AbstractContextManager[None]:
-        """Lets the messages that this thread issues in a ``with`` block start together, at its end.
+        """Lets the operations that this thread issues in a ``with`` block start together, at its end.
 
-        Their Works are good after the block. For groups whose messages wait for each other in the order of
+        Their Works are good after the block. For groups whose operations wait for each other in the order of
         their calls; here each starts by itself.
         """
         return nullcontext()
+
+    def _issue_together(self, issue: Callable[[], list[Work]]) -> Work:
+        """Returns the one Work of several operations that ``issue`` issues, started together."""
+        with self._together():
+            works = issue()
+        return CoalescedWork(works)
 
     def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
         """Takes part in making a group of other ranks, whose connections are split off this one's.

@@ -60,6 +60,9 @@ class Capabilities:
     def on(self, device: str) -> Capabilities:
         """Returns what holds for tensors on one device type.
 
+        Args:
+            device: the device type, such as ``"cpu"``.
+
         Raises:
             ValueError: tensors on it are not taken.
         """
@@ -82,6 +85,9 @@ class Capabilities:
             device: device type of the tensors; not looked at when ``None``.
             dtype: data type of the tensors; not looked at when ``None``.
             op: the reduction, for the operations that reduce; not looked at when ``None``.
+
+        Raises:
+            ValueError: there is no such operation.
         """
         if operation not in OPERATIONS:
             raise ValueError(f"unknown operation {operation!r}; the operations are {', '.join(OPERATIONS)}")

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -41,6 +42,12 @@ from collectives.store.waiting import wait_for_keys
 __all__ = ["CheckedGroup"]
 
 logger = logging.getLogger("collectives")
+
+_ABORTED = "check/aborted"
+"""Key that a rank sets when it aborts."""
+
+_LOOK_AGAIN = timedelta(seconds=1)
+"""How long ranks wait for each other before they look for deaths and aborts."""
 
 _LIBRARIES = frozenset({"collectives", "torch"})
 
@@ -105,17 +112,30 @@ class CheckedGroup(ForwardingGroup):
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
         return issue(self.inner)
 
+    def abort(self) -> None:
+        """Breaks the inner group; ranks that wait to compare stop waiting."""
+        with contextlib.suppress(Exception):
+            self._store.set(_ABORTED, "")
+        super().abort()
+
     # ---- the comparison ------------------------------------------------------------------------------------
 
     def _compare(self, operation: str, timeout: timedelta | None, **about: Any) -> list[dict[str, Any]]:
-        """Waits for all ranks at this place of the order; returns what each of them calls, by rank."""
+        """Waits for all ranks at this place of the order; returns what each of them calls, by rank.
+
+        Returns nothing where a rank has died or aborted: the operation itself raises what it knows of that.
+        """
         turn = next(self._turns)
         keys = [f"check/{turn}/{r}" for r in range(self._size)]
         mine = {"function": operation, **about}
         self._store.set(keys[self._rank], written([mine, _call_site()], keys[self._rank]))
         limit = self._timeout if timeout is None else timeout
-        if not wait_for_keys(self._store, keys, limit):
-            self._report_missing(turn, keys, mine, limit)
+        deadline = time.monotonic() + limit.total_seconds()
+        while not wait_for_keys(self._store, keys, min(_LOOK_AGAIN, limit)):
+            if self.inner.lost_ranks() or self._store.check([_ABORTED]):
+                return []
+            if time.monotonic() >= deadline:
+                self._report_missing(turn, keys, mine, limit)
         table = [read(self._store.get(key), key, _call) for key in keys]
         if turn:
             # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
@@ -189,7 +209,7 @@ class CheckedGroup(ForwardingGroup):
         return super()._allreduce(tensor, opts)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        self._compare("broadcast", opts.timeout, root=opts.rootRank, **_elements(tensor))
+        self._compare("broadcast", opts.timeout, root=opts.rootRank, **_tensor(tensor))
         return super()._broadcast(tensor, opts)
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
@@ -197,35 +217,35 @@ class CheckedGroup(ForwardingGroup):
         return super()._reduce(tensor, opts)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        counts = [output.numel() for output in outputs]
-        self._compare("all_gather", opts.timeout, dtype=str(tensor.dtype), elements=counts)
+        shapes = [list(output.shape) for output in outputs]
+        self._compare("all_gather", opts.timeout, dtype=str(tensor.dtype), shapes=shapes)
         return super()._allgather(outputs, tensor, opts)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        self._compare("all_gather_single", opts.timeout, **_elements(tensor))
+        self._compare("all_gather_single", opts.timeout, **_tensor(tensor))
         return super()._allgather_single(output, tensor, opts)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        self._compare("gather", opts.timeout, root=opts.rootRank, **_elements(tensor))
+        self._compare("gather", opts.timeout, root=opts.rootRank, **_tensor(tensor))
         return super()._gather(outputs, tensor, opts)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        self._compare("scatter", opts.timeout, root=opts.rootRank, **_elements(output))
+        self._compare("scatter", opts.timeout, root=opts.rootRank, **_tensor(output))
         return super()._scatter(output, inputs, opts)
 
     def _reduce_scatter(
         self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
-        counts = [tensor.numel() for tensor in inputs]
+        shapes = [list(tensor.shape) for tensor in inputs]
         self._compare(
-            "reduce_scatter", opts.timeout, op=repr(opts.reduceOp), dtype=str(output.dtype), elements=counts
+            "reduce_scatter", opts.timeout, op=repr(opts.reduceOp), dtype=str(output.dtype), shapes=shapes
         )
         return super()._reduce_scatter(output, inputs, opts)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
     ) -> Work:
-        self._compare("reduce_scatter_single", opts.timeout, op=repr(opts.reduceOp), **_elements(output))
+        self._compare("reduce_scatter_single", opts.timeout, op=repr(opts.reduceOp), **_tensor(output))
         return super()._reduce_scatter_single(output, tensor, opts)
 
     def _alltoall(
@@ -253,11 +273,6 @@ class CheckedGroup(ForwardingGroup):
 
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
-
-
-def _elements(tensor: torch.Tensor) -> dict[str, Any]:
-    """For operations whose tensors may differ in shape, but not in size."""
-    return {"elements": tensor.numel(), "dtype": str(tensor.dtype), "device": tensor.device.type}
 
 
 def _any(counts: Sequence[int]) -> dict[str, list[int]]:

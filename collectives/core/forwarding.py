@@ -22,7 +22,18 @@ from collectives.core.types import (
 )
 from collectives.core.work import Work
 
-__all__ = ["ForwardingGroup"]
+__all__ = ["ForwardingGroup", "group_behind"]
+
+
+def group_behind(group: object) -> ProcessGroup | None:
+    """Returns the group of this package that ``group`` is, or that carries out torch's ``group``.
+
+    ``None`` where there is none.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    inner = getattr(group, "inner", None)
+    return inner if isinstance(inner, ProcessGroup) else None
 
 
 class ForwardingGroup(ProcessGroup):

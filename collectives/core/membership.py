@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -23,6 +24,19 @@ class Membership(BackendInterface):
 
     A child that was forked is no member: operations raise there, and ending the group ends nothing.
     """
+
+    class BackendType(enum.IntEnum):
+        """Kinds of backends; numbers as in ``torch.distributed``."""
+
+        UNDEFINED = 0
+        GLOO = 1
+        NCCL = 2
+        UCC = 3
+        MPI = 4
+        XCCL = 5
+        CUSTOM = 6
+
+    backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
     def __init__(
         self,
@@ -82,7 +96,15 @@ class Membership(BackendInterface):
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of all future operations that name none."""
+        """Sets the time limit of operations that name none, for those issued from now on.
+
+        Args:
+            timeout: the limit, above zero.
+
+        Raises:
+            TypeError: it is no ``timedelta``.
+            ValueError: it is not above zero.
+        """
         check.seconds(timeout)
         self._timeout = timeout
 
@@ -101,7 +123,18 @@ class Membership(BackendInterface):
     def supports(self, operation: str, **about: Any) -> bool:
         """Returns whether the group offers an operation.
 
-        Arguments as :meth:`~collectives.core.capabilities.Capabilities.why_not`.
+        Args:
+            operation: name of the user function, such as ``"all_reduce"``.
+            about: ``device``, ``dtype`` and ``op``, as
+                :meth:`~collectives.core.capabilities.Capabilities.why_not` takes them; that gives the reason.
+
+        Example:
+            With any number of ranks::
+
+                group = collectives.group.WORLD
+                op = collectives.ReduceOp.BXOR
+                group.supports("all_reduce", dtype=torch.float32, op=op)  # False
+                group.capabilities.why_not("all_reduce", dtype=torch.float32, op=op)  # "BXOR is not ..."
         """
         return self.capabilities.why_not(operation, **about) is None
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 
+from collectives.core.arguments import operations
 from collectives.core.arguments import validation as check
-from collectives.core.arguments.option_records import record
-from collectives.core.arguments.overloads import (
-    first_given,
-    inner_list,
-    with_limit,
-    with_reduction,
-    with_root,
-)
+from collectives.core.arguments.operations import TensorLists, Tensors
+from collectives.core.arguments.staging import dense_outputs
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
 from collectives.core.types import (
     AllgatherOptions,
-    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
@@ -33,13 +25,9 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.core.work import CoalescedWork, Work
-from collectives.errors import UnsupportedOperationError
+from collectives.core.work import Work
 
 __all__ = ["ProcessGroup"]
-
-Tensors = torch.Tensor | Sequence[torch.Tensor]
-TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
 class ProcessGroup(Membership):
@@ -53,12 +41,7 @@ class ProcessGroup(Membership):
     is done; inputs are then unchanged and outputs complete. Outputs may be the inputs where a method says "in
     place"; other overlap is undefined.
 
-    **Arguments** are checked before anything is sent: :class:`TypeError`, :class:`ValueError`, or
-    :class:`~collectives.errors.UnsupportedOperationError` where :attr:`capabilities` say no. Ranks that issue
-    different operations, a rank that dies and a time limit raise the classes of :mod:`collectives.errors`,
-    from the call or from ``Work.wait()``.
-
-    **Arguments' form.** Methods have the names and forms of ``torch.distributed.ProcessGroup``: a list of one
+    **Arguments.** Methods have the names and forms of ``torch.distributed.ProcessGroup``: a list of one
     tensor and an option record, or a tensor and the record's fields. One process drives one device, so lists
     of tensors "per device" hold one. All ranks in arguments count within the group.
 
@@ -76,20 +59,14 @@ class ProcessGroup(Membership):
         store: the group's own key/value store.
         group_name: name, unique in the job.
         group_desc: free text.
+
+    Raises:
+        TypeError: an operation got an argument of a wrong type; nothing was sent, as with the next two.
+        ValueError: an operation got a wrong shape, size, rank or time limit.
+        UnsupportedOperationError: :attr:`capabilities` say no to an operation.
+        DistError: ranks issued different operations, a rank died, the time limit passed, or the group has
+            ended; a class of :mod:`collectives.errors`, from an operation or its ``Work.wait()``.
     """
-
-    class BackendType(enum.IntEnum):
-        """Kinds of backends; numbers as in ``torch.distributed``."""
-
-        UNDEFINED = 0
-        GLOO = 1
-        NCCL = 2
-        UCC = 3
-        MPI = 4
-        XCCL = 5
-        CUSTOM = 6
-
-    backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
     # ---- collectives -----------------------------------------------------------------------------
 
@@ -106,29 +83,33 @@ class ProcessGroup(Membership):
 
         Args:
             tensors: tensor of the same shape and data type on every rank; input and output.
-            opts: option record, or the reduction.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the reduction; ``None`` for the sum.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             op: the reduction, for the form without a record.
             tensor: other name of ``tensors``.
+
+        Returns:
+            Work whose result is the tensor.
         """
-        tensor = check.only_tensor(self, "all_reduce", tensor if tensors is None else tensors)
-        options = with_reduction(AllreduceOptions, opts, op, timeout)
-        self._admit("all_reduce", tensor, options.reduceOp, options.timeout)
-        check.check_outputs(self, "all_reduce", [tensor])
-        return self._allreduce(tensor, options)
+        return self._allreduce(
+            *operations.allreduce(self, tensor if tensors is None else tensors, opts, op, timeout)
+        )
 
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
     ) -> Work:
-        """Reduces several tensors, as :meth:`allreduce` each; they may differ in shape and data type."""
-        opts = record(opts) or AllreduceCoalescedOptions()
-        opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
-        for tensor in tensors:
-            self._admit(
-                "all_reduce", check.check_tensor(self, "all_reduce", tensor), opts.reduceOp, opts.timeout
-            )
-        check.check_outputs(self, "all_reduce", tensors)
-        return CoalescedWork([self._allreduce(tensor, opts) for tensor in tensors])
+        """Returns the one work of several :meth:`allreduce`.
+
+        Args:
+            tensors: tensors that may differ in shape and data type, the same list on every rank. Tensors that
+                share memory are reduced as copies; the last one given stays.
+            opts: option record for all of them; ``None`` for sums within the group's time limit.
+        """
+        opts = operations.allreduce_coalesced(self, tensors, opts)
+        separate = dense_outputs(tensors, separate=True)
+        return separate.finish(
+            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
+        )
 
     def broadcast(
         self,
@@ -144,19 +125,17 @@ class ProcessGroup(Membership):
         Args:
             tensors: tensor of the same number of elements and data type on every rank; input on the root,
                 output elsewhere.
-            opts: option record, or the root.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the root; ``None`` for rank 0.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             root: the root, for the form without a record.
             tensor: other name of ``tensors``.
+
+        Returns:
+            Work whose result is the tensor.
         """
-        tensor = check.only_tensor(self, "broadcast", tensor if tensors is None else tensors)
-        opts = with_root(BroadcastOptions, opts, root, timeout)
-        check.check_rank(self, "broadcast", opts.rootRank, "root")
-        check.check_root_tensor(self, "broadcast", opts.rootTensor)
-        self._admit("broadcast", tensor, None, opts.timeout)
-        if self._rank != opts.rootRank:
-            check.check_outputs(self, "broadcast", [tensor])
-        return self._broadcast(tensor, opts)
+        return self._broadcast(
+            *operations.broadcast(self, tensor if tensors is None else tensors, opts, root, timeout)
+        )
 
     def reduce(
         self,
@@ -172,24 +151,18 @@ class ProcessGroup(Membership):
 
         Args:
             tensors: tensor of the same shape and data type on every rank.
-            opts: option record, or the root.
-            op: the reduction, for the form without a record.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the root; ``None`` for rank 0.
+            op: the reduction, for the form without a record; ``None`` for the sum.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             root: the root, for the form without a record.
             tensor: other name of ``tensors``.
+
+        Returns:
+            Work whose result is the tensor.
         """
-        tensor = check.only_tensor(self, "reduce", tensor if tensors is None else tensors)
-        opts = record(opts)
-        if not isinstance(opts, ReduceOptions):
-            opts = ReduceOptions(
-                timeout=timeout, reduceOp=ReduceOp.of(op or ReduceOp.SUM), rootRank=first_given(opts, root, 0)
-            )
-        check.check_rank(self, "reduce", opts.rootRank, "root")
-        check.check_root_tensor(self, "reduce", opts.rootTensor)
-        self._admit("reduce", tensor, opts.reduceOp, opts.timeout)
-        if self._rank == opts.rootRank:
-            check.check_outputs(self, "reduce", [tensor])
-        return self._reduce(tensor, opts)
+        return self._reduce(
+            *operations.reduce(self, tensor if tensors is None else tensors, opts, root, op, timeout)
+        )
 
     def allgather(
         self,
@@ -207,27 +180,14 @@ class ProcessGroup(Membership):
                 where the capabilities say ``uneven``); or a list of one such list.
             input_tensors: this rank's tensor.
             opts: option record, or the time limit.
-            timeout: time limit, for the form without a record.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             input_tensor: other name of ``input_tensors``.
+
+        Returns:
+            Work whose result is the outputs.
         """
-        what = "all_gather"
         given = input_tensor if input_tensors is None else input_tensors
-        tensor = check.only_tensor(self, what, given, "input")
-        outputs = check.check_list(self, what, inner_list(output_tensors), "output list")
-        check.check_same_dtype(self, what, [tensor, *outputs], "input and outputs")
-        check.check_numel(
-            self,
-            what,
-            outputs[self._rank],
-            f"output {self._rank}",
-            tensor.numel(),
-            "the size of this rank's input",
-        )
-        check.check_even(self, what, outputs, "outputs")
-        opts = with_limit(AllgatherOptions, opts, timeout)
-        self._admit(what, tensor, None, opts.timeout)
-        check.check_outputs(self, what, outputs, "output")
-        return self._allgather(outputs, tensor, opts)
+        return self._allgather(*operations.allgather(self, output_tensors, given, opts, timeout))
 
     def all_gather_single(
         self,
@@ -243,19 +203,12 @@ class ProcessGroup(Membership):
                 May contain ``input`` as its own part.
             input: tensor of the same shape and data type on every rank.
             opts: option record, or the time limit.
-            timeout: time limit, for the form without a record.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
+
+        Returns:
+            Work whose result is the output.
         """
-        what = "all_gather_into_tensor"
-        check.check_pair(self, what, output, input)
-        numel = input.numel() * self._size
-        check.check_numel(
-            self, what, output, "output", numel, f"{input.numel()} from each of {self._size} ranks"
-        )
-        check.check_whole_bytes(self, what, input.dtype, [input.numel()], "parts")
-        opts = with_limit(AllgatherOptions, opts, timeout)
-        self._admit(what, input, None, opts.timeout)
-        check.check_outputs(self, what, [output], "output")
-        return self._allgather_single(output, input, opts)
+        return self._allgather_single(*operations.allgather_single(self, output, input, opts, timeout))
 
     def allgather_coalesced(
         self,
@@ -263,31 +216,15 @@ class ProcessGroup(Membership):
         input_list: Sequence[torch.Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """Gathers several tensors, as :meth:`allgather` each.
+        """Returns the one work of several :meth:`allgather`.
 
         Args:
             output_lists: for each rank a list of tensors as that rank's ``input_list``.
             input_list: this rank's tensors.
-            opts: option record.
+            opts: option record for all of them.
         """
-        what = "all_gather_coalesced"
-        if len(output_lists) != self._size:
-            reason = (
-                f"output_lists must have a list for each of {self._size} ranks, but has {len(output_lists)}"
-            )
-            check.fail(self, what, reason)
-        for r, outputs in enumerate(output_lists):
-            if len(outputs) != len(input_list):
-                check.fail(
-                    self,
-                    what,
-                    f"output_lists[{r}] has {len(outputs)} tensors, but input_list has {len(input_list)}",
-                )
-        works = [
-            self.allgather([outputs[i] for outputs in output_lists], tensor, opts)
-            for i, tensor in enumerate(input_list)
-        ]
-        return CoalescedWork(works)
+        parts = operations.allgather_coalesced(self, output_lists, input_list)
+        return self._issue_together(lambda: [self.allgather(outputs, one, opts) for outputs, one in parts])
 
     def all_gather_single_coalesced(
         self,
@@ -295,10 +232,16 @@ class ProcessGroup(Membership):
         inputs: Sequence[torch.Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """Gathers several tensors, as :meth:`all_gather_single` each."""
-        check.check_lengths(self, "all_gather_into_tensor", outputs, inputs)
-        return CoalescedWork(
-            [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        """Returns the one work of several :meth:`all_gather_single`.
+
+        Args:
+            outputs: an output for each input.
+            inputs: this rank's tensors.
+            opts: option record for all of them.
+        """
+        pairs = check.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
+        return self._issue_together(
+            lambda: [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
         )
 
     def gather(
@@ -317,20 +260,16 @@ class ProcessGroup(Membership):
             output_tensors: on the root, one tensor for each rank, or a list of one such list; empty or
                 ``None`` elsewhere.
             input_tensors: tensor of the same size and data type on every rank.
-            opts: option record, or the root.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the root; ``None`` for rank 0.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             root: the root, for the form without a record.
             input_tensor: other name of ``input_tensors``.
+
+        Returns:
+            Work whose result is the outputs on the root, and empty elsewhere.
         """
-        what = "gather"
         given = input_tensor if input_tensors is None else input_tensors
-        tensor = check.only_tensor(self, what, given, "input")
-        opts = with_root(GatherOptions, opts, root, timeout)
-        check.check_rank(self, what, opts.rootRank, "root")
-        outputs = check.check_rooted_list(self, what, output_tensors, tensor, opts.rootRank, "output list")
-        self._admit(what, tensor, None, opts.timeout)
-        check.check_outputs(self, what, outputs or (), "output")
-        return self._gather(outputs, tensor, opts)
+        return self._gather(*operations.gather(self, output_tensors, given, opts, root, timeout))
 
     def scatter(
         self,
@@ -348,20 +287,16 @@ class ProcessGroup(Membership):
             output_tensors: tensor of the same size and data type on every rank.
             input_tensors: on the root, one tensor for each rank, or a list of one such list; empty or
                 ``None`` elsewhere.
-            opts: option record, or the root.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the root; ``None`` for rank 0.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             root: the root, for the form without a record.
             output_tensor: other name of ``output_tensors``.
+
+        Returns:
+            Work whose result is the output.
         """
-        what = "scatter"
         given = output_tensor if output_tensors is None else output_tensors
-        tensor = check.only_tensor(self, what, given, "output")
-        opts = with_root(ScatterOptions, opts, root, timeout)
-        check.check_rank(self, what, opts.rootRank, "root")
-        inputs = check.check_rooted_list(self, what, input_tensors, tensor, opts.rootRank, "input list")
-        self._admit(what, tensor, None, opts.timeout)
-        check.check_outputs(self, what, [tensor], "output")
-        return self._scatter(tensor, inputs, opts)
+        return self._scatter(*operations.scatter(self, given, input_tensors, opts, root, timeout))
 
     def reduce_scatter(
         self,
@@ -380,25 +315,18 @@ class ProcessGroup(Membership):
             output_tensors: tensor of the size of ``input_tensors[rank]``; may be that tensor.
             input_tensors: one tensor for each rank (sizes may differ where the capabilities say ``uneven``),
                 or a list of one such list.
-            opts: option record, or the reduction.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the reduction; ``None`` for the sum.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             op: the reduction, for the form without a record.
             output: other name of ``output_tensors``.
             input: other name of ``input_tensors``.
+
+        Returns:
+            Work whose result is the output.
         """
-        what = "reduce_scatter"
-        output = check.only_tensor(self, what, output if output_tensors is None else output_tensors, "output")
+        into = output if output_tensors is None else output_tensors
         parts = input if input_tensors is None else input_tensors
-        inputs = check.check_list(self, what, inner_list(parts), "input list")
-        check.check_same_dtype(self, what, [output, *inputs], "output and inputs")
-        check.check_numel(
-            self, what, output, "output", inputs[self._rank].numel(), f"the size of input {self._rank}"
-        )
-        check.check_even(self, what, inputs, "inputs")
-        options = with_reduction(ReduceScatterOptions, opts, op, timeout)
-        self._admit(what, output, options.reduceOp, options.timeout)
-        check.check_outputs(self, what, [output], "output")
-        return self._reduce_scatter(output, inputs, options)
+        return self._reduce_scatter(*operations.reduce_scatter(self, into, parts, opts, op, timeout))
 
     def reduce_scatter_single(
         self,
@@ -415,20 +343,16 @@ class ProcessGroup(Membership):
             outputTensor: this rank's part; may be that part of the input.
             inputTensor: ``size`` times the elements of the output, as a concatenation or a stack along
                 dimension 0.
-            opts: option record, or the reduction.
-            timeout: time limit, for the form without a record.
+            opts: option record, or the reduction; ``None`` for the sum.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
             op: the reduction, for the form without a record.
+
+        Returns:
+            Work whose result is the output.
         """
-        what = "reduce_scatter_tensor"
-        check.check_pair(self, what, outputTensor, inputTensor)
-        numel = outputTensor.numel() * self._size
-        check.check_numel(
-            self, what, inputTensor, "input", numel, f"{outputTensor.numel()} for each of {self._size} ranks"
+        return self._reduce_scatter_single(
+            *operations.reduce_scatter_single(self, outputTensor, inputTensor, opts, op, timeout)
         )
-        options = with_reduction(ReduceScatterOptions, opts, op, timeout)
-        self._admit(what, outputTensor, options.reduceOp, options.timeout)
-        check.check_outputs(self, what, [outputTensor], "output")
-        return self._reduce_scatter_single(outputTensor, inputTensor, options)
 
     def reduce_scatter_single_coalesced(
         self,
@@ -436,10 +360,16 @@ class ProcessGroup(Membership):
         inputs: Sequence[torch.Tensor],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """Reduces and scatters several tensors, as :meth:`reduce_scatter_single` each."""
-        check.check_lengths(self, "reduce_scatter_tensor", outputs, inputs)
-        return CoalescedWork(
-            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        """Returns the one work of several :meth:`reduce_scatter_single`.
+
+        Args:
+            outputs: an output for each input.
+            inputs: tensors of ``size`` parts each.
+            opts: option record for all of them; ``None`` for sums.
+        """
+        pairs = check.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
+        return self._issue_together(
+            lambda: [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
         )
 
     def alltoall(
@@ -455,21 +385,12 @@ class ProcessGroup(Membership):
             output_tensors: one tensor for each rank; entry r has the size of what rank r sends here.
             input_tensors: one tensor for each rank; sizes may differ where the capabilities say ``uneven``.
             opts: option record, or the time limit.
-            timeout: time limit, for the form without a record.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
+
+        Returns:
+            Work whose result is the outputs.
         """
-        what = "all_to_all"
-        outputs = check.check_list(self, what, output_tensors, "output list")
-        inputs = check.check_list(self, what, input_tensors, "input list")
-        check.check_same_dtype(self, what, [*inputs, *outputs], "inputs and outputs")
-        mine = inputs[self._rank].numel()
-        check.check_numel(
-            self, what, outputs[self._rank], f"output {self._rank}", mine, f"the size of input {self._rank}"
-        )
-        check.check_even(self, what, [*inputs, *outputs], "inputs and outputs")
-        opts = with_limit(AllToAllOptions, opts, timeout)
-        self._admit(what, inputs[0], None, opts.timeout)
-        check.check_outputs(self, what, outputs, "output")
-        return self._alltoall(outputs, inputs, opts)
+        return self._alltoall(*operations.alltoall(self, output_tensors, input_tensors, opts, timeout))
 
     def alltoall_base(
         self,
@@ -488,27 +409,16 @@ class ProcessGroup(Membership):
             output_split_sizes: rows of each part received; ``None`` or empty for equal parts.
             input_split_sizes: rows of each part sent; ``None`` or empty for equal parts.
             opts: option record, or the time limit.
-            timeout: time limit, for the form without a record.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
+
+        Returns:
+            Work whose result is the output.
         """
-        what = "all_to_all_single"
-        check.check_pair(self, what, output, input)
-        sent = check.check_splits(self, what, input, input_split_sizes, "input")
-        received = check.check_splits(self, what, output, output_split_sizes, "output")
-        check.check_whole_bytes(self, what, input.dtype, [*sent, *received], "parts")
-        if sent[self._rank] != received[self._rank]:
-            check.fail(
-                self,
-                what,
-                f"this rank sends itself {sent[self._rank]} elements, but expects {received[self._rank]}",
+        return self._alltoall_single(
+            *operations.alltoall_single(
+                self, output, input, output_split_sizes, input_split_sizes, opts, timeout
             )
-        if not self.capabilities.uneven and len({*sent, *received}) > 1:
-            check.fail(
-                self, what, f"parts of different sizes are not taken: {sent} sent, {received} received"
-            )
-        opts = with_limit(AllToAllOptions, opts, timeout)
-        self._admit(what, input, None, opts.timeout)
-        check.check_outputs(self, what, [output], "output")
-        return self._alltoall_single(output, input, received, sent, opts)
+        )
 
     def barrier(
         self, opts: BarrierOptions | timedelta | None = None, timeout: timedelta | None = None
@@ -517,14 +427,12 @@ class ProcessGroup(Membership):
 
         Args:
             opts: option record, or the time limit.
-            timeout: time limit, for the form without a record.
+            timeout: time limit, for the form without a record; ``None`` for the group's.
+
+        Returns:
+            Work without outputs.
         """
-        reason = self.capabilities.why_not("barrier")
-        if reason is not None:
-            check.fail(self, "barrier", reason, UnsupportedOperationError)
-        opts = with_limit(BarrierOptions, opts, timeout)
-        check.check_limit(self, "barrier", opts.timeout)
-        return self._barrier(opts)
+        return self._barrier(operations.barrier(self, opts, timeout))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks.
@@ -544,29 +452,42 @@ class ProcessGroup(Membership):
     # ---- point-to-point ------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank, which receives it with the same tag, size and data type."""
-        tensor = check.only_tensor(self, "send", tensors)
-        check.check_rank(self, "send", dstRank, "destination")
-        check.check_tag(self, "send", tag)
-        self._admit("send", tensor)
-        return self._send(tensor, dstRank, tag)
+        """Sends a tensor to a rank, which receives it with the same tag, size and data type.
+
+        Args:
+            tensors: the tensor; it may be overwritten once the work is done.
+            dstRank: the rank that receives it.
+            tag: tells messages between two ranks apart; 0 where the capabilities have no ``tags``.
+
+        Returns:
+            Work without outputs.
+        """
+        return self._send(operations.send(self, tensors, dstRank, tag), dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
-        """Receives a tensor from a rank, overwriting ``tensors``."""
-        tensor = check.only_tensor(self, "recv", tensors)
-        check.check_rank(self, "recv", srcRank, "source")
-        check.check_tag(self, "recv", tag)
-        self._admit("recv", tensor)
-        check.check_outputs(self, "recv", [tensor])
-        return self._recv(tensor, srcRank, tag)
+        """Receives a tensor from a rank.
+
+        Args:
+            tensors: the tensor to overwrite, of the size and data type of what is sent.
+            srcRank: the rank that sends it.
+            tag: the tag that it is sent with.
+
+        Returns:
+            Work whose result is the tensor.
+        """
+        return self._recv(operations.recv(self, tensors, srcRank, tag), srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receives a tensor from whichever rank sends one with this tag; ``Work.source_rank()`` names it."""
-        tensor = check.only_tensor(self, "recv_anysource", tensors)
-        check.check_tag(self, "recv_anysource", tag)
-        self._admit("recv_anysource", tensor)
-        check.check_outputs(self, "recv_anysource", [tensor])
-        return self._recv(tensor, None, tag)
+        """Receives a tensor from whichever rank sends one with this tag.
+
+        Args:
+            tensors: the tensor to overwrite, of the size and data type of what is sent.
+            tag: the tag that it is sent with.
+
+        Returns:
+            Work whose result is the tensor; its ``source_rank()`` names the sender.
+        """
+        return self._recv(operations.recv_anysource(self, tensors, tag), None, tag)
 
     # ---- names that torch.distributed keeps for the same operations ------------------------------
 

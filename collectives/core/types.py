@@ -44,6 +44,9 @@ class ReduceOp:
         name: ``"SUM"``, ...
         code: number of the operation, the same as in ``torch.distributed``.
         factor: multiplier of ``PREMUL_SUM``; ``None`` for every other operation.
+
+    Raises:
+        ValueError: there is no reduction of this name.
     """
 
     __slots__ = ("code", "factor", "name")
@@ -71,7 +74,10 @@ class ReduceOp:
 
     @classmethod
     def of(cls, op: object) -> ReduceOp:
-        """Returns ``op`` as ours; takes our operations and those of ``torch.distributed``.
+        """Returns a reduction as one of ours.
+
+        Args:
+            op: one of ours, which is returned as it is, or of ``torch.distributed``.
 
         Raises:
             TypeError: ``op`` is neither.
@@ -118,7 +124,16 @@ def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
     """Returns the reduction ``sum over ranks of factor * input``.
 
     Args:
-        factor: a number, or a tensor of one element.
+        factor: a number, or a tensor of one element, which is read at once.
+
+    Raises:
+        ValueError: the tensor has more elements, or none.
+
+    Example:
+        With 2 ranks::
+
+            tensor = torch.tensor([1.0, 2.0])
+            collectives.all_reduce(tensor, collectives.make_premul_sum(0.5))  # [1.0, 2.0] on both
     """
     if isinstance(factor, torch.Tensor) and factor.numel() != 1:
         raise ValueError(
@@ -146,6 +161,7 @@ class AllreduceOptions(_Options):
     """Options of ``allreduce``."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+    """The reduction."""
 
 
 @dataclass(slots=True)
@@ -158,8 +174,11 @@ class ReduceOptions(_Options):
     """Options of ``reduce``."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+    """The reduction."""
     rootRank: int = 0
+    """The root, counted within the group."""
     rootTensor: int = 0
+    """Which of the root's tensors; a process has one, so 0."""
 
 
 @dataclass(slots=True)
@@ -167,6 +186,7 @@ class ReduceScatterOptions(_Options):
     """Options of ``reduce_scatter`` and its single-tensor form."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
+    """The reduction."""
 
 
 @dataclass(slots=True)
@@ -174,7 +194,9 @@ class BroadcastOptions(_Options):
     """Options of ``broadcast``."""
 
     rootRank: int = 0
+    """The root, counted within the group."""
     rootTensor: int = 0
+    """Which of the root's tensors; a process has one, so 0."""
 
 
 @dataclass(slots=True)
@@ -182,6 +204,7 @@ class GatherOptions(_Options):
     """Options of ``gather``."""
 
     rootRank: int = 0
+    """The root, counted within the group."""
 
 
 @dataclass(slots=True)
@@ -189,6 +212,7 @@ class ScatterOptions(_Options):
     """Options of ``scatter``."""
 
     rootRank: int = 0
+    """The root, counted within the group."""
 
 
 @dataclass(slots=True)
@@ -206,4 +230,6 @@ class BarrierOptions(_Options):
     """Options of ``barrier``."""
 
     device_ids: list[int] = field(default_factory=list)
+    """Number of the accelerator's device, as a list of one; empty for the current one."""
     device: torch.device | None = None
+    """The device itself."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
@@ -24,11 +25,30 @@ __all__ = [
     "Work",
     "WorkResult",
     "chain",
+    "fail",
     "finish",
 ]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
+
+
+def fail(future: Future[_T], error: BaseException) -> None:
+    """Completes a future with an error, of which everybody who asks for the value raises a copy.
+
+    The exception itself would hold the frames that it was raised through, and these the future. The garbage
+    collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
+    """
+
+    def raise_copy(failure: BaseException) -> NoReturn:
+        try:
+            fresh = copy.copy(failure)
+        except Exception:  # noqa: BLE001 - a class that cannot be copied
+            fresh = failure
+        raise fresh from failure.__cause__
+
+    future._set_unwrap_func(raise_copy)
+    future.set_result(error)  # type: ignore[arg-type]
 
 
 def chain(future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T]:
@@ -46,7 +66,7 @@ def chain(future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T
         try:
             value = function(done)
         except Exception as error:  # noqa: BLE001 - handed on
-            chained.set_exception(error)  # type: ignore[arg-type]
+            fail(chained, error)
         else:
             chained.set_result(value)
 
@@ -74,7 +94,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the operation is done; returns ``True``.
+        """Blocks until the operation is done.
 
         CPU tensors: blocks the calling thread with the GIL released. CUDA tensors: makes the current stream
             wait, not the host.
@@ -82,6 +102,9 @@ class Work(ABC):
         Args:
             timeout: waits at most this long, then raises; ``None`` or zero leaves it to the operation's own
                 limit.
+
+        Returns:
+            ``True``.
 
         Raises:
             CollectiveTimeoutError: not done within ``timeout``, or the operation passed its own limit.

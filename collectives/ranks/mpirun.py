@@ -14,7 +14,14 @@ from typing import Any
 
 from collectives.ranks.processes import CommandRanks, RankProcesses, SpawnedRanks, connect, run_body
 
-__all__ = ["find_mpirun", "mpirun_environment", "needs_mpirun", "start_ranks", "start_under_mpirun"]
+__all__ = [
+    "find_mpirun",
+    "mpirun_environment",
+    "needs_mpirun",
+    "start_ranks",
+    "start_under_mpirun",
+    "world_rank",
+]
 
 _NEEDS_MPIRUN = "mpi"
 
@@ -43,6 +50,11 @@ def mpirun_environment(ranks: int) -> Mapping[str, str]:
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         }
     return {**os.environ, **extra}
+
+
+def world_rank() -> int:
+    """Returns this process's rank in the job of ``mpirun``, before MPI has started."""
+    return int(next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ))
 
 
 def start_under_mpirun(size: int, body: Callable[..., None], args: tuple[Any, ...]) -> RankProcesses:
@@ -76,7 +88,7 @@ def start_ranks(
 
 def _main(words: Sequence[str]) -> None:
     (address,) = words
-    rank = int(next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ))
+    rank = world_rank()
     with connect(address, rank) as connection:
         body, args = connection.recv()
         run_body(rank, connection, body, args)

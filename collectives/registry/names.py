@@ -302,6 +302,9 @@ def default_timeout(config: BackendConfig) -> timedelta:
 def get_default_backend_for_device(device: str | torch.device) -> str:
     """Returns the name of the backend used for a device type where the user names none.
 
+    Args:
+        device: a device or its type.
+
     Raises:
         ValueError: there is none for this device type.
     """
@@ -314,7 +317,11 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Returns whether a backend, or all of ``"<device>:<backend>,..."``, can be used in this process."""
+    """Returns whether a backend can be used in this process.
+
+    Args:
+        backend: its name in any case, or ``"<device>:<backend>,..."``, of which all must be usable.
+    """
     lower = backend.lower()
     if ":" not in lower:
         return lower in registry.backend_names() and registry.why_unavailable(lower) is None
@@ -350,5 +357,12 @@ def is_xccl_available() -> bool:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Returns whether a reduction is defined for complex tensors."""
+    """Returns whether a reduction is defined for complex tensors.
+
+    Args:
+        reduceOp: one of ours or of ``torch.distributed``.
+
+    Raises:
+        TypeError: it is neither.
+    """
     return ReduceOp.of(reduceOp).name in _COMPLEX_REDUCTIONS

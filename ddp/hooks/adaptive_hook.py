@@ -154,7 +154,13 @@ class AdaptiveState(EncodedState):
         return {**super().__getstate__(), "_measurements": {}}
 
     def level(self, keys: tuple[str, ...], levels: Mapping[str, _Level], group: ProcessGroup) -> str:
-        """Returns the level of a bucket: the cheapest that the last measurement allows; waits for that."""
+        """Returns the level of a bucket: the cheapest that the last measurement allows; waits for that.
+
+        Args:
+            keys: of the bucket's parameters.
+            levels: what each level sends and loses, by name.
+            group: the ranks.
+        """
         if keys not in self.levels:
             self._forget_parts_of(keys)
         measured = self._measurements.pop(keys, None)
@@ -198,7 +204,16 @@ class AdaptiveState(EncodedState):
         group: ProcessGroup,
         values: torch.Tensor,
     ) -> None:
-        """Measures the errors of all levels, where it is time to; all ranks get the largest."""
+        """Measures the errors of all levels, where it is time to; all ranks get the largest.
+
+        Does not block: the next :meth:`level` of the bucket waits for the ranks.
+
+        Args:
+            keys: of the bucket's parameters.
+            levels: what each level sends and loses, by name.
+            group: the ranks; all call it for the same buckets.
+            values: the bucket's gradients with the error added; not changed.
+        """
         settled = keys in self.levels and keys not in self._undecided
         if settled and (self.iter - self.start_iter) % self.interval:
             return
@@ -222,6 +237,9 @@ def adaptive_hook(state: AdaptiveState, bucket: GradBucket) -> Future[torch.Tens
     Args:
         state: settings and memory; this rank's own.
         bucket: the bucket; gets the averages.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
 
     Raises:
         TypeError: the bucket holds a sparse gradient.

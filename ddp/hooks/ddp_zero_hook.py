@@ -49,6 +49,21 @@ def hook_with_zero_step(
         ValueError: ``zero`` was made without ``overlap_with_ddp``, or has parameters whose gradients are in
             no bucket, or ``ddp`` skips buckets.
         RuntimeError: ``zero`` was stepped or loaded already, and ``shard_buckets`` is not set.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.hooks.ddp_zero_hook import hook_with_zero_step
+            from collectives.ddp.hooks.default_hooks import allreduce_hook
+            from collectives.ddp.optim import ZeroRedundancyOptimizer
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 4))
+            zero = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01
+            )
+            model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, zero))
+            model(torch.randn(16, 8)).sum().backward()  # updates the parameters, too
     """
     steps = _Steps(ddp, zero, shard_buckets)
 

@@ -32,6 +32,9 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> Future[torch.Te
     Args:
         process_group: the ranks; ``None`` for the default group.
         bucket: the bucket; averaged in place.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
     """
     return average_exactly(group_of(process_group, bucket), bucket)
 
@@ -43,6 +46,12 @@ def fp16_compress_hook(process_group: object, bucket: GradBucket) -> Future[torc
     Args:
         process_group: the ranks; ``None`` for the default group.
         bucket: the bucket; gets the averages, cast back.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
+
+    Raises:
+        TypeError: the bucket holds a sparse gradient.
     """
     return _compressed(process_group, bucket, torch.float16)
 
@@ -54,6 +63,12 @@ def bf16_compress_hook(process_group: object, bucket: GradBucket) -> Future[torc
     Args:
         process_group: the ranks; ``None`` for the default group.
         bucket: the bucket; gets the averages, cast back.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
+
+    Raises:
+        TypeError: the bucket holds a sparse gradient.
     """
     return _compressed(process_group, bucket, torch.bfloat16)
 
@@ -65,7 +80,8 @@ bf16_compress_hook.__name__ = "bf16_compress"
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Returns a hook that runs ``hook`` on the gradients as float16, and casts its result back.
 
-    It can be pickled where ``hook`` can.
+    Args:
+        hook: any hook; the one returned takes its state, and can be pickled where it can.
     """
     return _CastHook(hook, torch.float16)
 
@@ -73,7 +89,8 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """Returns a hook that runs ``hook`` on the gradients as bfloat16, and casts its result back.
 
-    It can be pickled where ``hook`` can.
+    Args:
+        hook: any hook; the one returned takes its state, and can be pickled where it can.
     """
     return _CastHook(hook, torch.bfloat16)
 

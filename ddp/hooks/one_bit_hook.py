@@ -66,6 +66,9 @@ def one_bit_hook(state: OneBitState, bucket: GradBucket) -> Future[torch.Tensor]
         state: settings and memory; this rank's own.
         bucket: the bucket; gets the averages.
 
+    Returns:
+        A future of the bucket's buffer with the averages.
+
     Raises:
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.

@@ -85,6 +85,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         state: settings and the count of iterations; this rank's own.
         bucket: the bucket; averaged in place.
 
+    Returns:
+        A future of the bucket's buffer with the averages; with ``post_local_gradient_allreduce=False``, from
+        ``start_localSGD_iter`` on, of this rank's own gradients.
+
     Raises:
         ValueError: the ranks' states differ, or there is no subgroup and no CUDA device to count.
     """

@@ -156,7 +156,12 @@ class PowerSGDState(FeedbackState):
     # ---- what the hooks call -------------------------------------------------------------------------------
 
     def factor(self, key: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        """Returns the remembered Q of a matrix; ``None`` where it begins anew."""
+        """Returns the remembered Q of a matrix; ``None`` where it begins anew.
+
+        Args:
+            key: of the matrix.
+            shape: columns of the matrix and rank; a Q of another shape is not used.
+        """
         kept = self.q_memory_dict.get(key) if self.warm_start else None
         return None if kept is None or kept.shape != shape else kept
 
@@ -181,7 +186,11 @@ class PowerSGDState(FeedbackState):
             self.q_memory_dict[key] = factor.clone()
 
     def log_stats(self, bucket: GradBucket) -> None:
-        """Logs how much was saved, when it is time to."""
+        """Logs how much was saved, when it is time to.
+
+        Args:
+            bucket: the bucket that was compressed; the last one of an iteration logs.
+        """
         if bucket.is_last() and self.iter >= self.next_stats_report:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
             _log.info(
@@ -248,9 +257,21 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         state: settings and memory; this rank's own.
         bucket: the bucket; averaged in place.
 
+    Returns:
+        A future of the bucket's buffer with the averages.
+
     Raises:
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            model.register_comm_hook(PowerSGDState(matrix_approximation_rank=2), powerSGD_hook)
     """
     return _run(state, bucket, layer_by_layer)
 
@@ -278,6 +299,9 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     Args:
         state: settings and memory; this rank's own.
         bucket: the bucket; averaged in place.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
 
     Raises:
         TypeError: the bucket holds a sparse gradient.

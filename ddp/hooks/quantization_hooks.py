@@ -28,6 +28,12 @@ def quantization_pertensor_hook(process_group: object, bucket: GradBucket) -> Fu
     Args:
         process_group: the ranks, one of our groups or of torch's; ``None`` for the default group.
         bucket: the bucket; gets the averages.
+
+    Returns:
+        A future of the bucket's buffer with the averages.
+
+    Raises:
+        TypeError: the bucket holds a sparse gradient.
     """
     return _quantized(process_group, bucket, Affine())
 
@@ -46,7 +52,11 @@ def quantization_perchannel_hook(
         bucket: the bucket; gets the averages.
         bucket_size: elements of a block, 1 or more.
 
+    Returns:
+        A future of the bucket's buffer with the averages.
+
     Raises:
+        TypeError: the bucket holds a sparse gradient.
         ValueError: ``bucket_size`` is not positive.
     """
     if bucket_size < 1:

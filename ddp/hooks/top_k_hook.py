@@ -62,6 +62,9 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> Future[torch.Tensor]:
         state: settings and memory; this rank's own.
         bucket: the bucket; gets the averages, zeros where no rank sent a value.
 
+    Returns:
+        A future of the bucket's buffer with the averages.
+
     Raises:
         TypeError: the bucket holds a sparse gradient.
         ValueError: the ranks' states differ, or the state belongs to another model or number of ranks.

@@ -124,16 +124,6 @@ class Join:
     A rank that leaves the loop stays in the context until all ranks have left theirs, and meanwhile
     communicates in place of each joinable, by its hook. Leaving the context blocks for so long.
 
-    Example::
-
-        model = DistributedDataParallel(module)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        with Join([model, optimizer]):
-            for inputs in batches:  # any number on each rank
-                optimizer.zero_grad()
-                model(inputs).sum().backward()
-                optimizer.step()
-
     Where all joinables are a :class:`~collectives.ddp.DistributedDataParallel` or a
     :class:`~collectives.ddp.optim.ZeroRedundancyOptimizer`, an exception of a rank's own code inside the
     context is told to the others, which raise :class:`~collectives.ddp.JoinError` instead of waiting for that
@@ -156,6 +146,19 @@ class Join:
         RuntimeError: entered within another context over this group.
         UnevenInputsError: ``throw_on_early_termination`` is set and a rank has left the loop; raised on all.
         JoinError: the ranks cannot go on together.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel, Join
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with Join([model]):
+                for _ in range(3 + rank):  # any number on each rank
+                    optimizer.zero_grad()
+                    model(torch.randn(16, 8)).sum().backward()
+                    optimizer.step()
     """
 
     def __init__(

@@ -41,6 +41,9 @@ class MixedPrecision:
     def of(cls, config: object) -> MixedPrecision:
         """Returns the settings of any object that has these three attributes, such as torch's.
 
+        Args:
+            config: the object.
+
         Raises:
             TypeError: one of them is missing or no floating type.
         """

@@ -160,7 +160,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: ProcessGroup | None = None
     ) -> nn.Module:
-        """Same as :func:`convert_sync_batchnorm`."""
+        """Other name of :func:`convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, process_group)
 
 
@@ -278,19 +278,29 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
-    """Replaces all batch normalisation in a module by :class:`SyncBatchNorm`; returns the module.
+    """Replaces all batch normalisation in a module by :class:`SyncBatchNorm`, in place.
 
-    The module is changed in place; where it is such a layer itself, its replacement is returned. Parameters,
-    buffers, hooks and all other attributes of a layer go over to its replacement as they are, and a layer
-    that is used in several places stays one. Wrap the module afterwards. Layers of a class of the user's with
-    a forward of its own are left as they are, with a warning.
+    Parameters, buffers, hooks and all other attributes of a layer go over to its replacement as they are, and
+    a layer that is used in several places stays one. Wrap the module afterwards. Layers of a class of the
+    user's with a forward of its own are left as they are, with a warning.
 
     Args:
         module: the module.
         process_group: the ranks that normalise together; ``None`` for the default group.
 
+    Returns:
+        The module; where it is such a layer itself, its replacement.
+
     Raises:
         ValueError: a layer is not initialised yet.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel, convert_sync_batchnorm
+
+            network = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+            model = DistributedDataParallel(convert_sync_batchnorm(network))
     """
     group = None if process_group is None else resolve_group(process_group)
 
@@ -322,14 +332,16 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Undoes :func:`convert_sync_batchnorm`, for evaluation or export without a group; returns the module.
+    """Undoes :func:`convert_sync_batchnorm`, in place, for evaluation or export without a group.
 
-    The module is changed in place; where it is such a layer itself, its replacement is returned. A layer gets
-    back the class that it had; one that was made as a :class:`SyncBatchNorm` gets one for inputs of any
-    dimensions.
+    A layer gets back the class that it had; one that was made as a :class:`SyncBatchNorm` gets one for inputs
+    of any dimensions.
 
     Args:
         module: the module.
+
+    Returns:
+        The module; where it is such a layer itself, its replacement.
     """
 
     def revert(layer: nn.Module) -> nn.Module:

@@ -21,7 +21,9 @@ def _of_the_wrapped(name: str) -> Callable[..., Any]:
 
     register.__name__ = name
     register.__doc__ = (
-        f"Calls ``{name}`` of the wrapped optimizer; its steps end before parameters are averaged."
+        f"Returns the handle of a hook of the wrapped optimizer, as its ``{name}`` does.\n\n"
+        "The steps of that optimizer end before parameters are averaged.\n\n"
+        "Args:\n    args: as that method takes them.\n    kwargs: likewise."
     )
     return register
 
@@ -43,6 +45,23 @@ class PostLocalSGDOptimizer(Optimizer):
 
     Raises:
         TypeError: an argument is of another kind.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+            from collectives.ddp.model_averaging import PeriodicModelAverager
+            from collectives.ddp.optim import PostLocalSGDOptimizer
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 1))
+            mine, _ = collectives.new_subgroups(1)
+            model.register_comm_hook(PostLocalSGDState(None, mine, 100), post_localSGD_hook)
+            optimizer = PostLocalSGDOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), PeriodicModelAverager(period=4, warmup_steps=100)
+            )
+            model(torch.randn(16, 8)).sum().backward()
+            optimizer.step()
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
@@ -88,11 +107,19 @@ class PostLocalSGDOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters."""
+        """Clears the gradients of all parameters.
+
+        Args:
+            set_to_none: whether they become ``None`` instead of zeros.
+        """
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group to the wrapped optimizer."""
+        """Adds a parameter group to the wrapped optimizer; called on all ranks alike.
+
+        Args:
+            param_group: ``"params"`` and options, as the wrapped optimizer takes it.
+        """
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,6 +133,9 @@ class PostLocalSGDOptimizer(Optimizer):
 
         Where there is no ``"step"``, as in the state of the wrapped optimizer alone, warns, and the averager
         begins at step 0.
+
+        Args:
+            state_dict: the same on all ranks; copied as the wrapped optimizer does.
         """
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:

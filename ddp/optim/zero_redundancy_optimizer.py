@@ -66,6 +66,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ValueError: there is no parameter, or they are of different data types or layouts, or the optimizer
             cannot be dealt out.
         ModelMismatchError: ranks have different parameters; raised on all ranks.
+
+    Example:
+        With 2 ranks::
+
+            from collectives.ddp import DistributedDataParallel
+            from collectives.ddp.optim import ZeroRedundancyOptimizer
+
+            model = DistributedDataParallel(torch.nn.Linear(8, 4))
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+            model(torch.randn(16, 8)).sum().backward()
+            optimizer.step()
+            optimizer.consolidate_state_dict(to=0)
+            state = optimizer.state_dict() if rank == 0 else None
     """
 
     _notifies_always = True
@@ -151,7 +164,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return part
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """Returns the rank, within the group, that updates a parameter; ``None`` where none does."""
+        """Returns the rank, within the group, that updates a parameter; ``None`` where none does.
+
+        Args:
+            parameter: the parameter itself, not an equal tensor.
+        """
         return self._owners.get(parameter)
 
     def assign_together(self, parts: Iterable[Sequence[torch.Tensor]]) -> None:

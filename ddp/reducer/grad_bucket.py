@@ -61,7 +61,10 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the flat tensor, for a hook that this one calls; the data type may differ.
+        """Replaces the flat tensor, for a hook that this one calls.
+
+        Args:
+            buffer: as many elements as the bucket has, of any data type; aliased, not copied.
 
         Raises:
             TypeError: ``buffer`` is no tensor.

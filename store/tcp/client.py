@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import random
 import socket
@@ -14,13 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import collectives._native as _native
-from collectives.errors import DistNetworkError
+from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
 from collectives.secret import SECRET, WAY_OUT
 from collectives.store.tcp.proof import PROOF_WANTED, UnprovedError, prove
-from collectives.store.tcp.wire import MAGIC, Command, u32
+from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
 __all__ = ["Client", "Connection", "Trust"]
+
+logger = logging.getLogger("collectives")
 
 _open: set[Client] = set()
 """Clients that nobody has closed.
@@ -34,8 +37,13 @@ _FIRST_RETRY_S = 0.01
 _LONGEST_RETRY_S = 1.0
 _LAST_TRY_S = 0.05
 """How long before the limit the last try begins."""
+_SILENT_S = 10.0
+"""How long a client tries to connect before it says so, once."""
 _ANSWER_S = 10.0
 """How long a freshly connected server may take to answer the first ping before the next try."""
+_REASON_S = 2.0
+"""How long a server that has hung up may take to say why."""
+_REASON_BYTES = 1024
 _UNPROVED_S = 2.0
 """How long a server may break handshakes off: one that is about to end does it, too."""
 
@@ -56,8 +64,15 @@ class Trust:
 class Connection:
     """One socket to the server, used by one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, name: bytes) -> None:
+        """Takes over a connected socket.
+
+        Args:
+            sock: the socket.
+            name: bytes of the connection's first ping, by which our server knows it.
+        """
         self._socket = sock
+        self.name = name
 
     def close(self) -> None:
         """Closes the socket."""
@@ -143,6 +158,7 @@ class Client:
             timeout: seconds that making another connection may take.
 
         Raises:
+            DistStoreError: the server ended the connection because it refuses what was asked.
             DistNetworkError: the connection broke, or the server did not answer in time.
         """
         connection = self._take(operation, timeout)
@@ -158,6 +174,10 @@ class Client:
                     "process (rank 0, or torchrun's agent) stopped, or its machine unreachable?"
                 ) from error
             if isinstance(error, OSError):
+                if refusal := self._why_refused(connection):
+                    raise DistStoreError(
+                        f"{operation}: the store server at {self._shown_as} refused the request: {refusal}"
+                    ) from error
                 self._failure = self._failure or (
                     f"the connection to the store server at {self._shown_as} broke ({error}); "
                     "the process that runs it (rank 0, or torchrun's agent) has ended or closed its store"
@@ -200,11 +220,27 @@ class Client:
             self._in_use.add(connection)
         return connection
 
+    def _why_refused(self, connection: Connection) -> str:
+        """Returns what the server says of a connection that has ended; empty if it is gone, or is torch's."""
+        deadline = time.monotonic() + _REASON_S
+        if self._failure is not None:
+            return ""
+        try:
+            asking = self._connect_once(deadline)
+            try:
+                asking.send(bytes([Command.GET]) + text(REFUSAL_KEY + connection.name), deadline)
+                return asking.receive_text(deadline).decode(errors="replace")
+            finally:
+                asking.close()
+        except (OSError, DistNetworkError):
+            return ""
+
     def _connect(self, timeout: float) -> Connection:
         start = time.monotonic()
         delay = _FIRST_RETRY_S
         attempts = 0
         end = start + timeout
+        told = timeout <= _SILENT_S
         while True:
             attempts += 1
             try:
@@ -228,6 +264,16 @@ class Client:
                         "the server (rank 0, or torchrun's agent) run? Do MASTER_ADDR and MASTER_PORT name "
                         "its machine and port on all ranks, and does no firewall stand between?"
                     ) from error
+                if not told and time.monotonic() - start >= _SILENT_S:
+                    told = True
+                    logger.warning(
+                        "no store server answers at %s since %g s (%s); this process tries for %g s. Rank 0 "
+                        "serves the store there, or torchrun's agent where that is MASTER_ADDR:MASTER_PORT",
+                        self._shown_as,
+                        _SILENT_S,
+                        _reason(error),
+                        timeout,
+                    )
             time.sleep(min(pause, left))
             delay = min(2 * delay, _LONGEST_RETRY_S)
 
@@ -271,10 +317,10 @@ class Client:
             raise ConnectionRefusedError("nobody listens there")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection = Connection(sock)
+        nonce = u32(random.getrandbits(32))
+        connection = Connection(sock, nonce)
         if self._trust.key is not None:
             prove(connection, self._trust.key, answer_by)
-        nonce = u32(random.getrandbits(32))
         connection.send(bytes([Command.VALIDATE]) + u32(MAGIC) + bytes([Command.PING]) + nonce, answer_by)
         answer = connection.receive(4, answer_by)
         if answer == PROOF_WANTED != nonce:
@@ -283,6 +329,7 @@ class Client:
                 f"this one has none: set {SECRET}, or {SECRET}_FILE, as it is there"
             )
         if answer != nonce:
+            _raise_turned_away(connection, answer, answer_by)
             raise DistNetworkError(
                 f"what listens at {self._shown_as} is no store server: it answered {answer!r}. "
                 "Is MASTER_PORT the port of another service?"
@@ -301,6 +348,18 @@ class Client:
             connection.close()
         self._idle = []
         self._in_use = set()
+
+
+def _raise_turned_away(connection: Connection, start: bytes, deadline: float) -> None:
+    """Raises an error that says why a server of ours cannot keep a connection, if that is what it sends."""
+    if not TURNED_AWAY.startswith(start):
+        return
+    said = bytearray(start)
+    with contextlib.suppress(ConnectionResetError):
+        while len(said) < _REASON_BYTES:
+            said += connection.receive(1, deadline)
+    if said.startswith(TURNED_AWAY):
+        raise ConnectionRefusedError(said.removeprefix(TURNED_AWAY).decode(errors="replace"))
 
 
 def _remaining(deadline: float) -> float:

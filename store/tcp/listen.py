@@ -103,13 +103,19 @@ def _open(host: str, port: int) -> list[socket.socket]:
 
 
 def _open_loopbacks(port: int) -> list[socket.socket]:
-    sockets = [_listener(socket.AF_INET, "127.0.0.1", port)]
-    try:
-        sockets.append(_listener(socket.AF_INET6, "::1", sockets[0].getsockname()[1]))
-    except OSError as error:
-        if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
-            sockets[0].close()
-            raise
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            sockets.append(_listener(family, address, sockets[0].getsockname()[1] if sockets else port))
+        except OSError as error:  # noqa: PERF203
+            if error.errno not in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}:
+                for sock in sockets:
+                    sock.close()
+                raise
+            missing = error
+    if not sockets and missing is not None:
+        raise missing
     return sockets
 
 

@@ -11,6 +11,7 @@ import secrets
 from typing import Protocol
 
 from collectives.secret import SECRET
+from collectives.store.tcp.wire import TURNED_AWAY
 
 __all__ = ["PROOF_WANTED", "UnprovedError", "hello", "prove"]
 
@@ -18,6 +19,7 @@ _HELLO = b"collectives auth"
 _NONCE_BYTES = 32
 PROOF_WANTED = b"auth"
 """What a server that asks for a proof answers to a client that sends a request instead."""
+_NO_ROOM = "the store's server has no room for another connection; raise `ulimit -n` where the server runs"
 _DIFFERENT = (
     "it does not know this job's secret: its process has none, or another one; set "
     f"{SECRET}, or {SECRET}_FILE, to the same for all processes of the job"
@@ -36,7 +38,13 @@ class _Connection(Protocol):
 def prove(connection: _Connection, key: bytes, deadline: float) -> None:
     """Proves that this process knows the key, and has the server prove it.
 
+    Args:
+        connection: a connection on which nothing has been sent.
+        key: what both ends know.
+        deadline: until when, by ``time.monotonic()``.
+
     Raises:
+        ConnectionRefusedError: the server cannot keep the connection.
         UnprovedError: the server closed the connection, or does not know the key.
         OSError: the connection broke, or time ran out.
     """
@@ -44,10 +52,14 @@ def prove(connection: _Connection, key: bytes, deadline: float) -> None:
     try:
         connection.send(opening, deadline)
         nonce = connection.receive(_NONCE_BYTES, deadline)
+        if nonce.startswith(TURNED_AWAY):
+            raise ConnectionRefusedError(_NO_ROOM)  # not its words: it has proved nothing
         connection.send(_proof(key, b"dial", opening + nonce), deadline)
         answer = connection.receive(_NONCE_BYTES, deadline)
     except TimeoutError as error:
         raise TimeoutError("no answer to the proof of the job's secret, as of a TCPStore of torch") from error
+    except ConnectionRefusedError:
+        raise
     except ConnectionError as error:
         raise UnprovedError(_DIFFERENT) from error
     if not hmac.compare_digest(answer, _proof(key, b"accept", opening + nonce)):

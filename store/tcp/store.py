@@ -15,6 +15,7 @@ from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import derived_key, is_insecure
 from collectives.store.base import DEFAULT_TIMEOUT, Store
 from collectives.store.tcp.client import Client, Connection, Trust
+from collectives.store.tcp.limits import max_server_bytes
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
     INIT_KEY,
@@ -51,12 +52,13 @@ class _Server:
     """A native server in this process, with the port that it listens on."""
 
     def __init__(self, host: str, port: int, listen_fd: int | None, trust: Trust) -> None:
+        most = max_server_bytes()
         sockets = open_listeners(host, port) if listen_fd is None else [adopt_listener(listen_fd, port)]
         self.address, self.port = sockets[0].getsockname()[:2]
         self.loopback_only = is_loopback(self.address)
         self.trust = trust
         self.native = _native.StoreServer(
-            [sock.detach() for sock in sockets], trust.key or b"", trust.own_user_only
+            [sock.detach() for sock in sockets], most, trust.key or b"", trust.own_user_only
         )
 
 
@@ -75,6 +77,18 @@ class TCPStore(Store):
     ``is_master=True``, its clones, and those that share it by ``multi_tenant``); clients then get
     :class:`~collectives.DistNetworkError`.
 
+    **Access.** Where the job has a secret (``COLLECTIVES_SECRET``), server and clients prove to each other
+    that they know it, before any request. Without one, both must be processes of one user on one machine.
+
+    **Limits.** The server holds at most 1 GiB for its clients: keys, values, requests that are not complete,
+    replies that are not read. ``COLLECTIVES_STORE_BYTES`` in the environment of its process changes that. A
+    value may grow to a sixteenth of it, a reply to a quarter; one request sets values of at most 8 MiB, and
+    carries at most 256 MiB and 131072 keys. The last sixteenth is for values of up to 4096 bytes. A call that
+    would pass a limit raises :class:`~collectives.DistStoreError` with the limit and changes nothing, and
+    everybody goes on. A client that does not read its replies waits alone. The server leaves a quarter of the
+    descriptors that its process may open, 128 at most, to the application (``ulimit -n``), and turns clients
+    away beyond that.
+
     Args:
         host_name: name or address of the machine that runs the server, as clients connect to it. The server
             listens on loopback only for ``localhost`` and loopback addresses, on exactly the address if it is
@@ -92,7 +106,7 @@ class TCPStore(Store):
         use_libuv: accepted for torch's sake; our server is always event-driven (:attr:`libuvBackend`).
 
     Raises:
-        DistNetworkError: the port is in use, or no server answers.
+        DistNetworkError: the port is in use, or no server answers, or only one that is not to be trusted.
         DistStoreError: not all workers came in time.
     """
 

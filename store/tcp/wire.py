@@ -38,9 +38,9 @@ already under way comes before it. There is no error reply: a server ends the co
 request it cannot carry out. Workers that are waited for add 1 to the key ``init/``, which has no slash in
 front.
 
-Our server differs from torch's in two things that this format leaves open. A client that cancels a BARRIER,
-or goes away in it, is counted out again. And GET of the key ``collectives`` (no slash), which is never
-stored, answers the server's version.
+Our server differs from torch's in what this format leaves open. A client that cancels a BARRIER, or goes away
+in it, is counted out again. And GET of keys that are never stored (no slash in front) answers the server's
+version (:data:`SERVER_KEY`) or why it ended a connection (:data:`REFUSAL_KEY`).
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ __all__ = [
     "MAX_REQUEST_BYTES",
     "MAX_VALUE_BYTES",
     "READY",
+    "REFUSAL_KEY",
     "SERVER_KEY",
     "STOP_WAITING",
+    "TURNED_AWAY",
     "WAIT_CANCELED",
     "Command",
     "i64",
@@ -74,6 +76,10 @@ KEY_PREFIX = b"/"
 INIT_KEY = b"init/"
 SERVER_KEY = b"collectives"
 """Reads as the version of our server, and as empty at torch's; see the end of this module's description."""
+REFUSAL_KEY = b"collectives/refused/"
+"""With the bytes of a connection's first PING behind it, it reads as why the server ended the connection."""
+TURNED_AWAY = b"collectives: "
+"""What our server sends before the reason, in the place of a reply, to a client that it cannot keep."""
 
 READY = 0
 STOP_WAITING = 0

@@ -166,9 +166,9 @@ def test_all_in_flight_fail_and_futures_keep_the_class(backend: str) -> None:
 
 
 def stopped_rank(group: ProcessGroup) -> float:
-    group.set_timeout(timedelta(seconds=1.5))
     group.allreduce(torch.ones(3)).wait()
     gate("ready", group)
+    group.set_timeout(timedelta(seconds=1.5))
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
@@ -194,7 +194,7 @@ def late_rank(group: ProcessGroup) -> None:
     """Only one of the ranks comes; the limit is the operation's own."""
     options = AllreduceOptions(timeout=timedelta(milliseconds=300))
     if group.rank() != 0:
-        time.sleep(1.2)
+        current_store().wait(["passed"])
         with pytest.raises((PeerLostError, GroupAbortedError, CollectiveTimeoutError)):
             group.allreduce([torch.ones(3)], options).wait()
         return
@@ -206,6 +206,7 @@ def late_rank(group: ProcessGroup) -> None:
             group.allreduce([torch.ones(3)], options).wait()
         assert time.monotonic() - began < PATIENCE
         assert "0.3 s" in str(info.value), info.value
+    current_store().set("passed", "")
 
 
 def test_a_limit_of_an_operation(backend: str) -> None:
@@ -218,8 +219,9 @@ def message_limit(group: ProcessGroup) -> None:
         for work in (group.recv(torch.ones(3), 1), group.recv(torch.ones(3), 0, 2)):
             with pytest.raises((CollectiveTimeoutError, GroupAbortedError)):
                 work.wait()
+        current_store().set("passed", "")
     else:
-        time.sleep(1.0)
+        current_store().wait(["passed"])
 
 
 def test_a_limit_of_a_message(backend: str) -> None:
@@ -231,12 +233,13 @@ def abort_here(group: ProcessGroup, waiting: bool) -> float:
     gate("ready", group)
     began = time.monotonic()
     if group.rank() == 0:
-        threading.Timer(0.4, group.abort).start()
+        aborter = threading.Timer(0.4, group.abort)
+        aborter.start()
         if waiting:
             with pytest.raises(GroupAbortedError, match="abort"):
                 group.recv(torch.ones(3), 1).wait()
         else:
-            time.sleep(0.6)
+            aborter.join()
     else:
         with pytest.raises(GroupAbortedError) as info:
             group.allreduce(torch.ones(3)).wait()
@@ -306,8 +309,8 @@ def mismatches(group: ProcessGroup) -> None:
         "root": (pick(lambda: group.broadcast(a, root=0), lambda: group.broadcast(b, root=1)),
                  "root 0", "root 1"),
         "gathered size": (
-            pick(lambda: group.allgather([torch.empty(4)] * size, a),
-                 lambda: group.allgather([torch.empty(5)] * size, five)),
+            pick(lambda: group.allgather([torch.empty(4) for _ in range(size)], a),
+                 lambda: group.allgather([torch.empty(5) for _ in range(size)], five)),
             "all_gather", "all_gather",
         ),
     }  # fmt: skip
@@ -333,7 +336,7 @@ def barrier_mismatches(group: ProcessGroup) -> None:
     other: list[Callable[[], Work]] = [
         lambda: group.allreduce(x),
         lambda: group.broadcast(x, BroadcastOptions(asyncOp=False)),
-        lambda: group.allgather([torch.empty(4)] * group.size(), x),
+        lambda: group.allgather([torch.empty(4) for _ in range(group.size())], x),
     ]
     for turn in range(5):
         options = BarrierOptions(asyncOp=(turn + me) % 2 == 0)

@@ -132,10 +132,11 @@ def barriers(group: ProcessGroup) -> None:
     for _ in range(30):
         group.barrier().wait()
     if me == size - 1:
-        time.sleep(0.2)
+        store.wait([f"issued{rank}" for rank in range(me)])
     work = group.barrier()
     if me != size - 1:
         assert not work.is_completed()
+        store.set(f"issued{me}", "x")
     work.wait()
     assert work.result() == []
 

@@ -150,6 +150,27 @@ def test_any_source(backend: str, world_size: int) -> None:
     run_ranks(from_anyone, world_size, backend=backend)
 
 
+def empty_from_anyone(group: ProcessGroup) -> None:
+    """A message without elements that is there before its receive."""
+    sent = []
+    if group.rank() == 1:
+        sent = [group.send(tensor, 0, 4) for tensor in (torch.empty(0), torch.ones(2))]
+    group.barrier().wait()
+    if group.rank() == 0:
+        work = group.recv_anysource(torch.empty(0), 4)
+        work.wait()
+        assert work.source_rank() == 1
+        got = torch.zeros(2)
+        group.recv_anysource(got, 4).wait()
+        assert got.tolist() == [1.0, 1.0]
+    for work in sent:
+        work.wait()
+
+
+def test_empty_message_from_any_source(backend: str) -> None:
+    run_ranks(empty_from_anyone, 2, backend=backend)
+
+
 def to_oneself(group: ProcessGroup) -> None:
     me = group.rank()
     got = torch.empty(4)

@@ -256,24 +256,15 @@ def test_any_thread_waits_and_issues(backend: str, world_size: int) -> None:
 
 def gil_is_free(group: ProcessGroup) -> None:
     """A rank that waits lets its other threads run."""
+    store = current_store()
     if group.rank() == 0:
-        time.sleep(0.3)
+        store.wait(["other thread"])
         group.allreduce(torch.ones(1), AllreduceOptions(asyncOp=False)).wait()
         return
-    turns = 0
-    done = threading.Event()
-
-    def count() -> None:
-        nonlocal turns
-        while not done.wait(0.01):
-            turns += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
+    other = threading.Timer(0.3, store.set, ("other thread", "x"))
+    other.start()
     group.allreduce(torch.ones(1), AllreduceOptions(asyncOp=False)).wait()
-    done.set()
-    thread.join()
-    assert turns >= 3
+    other.join()
 
 
 def test_waiting_frees_the_gil(backend: str) -> None:
@@ -316,6 +307,48 @@ def coalesced(group: ProcessGroup) -> None:
     assert nothing.wait()
     assert nothing.result() == []
     assert nothing.get_future().wait() == []
+
+
+def shared_memory(group: ProcessGroup) -> None:
+    """A tensor that is given twice is reduced as separate copies are; what would be chance is refused."""
+    me, size = group.rank(), group.size()
+    total = sum(range(1, size + 1))
+    for _ in range(3):
+        tensor, other = torch.full((1000,), me + 1.0), torch.full((3,), me + 2.0)
+        group.allreduce_coalesced([tensor, other, tensor, tensor]).wait()
+        assert tensor.unique().tolist() == [total]
+        assert other.unique().tolist() == [total + size]
+        whole = torch.full((10, 4), me + 1.0)
+        parts = [whole[:6], whole[3:], whole[:, 1], whole.view(-1)[::3]]
+        group.allreduce_coalesced(parts).wait()
+        assert whole.unique().tolist() == [total]
+    columns = torch.zeros(5, size)
+    group.allgather(list(columns.unbind(1)), torch.full((5,), me + 1.0)).wait()
+    assert columns[0].tolist() == list(range(1, size + 1))
+    flat = torch.zeros(2 * size)
+    group.all_gather_single_coalesced([flat[:size], flat[size:]], [flat[me : me + 1], torch.ones(1)]).wait()
+    assert flat.tolist() == [0.0] * size + [1.0] * size
+    if size == 1:
+        return
+    twice, one, many = [torch.zeros(2)] * size, torch.ones(2), torch.ones(2 * size)
+    refused: list[Callable[[], Work]] = [
+        lambda: group.allgather(twice, one),
+        lambda: group.allgather([many[n : n + 2] for n in range(size)], one),
+        lambda: group.gather(twice if me == 0 else None, one) if me == 0 else group.allgather(twice, one),
+        lambda: group.alltoall(twice, [one] * size),
+        lambda: group.allgather_coalesced([[r, r] for r in many.split(2)], [one, one]),
+        lambda: group.all_gather_single_coalesced([many, many], [one, one.clone()]),
+        lambda: group.all_gather_single_coalesced([many, torch.ones(2 * size)], [one, many[:2]]),
+        lambda: group.reduce_scatter_single_coalesced([one, one], [many, many]),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="share memory"):
+            call()
+    group.barrier().wait()
+
+
+def test_tensors_that_share_memory(backend: str, world_size: int) -> None:
+    run_ranks(shared_memory, world_size, backend=backend)
 
 
 def test_coalesced_operations(backend: str, world_size: int) -> None:

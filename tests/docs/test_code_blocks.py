@@ -20,9 +20,12 @@ COMMANDS = sorted(
     {
         command
         for page in PAGES
-        for command in re.findall(r"^collectives ((?:.*\\\n)*.*)$", page.read_text("utf-8"), re.MULTILINE)
+        for form in (r"^collectives ((?:.*\\\n)*.*)$", r"`collectives ([^`]+)`")
+        for command in re.findall(form, page.read_text("utf-8"), re.MULTILINE)
+        if "..." not in command and command != "bench"
     }
 )
+"""Those of blocks and those within text, but for what stands for several."""
 
 
 class Block(NamedTuple):
@@ -84,20 +87,3 @@ def test_files_that_contributors_are_sent_to_exist():
     named = set(re.findall(r"`([\w/-]+/[\w-]+\.(?:py|hpp|cpp|inl))`", text))
     assert "collectives/api/init_and_destroy.py" in named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-def test_environment_variables_are_read_somewhere():
-    page = (ROOT / "docs/guide/environment.md").read_text("utf-8")
-    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-    names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert "COLLECTIVES_SOCKET_IFNAME" in names
-    sources = [
-        path
-        for folder in ("collectives", "store", "backends")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".cpp", ".hpp"}
-    ]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    assert [name for name in sorted(names) if name not in text] == []
-    ours = set(re.findall(r'"(COLLECTIVES_[A-Z_]+)"', text))
-    assert ours <= names, "variables that the page does not tell of"

@@ -8,19 +8,24 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from store_pairs import LONG
+from store_server import store_server
 from strangers import NOBODY, visit
 
-from collectives import DistNetworkError
+from collectives import DistNetworkError, DistStoreError
+from collectives.secret import derived_key
 from collectives.store import TCPStore
-from collectives.store.tcp.proof import hello
+from collectives.store.tcp.client import Connection
+from collectives.store.tcp.proof import hello, prove
 
 SECRET = "a secret that all processes of this job share"
 VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 77)
+PONG = struct.pack("<I", 77)
 GET_SECRET = struct.pack("<BQ", 3, 7) + b"/secret"
 
 
@@ -32,6 +37,24 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     store.set("secret", "treasure")
     yield store
     store.close()
+
+
+def proved(port: int, stack: ExitStack) -> socket.socket:
+    """Returns a connection whose ends have proved themselves; nothing else has been sent on it."""
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+    prove(Connection(sock, b""), derived_key("store") or b"", time.monotonic() + 30)
+    sock.settimeout(30)
+    return sock
+
+
+def answer_to(sock: socket.socket, request: bytes) -> bytes:
+    """Returns four bytes; fewer if the server hangs up."""
+    answer = b""
+    with suppress(ConnectionError):
+        sock.sendall(request)
+        while len(answer) < 4 and (part := sock.recv(4 - len(answer))):
+            answer += part
+    return answer
 
 
 def connections(store: TCPStore) -> int:
@@ -140,6 +163,69 @@ class TestGuarded:
         assert client.get("secret") == b"treasure"
         client.close()
 
+    def test_after_the_proof_the_limits_hold_as_without_one(
+        self, guarded: TCPStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLLECTIVES_STORE_BYTES", str(2**20))
+        small = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
+        client = TCPStore("127.0.0.1", small.port, timeout=LONG)
+        with pytest.raises(DistStoreError, match="65537 bytes, of at most 65536"):
+            client.set("big", bytes(65537))
+        client.set("key", "goes on")
+        client.close()
+        small.close()
+        with ExitStack() as stack:
+            assert answer_to(proved(guarded.port, stack), VALIDATE_AND_PING) == PONG
+            assert answer_to(proved(guarded.port, stack), GET_SECRET) == b""
+            long_key = struct.pack("<BQ", 1, 4096) + bytes(1024)
+            assert answer_to(proved(guarded.port, stack), long_key) == b""
+
+    @pytest.mark.full
+    def test_who_proves_itself_and_does_not_greet_is_hung_up_on(self, guarded: TCPStore) -> None:
+        with ExitStack() as stack:
+            silent = proved(guarded.port, stack)
+            idle = proved(guarded.port, stack)
+            assert answer_to(idle, VALIDATE_AND_PING) == PONG
+            assert silent.recv(1) == b""
+            assert answer_to(idle, VALIDATE_AND_PING[5:]) == PONG
+
+    @pytest.mark.full
+    def test_strangers_cannot_take_all_descriptors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+        with store_server() as server, ExitStack() as stack:
+            server.limit("RLIMIT_NOFILE", 256)
+            for word in (hello(), b"", hello()[:20]) * 100:
+                stranger = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+                stack.enter_context(stranger)
+                with suppress(ConnectionError):
+                    stranger.sendall(word)
+            client = TCPStore("127.0.0.1", server.port, timeout=LONG)
+            client.set("key", "value")
+            assert client.get("key") == b"value"
+            client.close()
+
+    @pytest.mark.full
+    def test_where_there_is_no_room_strangers_learn_no_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+        with store_server() as server, ExitStack() as stack:
+            client = TCPStore("127.0.0.1", server.port, timeout=LONG)
+            server.limit("RLIMIT_NOFILE", 256)
+
+            def fill() -> None:
+                for _ in range(256):
+                    assert answer_to(proved(server.port, stack), VALIDATE_AND_PING) == PONG
+
+            with pytest.raises(
+                ConnectionRefusedError, match="has no room for another connection; raise `ulim"
+            ):
+                fill()
+            assert visit(server.port, hello()) == [b"collectives: no room for another connection"]
+            with pytest.raises(DistNetworkError, match="no store server answers"):
+                TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
+            client.set("key", "value")
+            assert client.get("key") == b"value"
+            client.close()
+
     def test_the_store_of_an_agent_needs_no_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
@@ -198,6 +284,6 @@ class TestWithoutSecret:
                 os.setuid(NOBODY)
             with socket.create_connection(("127.0.0.1", store.port)) as plug:
                 plug.sendall(VALIDATE_AND_PING)
-                os._exit(0 if plug.recv(4) == struct.pack("<I", 77) else 1)
+                os._exit(0 if plug.recv(4) == PONG else 1)
         assert os.waitpid(child, 0)[1] == 0
         store.close()

@@ -192,6 +192,23 @@ class TestEnv:
         assert (rank, size) == (0, 2)
         store.close()
 
+    def test_rank_0_serves_an_address_that_is_not_the_agents(self, environ):
+        environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=1, TORCHELASTIC_USE_AGENT_STORE="True")
+        url = f"tcp://127.0.0.1:{free_port()}"
+        store, _, _ = meet(url, 0, 1, timeout=timedelta(seconds=20))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        store.close()
+
+    def test_who_waits_for_a_store_says_so_once(self, environ, monkeypatch, caplog):
+        monkeypatch.setattr("collectives.store.tcp.client._SILENT_S", 0.1)
+        url = f"tcp://127.0.0.1:{free_port()}"
+        with pytest.raises(collectives.DistNetworkError, match="no store server answers"):
+            meet(url, 1, 2, timeout=timedelta(seconds=1))
+        (line,) = caplog.messages
+        assert line.startswith(f"no store server answers at {url.removeprefix('tcp://')} since 0.1 s")
+        assert "Rank 0 serves the store there, or torchrun's agent" in line
+
 
 class TestFile:
     def test_meeting(self, tmp_path):

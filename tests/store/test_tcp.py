@@ -6,7 +6,10 @@ import datetime as dt
 import gc
 import inspect
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -53,6 +56,32 @@ class TestListening:
         store = TCPStore("localhost", 0, is_master=True)
         assert self.LOOPBACK4 in listening(store.port) <= {self.LOOPBACK4, self.LOOPBACK6}
         store.close()
+
+    @pytest.mark.full
+    def test_localhost_without_ipv4(self, tmp_path):
+        """In a network of its own, where the name and the only interface have one address."""
+        hosts = tmp_path / "hosts"
+        hosts.write_text("::1 localhost\n")
+        prepare = (
+            f"mount --bind {hosts} /etc/hosts && ip link set lo up && ip address flush dev lo && "
+            "ip address add ::1/128 dev lo"
+        )
+        unshare = ["unshare", "--net", "--mount", "sh", "-c"]
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run([*unshare, prepare], check=False, capture_output=True).returncode
+        ):
+            pytest.skip("no network of its own for a process here")
+        script = (
+            "from collectives.store import TCPStore\n"
+            "server = TCPStore('localhost', 0, is_master=True)\n"
+            "client = TCPStore('localhost', server.port)\n"
+            "client.set('key', 'value')\n"
+            "assert server.get('key') == b'value'\n"
+        )
+        command = [*unshare, f'{prepare} && exec "$0" -c "$1"', sys.executable, script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_another_loopback_address(self):
         store = TCPStore("127.0.0.2", 0, is_master=True)

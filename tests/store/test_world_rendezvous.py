@@ -86,6 +86,26 @@ def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
     assert len(set(world_of(store, 3))) == 1
 
 
+class SlowStore(dist.HashStore):
+    """Sets the first result for rank 1, and comes back when that rank has tried again."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value)
+        if key == "join/result/1/1":
+            self.wait(["join/attempt/1/2"], LIMIT)
+
+
+def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
+    store = SlowStore()
+
+    def try_twice(rank: int) -> int:
+        with pytest.raises(ValueError, match="the ranks differ in world_size"):
+            join_world(store, rank, 2 + rank, "x", LIMIT)
+        return join_world(store, rank, 2, "x", LIMIT)
+
+    assert on_threads(lambda: try_twice(0), lambda: try_twice(1)) == [2, 2]
+
+
 def test_missing_ranks_are_named_to_those_who_came() -> None:
     store = dist.HashStore()
     short = timedelta(milliseconds=300)

@@ -118,6 +118,11 @@ def naive_float(op: int, sources: list[torch.Tensor], factor: float) -> torch.Te
             total = torch.where((term > total) | term.isnan(), term, total)
     if op == AVG:
         total = total / scale
+        power = 2.0 ** math.ceil(math.log2(factor))
+        again = terms[0] / power
+        for term in terms[1:]:
+            again = again + term / power
+        total = torch.where(total.isfinite(), total, again / scale * power)
     nan = total.isnan()
     if dtype == torch.float8_e4m3fn and not TORCH_SATURATES:
         total = total.clamp(-448, 448)

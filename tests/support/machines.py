@@ -1,4 +1,4 @@
-"""Fixtures of tests that run ranks on several machines; the machines are network namespaces.
+"""For tests that run ranks on several machines; the machines are network namespaces.
 
 ::
 
@@ -11,6 +11,7 @@ A test whose machines the kernel does not allow is skipped with the reason.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -19,7 +20,21 @@ import pytest
 
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
-__all__ = ["make_machines"]
+__all__ = ["bytes_without_repeats", "make_machines"]
+
+_SEGMENT = 1448
+"""Bytes of data in a segment of TCP on these links."""
+
+
+def bytes_without_repeats(machines: Machines, machine: int) -> int:
+    """Returns how many bytes a machine has sent, without what TCP sent again.
+
+    TCP does that where a process gets no core for a while and its acknowledgements come late.
+    """
+    command = machines.command(machine, ["cat", "/proc/net/snmp"])
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names, values = (line.split() for line in table.splitlines() if line.startswith("Tcp:"))
+    return machines.sent_bytes(machine) - _SEGMENT * int(values[names.index("RetransSegs")])
 
 
 @pytest.fixture

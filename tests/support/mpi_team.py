@@ -11,14 +11,12 @@ import contextlib
 import functools
 import os
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,12 @@ import pytest
 from harness import RankProcess, run_on
 from sources import PYTHONPATH
 
+from collectives.ranks.processes import CommandRanks
+
 __all__ = ["VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
 
 VARIABLE = "COLLECTIVES_TEST_MPI"
 
-_START_SECONDS = 15.0
-_END_SECONDS = 10.0
 _PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -111,7 +109,7 @@ def find_installations() -> tuple[Installation, ...]:
     return tuple(found)
 
 
-class Team:
+class Team(CommandRanks):
     """The ranks of one job, which run function after function; a context manager.
 
     Args:
@@ -130,46 +128,19 @@ class Team:
         env: dict[str, str] | None = None,
     ) -> None:
         # In memory, because Open MPI puts the memory that ranks share there.
-        self._folder = tempfile.mkdtemp(prefix="collectives-mpi-", dir="/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="collectives-mpi-", dir="/dev/shm"))
         self.ranks: list[RankProcess] = []
-        with socket.socket(socket.AF_UNIX) as listener, (Path(self._folder) / "mpirun.log").open("wb") as log:
-            listener.bind(f"{self._folder}/parent")
-            listener.listen(size)
-            listener.settimeout(_START_SECONDS)
-            self._launcher = subprocess.Popen(
-                [
-                    *installation.command(size, leave_alone=leave_alone),
-                    sys.executable,
-                    mpi_rank.__file__,
-                    self._folder,
-                ],
-                env={**installation.environment(self._folder), **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                self._gather(listener, size)
-            except BaseException:
-                self.close(kill=True)
-                raise
-
-    def _gather(self, listener: socket.socket, size: int) -> None:
-        came: dict[int, RankProcess] = {}
-        while len(came) < size:
-            try:
-                plug, _ = listener.accept()
-            except TimeoutError as error:
-                log = (Path(self._folder) / "mpirun.log").read_text(errors="replace")
-                raise RuntimeError(f"only {len(came)} of {size} ranks came; mpirun says\n{log}") from error
-            connection = mp_connection.Connection(plug.detach())
-            rank, pid = connection.recv()
-            came[rank] = RankProcess(connection, pid, Path(self._folder) / f"{rank}.log")
-        for rank in range(size):
-            deadline = time.monotonic() + _START_SECONDS
-            while not (Path(self._folder) / f"{rank}.log").exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
-        self.ranks = [came[rank] for rank in range(size)]
+        command = [*installation.command(size, leave_alone=leave_alone), sys.executable, mpi_rank.__file__]
+        environment = {**installation.environment(str(self._folder)), **(env or {})}
+        super().__init__(size, command, environment, (self._folder,))
+        try:
+            self.ranks = [
+                RankProcess(self._connections[rank], pid, self._folder / f"{rank}.log")
+                for rank, pid in enumerate(self.gather())
+            ]
+        except BaseException:
+            self.close(at_once=True)
+            raise
 
     def run(
         self,
@@ -184,30 +155,16 @@ class Team:
         __tracebackhide__ = True
         return run_on(self.ranks, function, *args, backend=backend, timeout=timeout, lost=lost, **options)
 
-    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(kill=kind is not None)
-
-    def close(self, *, kill: bool = False) -> None:
-        """Ends the job and removes its files; without ``kill`` the ranks leave in order."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the job and removes its files; unless ``at_once``, the ranks leave in order."""
         segments = {name for rank in self.ranks for name in _segments(rank.pid)}
         for rank in self.ranks:
-            rank.connection.close()
-        if not kill:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(_END_SECONDS)
-        for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.send_signal(9)
+            if at_once:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.send_signal(signal.SIGKILL)
             os.close(rank.pidfd)
         self.ranks = []
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(0.5)
-        if self._launcher.poll() is None:
-            self._launcher.kill()
-            self._launcher.wait()
+        super().close(at_once=at_once)
         for segment in segments:  # MPICH leaves them where it is killed
             segment.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -248,7 +205,7 @@ class Teams:
             if healthy:
                 self._teams[size] = team
             else:
-                team.close(kill=True)
+                team.close(at_once=True)
         return results
 
     def run_alone(
@@ -266,7 +223,7 @@ class Teams:
         try:
             return team.run(function, *args, lost=lost, **options)
         finally:
-            team.close(kill=True)
+            team.close(at_once=True)
 
     def close(self) -> None:
         """Ends all jobs."""

@@ -187,11 +187,9 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 def serve_rank(connection: Connection) -> None:
     """Runs tasks until the connection closes."""
-    while True:
-        try:
-            task = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            return
+    from collectives.ranks.processes import commands
+
+    for task in commands(connection):
         outcome = run(task)
         try:
             answer = pickle.dumps(outcome)
@@ -223,7 +221,7 @@ def _preload() -> None:
     import pytest  # noqa: F401 - test modules import it
     import torch
 
-    import collectives  # noqa: F401
+    import collectives.ranks.processes  # noqa: F401 - of which ranks need a function
 
     torch.set_num_threads(1)
     for name in ("host", "gloo", "round_robin"):

@@ -4,6 +4,7 @@
 
 #include "common/error.hpp"
 #include "common/opcode.hpp"
+#include "memory/copy_once.hpp"
 #include "transport/machine_transport.hpp"
 
 namespace collectives {
@@ -31,14 +32,15 @@ void CollectiveContext::arrive_and_wait() {
 StreamPool& CollectiveContext::streams() const noexcept { return machines_->streams; }
 
 void CollectiveContext::mismatch(const std::string& difference) const {
-  std::string text = "[rank " + std::to_string(rank()) + "] " + ranks_.label() + ", collective number " +
-                     std::to_string(call_.sequence) + ": " + difference;
-  const Arrival& first = ranks_.arrival(0, call_.sequence);
+  std::string text =
+      ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) + ": " + difference;
+  const Fingerprint first = copy_once(ranks_.arrival(0, call_.sequence).what);
   for (int r = 0; r < size(); ++r) {
-    const Arrival& theirs = ranks_.arrival(r, call_.sequence);
-    text += "\n  " + ranks_.name_of_rank(r) + ": " + describe(theirs.what, theirs.own_count);
-    if (theirs.what.check != first.what.check && theirs.what.opcode == first.what.opcode) {
-      text += reduces(static_cast<Opcode>(theirs.what.opcode)) && theirs.what.count == first.what.count
+    const Arrival& arrival = ranks_.arrival(r, call_.sequence);
+    const Fingerprint theirs = copy_once(arrival.what);
+    text += "\n  " + ranks_.name_of_rank(r) + ": " + describe(theirs, copy_once(arrival.own_count));
+    if (theirs.check != first.check && theirs.opcode == first.opcode) {
+      text += reduces(static_cast<Opcode>(theirs.opcode)) && theirs.count == first.count
                   ? " with another factor or other part sizes than rank 0"
                   : " with other part sizes than rank 0";
     }
@@ -51,11 +53,18 @@ void CollectiveContext::mismatch(const std::string& difference) const {
 
 void CollectiveContext::too_long_for_buffer() const {
   throw Error(ErrorKind::backend,
-              "[rank " + std::to_string(rank()) + "] " + ranks_.label() + ", collective number " +
-                  std::to_string(call_.sequence) + ": " + std::to_string(size()) + " ranks on " +
-                  std::to_string(topology().count()) +
+              ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) + ": " +
+                  std::to_string(size()) + " ranks on " + std::to_string(topology().count()) +
                   " machines are too many for this operation, for which the memory that a rank shares has "
                   "no room; issue it in groups of fewer ranks");
+}
+
+void CollectiveContext::too_many_chunks(std::uint64_t chunks) const {
+  throw Error(ErrorKind::backend, ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) +
+                                      ": the longest contribution has " + std::to_string(chunks) +
+                                      " chunks, more than the " +
+                                      std::to_string((std::uint64_t{1} << kChunkBits) - 1) +
+                                      " that can be counted; issue it in parts");
 }
 
 }  // namespace collectives

@@ -80,7 +80,8 @@ class CollectiveContext {
   }
   const std::byte* staged(int peer, std::size_t bytes) const noexcept { return staging(peer, bytes); }
 
-  // The numbers of `RankContext::splits`: this rank's before the arrival, a peer's after it.
+  // The numbers of `RankContext::splits`: this rank's to be written before the arrival, a peer's to be read
+  // after it, each once.
   std::uint64_t* splits(int peer) const noexcept { return ranks_.splits(peer, call_.sequence); }
 
   // Publishes this rank's arrival and waits for all ranks'. Throws ErrorKind::mismatch, on every rank alike,
@@ -99,10 +100,18 @@ class CollectiveContext {
   void open_rings(std::uint64_t chunks, std::size_t chunk_bytes,
                   std::uint64_t longest = std::numeric_limits<std::uint64_t>::max()) {
     const bool fixed = ranks_.shape().fixed_bytes > 0;
+    check_chunks(chunks);
+    if (chunk_bytes > tuning().ring_bytes) [[unlikely]]
+      too_long_for_buffer();
     chunk_bytes_ = chunk_bytes;
     ring_chunks_ = std::clamp<std::uint64_t>(
         chunks, 1, std::min({tuning().ring_bytes / chunk_bytes, longest, fixed ? kFewChunks : longest}));
     ring_ = fixed ? rotating_bytes() : next_region(ring_chunks_ * chunk_bytes);
+  }
+  // Throws where the words of `Progress` cannot count so many. All ranks name the same number.
+  void check_chunks(std::uint64_t chunks) const {
+    if (chunks >> kChunkBits != 0) [[unlikely]]
+      too_many_chunks(chunks);
   }
   // Bytes of a piece of a chunk that holds one for each rank, at equal distances.
   std::size_t piece_bytes() const noexcept {
@@ -168,6 +177,7 @@ class CollectiveContext {
     return ranks_.staging_buffer(peer) + region_;
   }
   [[noreturn]] void too_long_for_buffer() const;
+  [[noreturn]] void too_many_chunks(std::uint64_t chunks) const;
   // The part of the staging buffer through which regions rotate.
   std::size_t rotating_bytes() const noexcept {
     return ranks_.shape().buffer_bytes - ranks_.shape().fixed_bytes;

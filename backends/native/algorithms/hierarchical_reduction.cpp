@@ -34,7 +34,7 @@ class HierarchicalReduction final : public Pipeline {
 
  private:
   HierarchicalReduction(CollectiveContext& collective, std::byte* data, std::size_t count,
-                        const Reduction& reduction, int root, MachinePartials partials)
+                        const Reduction& reduction, int root, const MachinePartials& partials)
       : HierarchicalReduction(
             collective, data, reduction, root, partials,
             Pieces{.total = count,

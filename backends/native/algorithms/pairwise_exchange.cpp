@@ -34,12 +34,19 @@ void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& o
                  kSliceAlignment);
     const std::size_t window = collective.open_region(Pipeline::kSlots * local.size() * step);
     const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+    collective.check_chunks(chunks);
+    std::size_t own_longest = 0;  // of what this rank exchanges with the local ranks
+    for (const int r : local) {
+      if (r != me)
+        own_longest = std::max({own_longest, inputs[as_index(r)].bytes, outputs[as_index(r)].bytes});
+    }
+    const std::uint64_t own_chunks = Pieces{.total = own_longest, .step = step}.count();
     const auto place = [&](int from, std::uint64_t c, std::size_t to) {
       return collective.region(from, window) + ((c % Pipeline::kSlots) * local.size() + to) * step;
     };
     const auto mine = static_cast<std::size_t>(std::find(local.begin(), local.end(), me) - local.begin());
-    for (std::uint64_t i = 0; i <= chunks; ++i) {
-      if (i < chunks) {
+    for (std::uint64_t i = 0; own_chunks > 0 && i <= own_chunks; ++i) {
+      if (i < own_chunks) {
         for (std::size_t k = 1; k < local.size(); ++k) {
           const std::size_t to = (mine + k) % local.size();
           if (i >= Pipeline::kSlots) collective.await(local[to], &Progress::drained, i - Pipeline::kSlots);
@@ -61,6 +68,8 @@ void pairwise_exchange(CollectiveContext& collective, const std::vector<Part>& o
       collective.publish(&Progress::drained, i - 1);
       session.pump();
     }
+    // The others need not wait for this rank in the chunks that it has no part in.
+    if (own_chunks < chunks) collective.publish(&Progress::drained, chunks - 1);
   }
   session.finish();
 }

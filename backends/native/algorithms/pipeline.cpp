@@ -24,6 +24,7 @@ Pipeline::Pipeline(CollectiveContext& collective, std::vector<int> gateways, std
       links_(gateways_.size()) {}
 
 void Pipeline::run() {
+  collective_.check_chunks(chunks_);
   if (is_gateway()) {
     run_gateway();
   } else {

@@ -1,7 +1,5 @@
 #include "bindings/errors.hpp"
 
-#include <nanobind/stl/string.h>
-
 #include <exception>
 
 namespace nb = nanobind;
@@ -41,10 +39,16 @@ void translate(const std::exception_ptr& pointer, void* /*payload*/) {
 
 }  // namespace
 
+nb::str text_from(const std::string& text) {
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 nb::object exception_from(const Error& error) {
   const nb::object type = nb::module_::import_("collectives.errors").attr(class_of(error.kind()));
-  if (error.kind() == ErrorKind::peer_lost) return type(error.message(), error.rank());
-  return type(error.message());
+  const nb::str message = text_from(error.message());
+  if (error.kind() == ErrorKind::peer_lost) return type(message, error.rank());
+  return type(message);
 }
 
 void bind_errors(nb::module_& /*module*/) { nb::register_exception_translator(translate); }

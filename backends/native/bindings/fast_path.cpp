@@ -2,7 +2,9 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -93,6 +95,21 @@ bool all_of_size(const std::vector<Part>& parts, std::size_t bytes) {
   return true;
 }
 
+// Whether no part shares memory with another. Most lists are in the order of their memory.
+bool apart(const std::vector<Part>& parts) {
+  const auto follows = [](const Part& before, const Part& after) {
+    return before.data + before.bytes <= after.data;
+  };
+  const auto unordered = [&](const Part& before, const Part& after) { return !follows(before, after); };
+  if (std::adjacent_find(parts.begin(), parts.end(), unordered) == parts.end()) return true;
+  std::vector<Part> sorted;
+  sorted.reserve(parts.size());
+  std::copy_if(parts.begin(), parts.end(), std::back_inserter(sorted),
+               [](const Part& part) { return part.bytes > 0; });
+  std::sort(sorted.begin(), sorted.end(), [](const Part& a, const Part& b) { return a.data < b.data; });
+  return std::adjacent_find(sorted.begin(), sorted.end(), unordered) == sorted.end();
+}
+
 // Fills a request from the tensors; returns false where the call does not qualify.
 bool read(Request& request, TensorReader& reader, std::size_t me, bool is_root, nb::handle output,
           nb::handle input, bool listed) {
@@ -119,18 +136,18 @@ bool read(Request& request, TensorReader& reader, std::size_t me, bool is_root, 
       return take(output, request.data);
     case Opcode::all_gather:
       return take(input, request.input) && reader.parts(output, listed, request.outputs) &&
-             request.outputs[me].bytes == own_bytes();
+             request.outputs[me].bytes == own_bytes() && apart(request.outputs);
     case Opcode::reduce_scatter:
       return take(output, request.data) && reader.parts(input, listed, request.inputs) &&
              request.inputs[me].bytes == own_bytes();
     case Opcode::gather:
-      return take(input, request.input) && rooted_list(output, request.outputs);
+      return take(input, request.input) && rooted_list(output, request.outputs) && apart(request.outputs);
     case Opcode::scatter:
       return take(output, request.data) && rooted_list(input, request.inputs);
     case Opcode::all_to_all:
       return reader.parts(output, listed, request.outputs, true) &&
              reader.parts(input, listed, request.inputs, true) &&
-             request.outputs[me].bytes == request.inputs[me].bytes;
+             request.outputs[me].bytes == request.inputs[me].bytes && apart(request.outputs);
   }
   return false;
 }

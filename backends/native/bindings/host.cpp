@@ -36,8 +36,6 @@ using Address = std::uintptr_t;
 // Address and number of elements of each rank's part.
 using Parts = std::vector<std::pair<Address, std::size_t>>;
 
-std::byte* pointer_from(Address address) { return reinterpret_cast<std::byte*>(address); }
-
 Nanoseconds deadline_in(double seconds) {
   constexpr double kLongest = 1e9;  // a lifetime
   return deadline_after(static_cast<Nanoseconds>(std::fmin(std::fmax(seconds, 0.0), kLongest) * 1e9));
@@ -360,7 +358,7 @@ void bind_group(nb::module_& module) {
       .def_prop_ro("tuning", [](OwnedGroup& group) { return values_of(group->tuning()); })
       .def("report", [](OwnedGroup& group) {
         Group& mine = usable(group);
-        return without_gil([&] { return mine.report(); });
+        return text_from(without_gil([&] { return mine.report(); }));
       });
   module.def("register_tensor_type", register_tensor_type, nb::arg("type"));
   nb::dict opcodes;

@@ -27,8 +27,6 @@ ReduceOp op_from(std::uint8_t code) {
   return static_cast<ReduceOp>(code);
 }
 
-void* pointer_from(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
 std::vector<const void*> pointers_from(const std::vector<std::uintptr_t>& addresses) {
   std::vector<const void*> pointers;
   pointers.reserve(addresses.size());

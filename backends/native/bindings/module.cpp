@@ -1,6 +1,11 @@
 #include "bindings/bindings.hpp"
 
 NB_MODULE(_native, module) {
+#ifdef NDEBUG
+  // Python never clears the frames of daemon threads, nor what C++ futures of torch hold: at exit these
+  // objects are alive through no fault of ours, and the report of them would meet users.
+  nanobind::set_leak_warnings(false);
+#endif
   module.doc() =
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
   collectives::bind_kernels(module);

@@ -45,12 +45,10 @@ struct Limits {
   std::size_t local;    // bytes that one call has on this rank
 };
 
-std::byte* address(std::uintptr_t value) { return reinterpret_cast<std::byte*>(value); }
-
 std::vector<Part> parts_from(const Parts& given) {
   std::vector<Part> parts;
   parts.reserve(given.size());
-  for (const auto& [pointer, bytes] : given) parts.push_back({address(pointer), bytes});
+  for (const auto& [pointer, bytes] : given) parts.push_back({pointer_from(pointer), bytes});
   return parts;
 }
 
@@ -89,7 +87,7 @@ class MpiFastPath {
         exchanges_(std::move(exchanges)),
         limits_(limits),
         spins_(spins) {
-    make_messages(library, communicator);  // complains
+    make_messages(library, communicator);  // throws where the library is of no use
   }
 
   // True: done; false: the call does not qualify, or is too large; else the operation, which has failed or is
@@ -129,8 +127,8 @@ class MpiFastPath {
     request.opcode = static_cast<Opcode>(opcode);
     request.reduction = {static_cast<DType>(dtype), static_cast<ReduceOp>(op), factor};
     request.root = root;
-    request.data = address(data);
-    request.input = address(input);
+    request.data = pointer_from(data);
+    request.input = pointer_from(input);
     request.count = count;
     request.outputs = parts_from(outputs);
     request.inputs = parts_from(inputs);

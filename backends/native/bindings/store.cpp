@@ -28,17 +28,20 @@ void bind_store(nanobind::module_& module) {
                      "Serves a TCP key/value store on listening sockets, in one thread without the GIL.")
       .def(
           "__init__",
-          [](Server* self, const std::vector<int>& listeners, nb::bytes key, bool own_user_only) {
+          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes, nb::bytes key,
+             bool own_user_only) {
             try {
-              new (self) Server(listeners, {std::string(key.c_str(), key.size()), own_user_only});
+              new (self) Server(listeners, max_bytes, {std::string(key.c_str(), key.size()), own_user_only});
             } catch (const std::system_error& error) {
               errno = error.code().value();
               PyErr_SetFromErrno(PyExc_OSError);
               throw nb::python_error();
             }
           },
-          nb::arg("listeners"), nb::arg("key") = nb::bytes("", 0), nb::arg("own_user_only") = false,
-          "Takes over descriptors of sockets that are bound and listening; see Admission for the rest.")
+          nb::arg("listeners"), nb::arg("max_bytes"), nb::arg("key") = nb::bytes("", 0),
+          nb::arg("own_user_only") = false,
+          "Takes over descriptors of sockets that are bound and listening; holds at most so many bytes for "
+          "clients; see Admission for the rest.")
       // Keeps the GIL, so that nobody asks for a property meanwhile; the thread ends within its current turn.
       .def("stop", &Server::stop, "Closes all connections and ends the thread; idempotent.")
       .def_prop_ro("running", &Server::running)

@@ -10,8 +10,18 @@
 #include "algorithms/pairwise_exchange.hpp"
 #include "collectives/collectives.hpp"
 #include "kernels/kernels.hpp"
+#include "memory/copy_once.hpp"
 
 namespace collectives {
+namespace {
+
+struct Sender {
+  std::uint64_t total = 0;        // bytes that it sends
+  std::uint64_t before_mine = 0;  // of them to ranks before this one
+  bool stages = false;
+};
+
+}  // namespace
 
 void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
                 const std::vector<Part>& inputs) {
@@ -37,38 +47,42 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
   }
   collective.arrive_and_wait();
 
-  std::uint64_t longest = 0;
+  // Each number is read once, this rank's own not at all: others could change them between two looks.
+  std::vector<Sender> senders(ranks);
+  std::uint64_t longest = 0;  // of what goes through chunks
   for (std::size_t s = 0; s < ranks; ++s) {
-    const std::uint64_t* theirs = collective.splits(as_rank(s));
+    Sender& sender = senders[s];
+    std::uint64_t most = 0;
     for (std::size_t d = 0; d < ranks; ++d) {
-      const std::uint64_t expected = collective.splits(as_rank(d))[ranks + s];
-      if (theirs[d] != expected) {
-        collective.mismatch("rank " + std::to_string(s) + " sends " + std::to_string(theirs[d]) +
+      const std::uint64_t sent = s == me ? inputs[d].bytes : copy_once(collective.splits(as_rank(s))[d]);
+      const std::uint64_t expected =
+          d == me ? outputs[s].bytes : copy_once(collective.splits(as_rank(d))[ranks + s]);
+      if (sent != expected) {
+        collective.mismatch("rank " + std::to_string(s) + " sends " + std::to_string(sent) +
                             " bytes to rank " + std::to_string(d) + ", which expects " +
                             std::to_string(expected));
       }
+      if (d == me) sender.before_mine = sender.total;
+      if (sender.total + sent < sent) {
+        collective.rank_context().throw_on_word(
+            as_rank(s), "the number of bytes sent to rank " + std::to_string(d), sent,
+            "at most " + std::to_string(~sender.total) + " after those to the ranks before");
+      }
+      sender.total += sent;
+      if (d != s) most = std::max(most, sent);
     }
     // A rank that stages all it sends has no chunks.
-    std::uint64_t sends = 0;
-    std::uint64_t most = 0;
-    for (std::size_t d = 0; d < ranks; ++d) {
-      sends += theirs[d];
-      if (d != s) most = std::max(most, theirs[d]);
-    }
-    if (sends > most_staged) longest = std::max(longest, most);
+    sender.stages = sender.total <= most_staged;
+    if (!sender.stages) longest = std::max(longest, most);
   }
-  std::vector<bool> staged(ranks);
+  const std::size_t step = collective.piece_bytes();
+  const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  collective.check_chunks(chunks);  // before anything is written
   for (std::size_t s = 0; s < ranks; ++s) {
-    const std::uint64_t* theirs = collective.splits(as_rank(s));
-    std::uint64_t before = 0;
-    std::uint64_t sends = 0;
-    for (std::size_t d = 0; d < ranks; ++d) {
-      if (d < me) before += theirs[d];
-      sends += theirs[d];
-    }
-    staged[s] = sends <= most_staged;
-    if (staged[s] && s != me)
-      collectives::copy(outputs[s].data, collective.staged(as_rank(s), sends) + before, outputs[s].bytes);
+    const Sender& sender = senders[s];
+    if (!sender.stages || s == me) continue;
+    const std::byte* staged = collective.staged(as_rank(s), sender.total);
+    collectives::copy(outputs[s].data, staged + sender.before_mine, outputs[s].bytes);
   }
 
   if (collective.topology().spans_machines()) {
@@ -77,21 +91,26 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
     std::vector<Part> received(outputs);
     std::vector<Part> sent(inputs);
     for (std::size_t r = 0; r < ranks; ++r) {
-      if (staged[r] || r == me) received[r].bytes = 0;
-      if (staged[me] || r == me) sent[r].bytes = 0;
+      if (senders[r].stages || r == me) received[r].bytes = 0;
+      if (senders[me].stages || r == me) sent[r].bytes = 0;
     }
     return pairwise_exchange(collective, received, sent, longest);
   }
-  const std::size_t step = collective.piece_bytes();
-  const std::uint64_t chunks = Pieces{.total = longest, .step = step}.count();
+  std::size_t own_longest = 0;  // of what this rank fills or drains
+  for (std::size_t r = 0; r < ranks; ++r) {
+    if (r == me) continue;
+    if (!senders[me].stages) own_longest = std::max(own_longest, inputs[r].bytes);
+    if (!senders[r].stages) own_longest = std::max(own_longest, outputs[r].bytes);
+  }
+  const std::uint64_t own_chunks = Pieces{.total = own_longest, .step = step}.count();
   // The own part is copied piece by piece while the others fill or drain, and the rest at the end.
   const Pieces own{.total = inputs[me].bytes, .step = step};
   const auto keep = [&](std::size_t begin, std::size_t end) {
     copy_out(outputs[me].data + begin, inputs[me].data + begin, end - begin);
   };
   collective.open_rings(chunks, ranks * step);
-  for (std::uint64_t i = 0; chunks > 0 && i <= chunks; ++i) {
-    if (i < chunks && !staged[me]) {
+  for (std::uint64_t i = 0; own_chunks > 0 && i <= own_chunks; ++i) {
+    if (i < own_chunks && !senders[me].stages) {
       collective.await_room(i);
       for (std::size_t k = 1; k < ranks; ++k) {
         const std::size_t r = (me + k) % ranks;
@@ -101,20 +120,22 @@ void all_to_all(CollectiveContext& collective, const std::vector<Part>& outputs,
       }
       collective.filled(i);
     }
-    if (i < chunks) keep(own.begin(i), own.begin(i + 1));
+    if (i < own_chunks) keep(own.begin(i), own.begin(i + 1));
     if (i == 0) continue;
     const std::uint64_t c = i - 1;
     for (std::size_t k = 1; k < ranks; ++k) {
       const std::size_t r = (me + k) % ranks;
       const Pieces pieces{.total = outputs[r].bytes, .step = step};
-      if (staged[r] || pieces.length(c) == 0) continue;
+      if (senders[r].stages || pieces.length(c) == 0) continue;
       collective.await_filled(as_rank(r), c);
       copy_out.take(outputs[r].data + pieces.begin(c), collective.chunk(as_rank(r), c) + me * step,
                     pieces.length(c));
     }
     collective.drained(c);
   }
-  keep(own.begin(chunks), own.total);
+  // The others need not wait for this rank in the chunks that it has no part in.
+  if (own_chunks < chunks) collective.drained(chunks - 1);
+  keep(own.begin(own_chunks), own.total);
 }
 
 }  // namespace collectives

@@ -18,13 +18,15 @@ namespace collectives {
 
 // Takes over the lines of a range that nobody else uses meanwhile. Nothing outside of it is touched.
 inline void take_lines(std::byte* begin, std::size_t bytes) noexcept {
-  constexpr std::uintptr_t kLineBytes = 64;
-  constexpr std::uintptr_t kWord = sizeof(std::uint64_t);
-  const auto end = reinterpret_cast<std::uintptr_t>(begin) + bytes;
-  auto at = (reinterpret_cast<std::uintptr_t>(begin) + kWord - 1) / kWord * kWord;
-  for (; at + kWord <= end; at = (at / kLineBytes + 1) * kLineBytes) {
-    // Atomic only so that the compiler keeps it; ordered by whatever hands the line to its next writer.
-    const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(at));
+  constexpr std::size_t kLineBytes = 64;
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  // Offsets from `begin` of the first whole word, then of each further line.
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  std::size_t at = (kWord - address % kWord) % kWord;
+  for (; at + kWord <= bytes; at += kLineBytes - (address + at) % kLineBytes) {
+    // Relaxed: atomic only so that the compiler keeps it; whatever hands the line to its next writer orders
+    // it.
+    const std::atomic_ref<std::uint64_t> word(*reinterpret_cast<std::uint64_t*>(begin + at));
     word.store(word.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
 }

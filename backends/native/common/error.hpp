@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -21,18 +22,18 @@ enum class ErrorKind : std::uint8_t {
 class Error : public std::exception {
  public:
   Error(ErrorKind kind, std::string message, int rank = -1)
-      : kind_(kind), rank_(rank), message_(std::move(message)) {}
+      : kind_(kind), rank_(rank), message_(std::make_shared<const std::string>(std::move(message))) {}
 
   ErrorKind kind() const noexcept { return kind_; }
   // The rank at fault within the group, or -1.
   int rank() const noexcept { return rank_; }
-  const std::string& message() const noexcept { return message_; }
-  const char* what() const noexcept override { return message_.c_str(); }
+  const std::string& message() const noexcept { return *message_; }
+  const char* what() const noexcept override { return message_->c_str(); }
 
  private:
   ErrorKind kind_;
   int rank_;
-  std::string message_;
+  std::shared_ptr<const std::string> message_;  // shared, so that a copy, as `throw` makes it, cannot fail
 };
 
 // "what: text of errno".

@@ -94,9 +94,6 @@ void Group::refuse() const {
 
 bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
   std::uint64_t idle = 0;
-  // Acquire: takes over `sequence_` and the scratch space from the thread that executed last.
-  // Sequentially consistent together with `closed_`: either this call sees the closing, or the closer sees
-  // this call.
   if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) return false;
   try {
     if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
@@ -144,8 +141,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
 }
 
 void Group::finish_execution() {
-  // Release: the thread that executes next sees `sequence_` and the scratch space.
-  if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) return;
+  if (pending_.fetch_sub(1, std::memory_order_release) == 1) return;
   {
     const std::lock_guard lock(mutex_);
     queue_executes_ = true;
@@ -171,23 +167,23 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
 
 std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
                                       Interrupt* caller) {
-  if (closed_.load(std::memory_order_acquire)) refuse();
+  if (closed_.load(std::memory_order_relaxed)) refuse();
   return messenger_->send(envelope, data, timeout, caller);
 }
 
 std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
                                          Interrupt* caller) {
-  if (closed_.load(std::memory_order_acquire)) refuse();
+  if (closed_.load(std::memory_order_relaxed)) refuse();
   return messenger_->receive(envelope, data, timeout, caller);
 }
 
 bool Group::send_at_once(const Envelope& envelope, const std::byte* data) {
-  if (closed_.load(std::memory_order_acquire)) refuse();
+  if (closed_.load(std::memory_order_relaxed)) refuse();
   return messenger_->send_at_once(envelope, data);
 }
 
 bool Group::receive_at_once(const Envelope& envelope, std::byte* data) {
-  if (closed_.load(std::memory_order_acquire)) refuse();
+  if (closed_.load(std::memory_order_relaxed)) refuse();
   return messenger_->receive_at_once(envelope, data);
 }
 
@@ -208,7 +204,7 @@ void Group::serve_queue() {
     lock.lock();
     // Under the lock, so that every operation counted is in the queue. Before the task is finished, so that
     // whoever waits for it finds the group idle.
-    if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_executes_ = false;
+    if (pending_.fetch_sub(1, std::memory_order_release) == 1) queue_executes_ = false;
     lock.unlock();
     next.task->finish(std::move(failure));
     next.task.reset();

@@ -35,7 +35,6 @@ class Group {
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
-  // Relaxed: orders nothing.
   Nanoseconds timeout() const noexcept { return timeout_.load(std::memory_order_relaxed); }
   void set_timeout(Nanoseconds timeout) noexcept { timeout_.store(timeout, std::memory_order_relaxed); }
 
@@ -100,7 +99,7 @@ class Group {
   const int rank_;
   const int size_;
   const std::string label_;
-  std::atomic<Nanoseconds> timeout_;
+  std::atomic<Nanoseconds> timeout_;  // relaxed: orders nothing
   const Tuning tuning_;
   // Both: whoever executes an operation is counted in `pending_` and uses them freely; everyone else holds
   // `context_mutex_`.
@@ -114,10 +113,12 @@ class Group {
   std::vector<const void*> sources_;
 
   // Operations issued and not finished. The synchronous call that changes 0 to 1 may execute; whoever
-  // finishes an operation while others are pending lets the queue go on. Sequentially consistent with
-  // `closed_`, and acquire-release of what the executing thread uses.
+  // finishes an operation while others are pending lets the queue go on. Release by whoever finishes, acquire
+  // by whoever executes next: what the executing thread uses. Sequentially consistent with `closed_`: either
+  // a call sees the closing, or the closer sees the call.
   std::atomic<std::uint64_t> pending_{0};
-  std::atomic<bool> closed_{false};  // no operation is accepted any more
+  // No operation is accepted any more. Relaxed for messages, as the messenger refuses them by itself.
+  std::atomic<bool> closed_{false};
 
   std::mutex mutex_;  // guards everything below
   std::condition_variable queue_changed_;

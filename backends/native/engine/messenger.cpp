@@ -28,6 +28,10 @@ constexpr std::uint64_t kShortMessage = 4 << 10;
 // Bytes between two publications, so that the receiver copies while the sender does.
 constexpr std::size_t kStride = 64 << 10;
 
+// Bytes taken from one sender before the others and the time have their turn, so that a sender that is as
+// fast as this rank does not keep it for ever. A ring is no longer: one pump takes all that it holds.
+constexpr std::size_t kMostPerPump = 1 << 20;
+
 // How long a caller makes progress for its own transfer before the background thread is made ready to.
 // Signals wait that long too.
 constexpr Nanoseconds kCallerProgress = 20 * kMillisecond;
@@ -191,7 +195,7 @@ void Messenger::match_unexpected(const TransferPointer& transfer) {
   const auto found = std::find_if(unexpected_.begin(), unexpected_.end(),
                                   [&](const auto& message) { return wants(transfer->envelope(), *message); });
   if (found == unexpected_.end()) return;
-  const std::shared_ptr<Message> message = *found;
+  const std::shared_ptr<Message> message = std::move(*found);
   unexpected_.erase(found);
   const std::unique_ptr<std::byte[]> memory = std::move(message->memory);
   attach(message, transfer);
@@ -227,7 +231,8 @@ bool Messenger::pump_out(Outgoing& outgoing) {
       room = outgoing.box->room();
     } catch (const Error& error) {  // no memory for the ring: nothing has left yet
       outgoing.queue.pop_front();
-      finish(transfer, Error(error.kind(), prefix() + transfer->describe() + ": " + error.message()));
+      finish(transfer,
+             Error(error.kind(), context_->prefix() + ": " + transfer->describe() + ": " + error.message()));
       moved = true;
       continue;
     }
@@ -239,7 +244,7 @@ bool Messenger::pump_out(Outgoing& outgoing) {
       moved = true;
       continue;
     }
-    if (room == 0) return moved;
+    if (room == 0 || (!transfer->begun_ && room < sizeof(Frame))) return moved;
     if (!transfer->begun_) {
       write_frame(*outgoing.box, envelope);
       transfer->begun_ = true;
@@ -265,7 +270,7 @@ bool Messenger::pump_out(Outgoing& outgoing) {
 
 bool Messenger::pump_in(int source, Incoming& incoming) {
   bool moved = false;
-  for (;;) {
+  for (std::size_t budget = kMostPerPump; budget > 0;) {
     std::size_t available = incoming.box->available();
     if (!incoming.current) {
       // Where nothing is outstanding, no later message needs what this one holds up: it stays in the stream
@@ -273,6 +278,7 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
       if (available < sizeof(Frame) || outstanding_.empty()) return moved;
       incoming.current = open_message(source, *incoming.box);
       available -= sizeof(Frame);
+      budget -= std::min(budget, sizeof(Frame));
       moved = true;
     }
     const std::shared_ptr<Message> message = incoming.current;
@@ -286,6 +292,7 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
       incoming.box->skip(stride);
     }
     message->received += stride;
+    budget -= std::min(budget, stride);
     if (message->received == message->bytes) {
       incoming.box->pad(padding_of(message->bytes));
       incoming.current.reset();
@@ -294,6 +301,7 @@ bool Messenger::pump_in(int source, Incoming& incoming) {
     incoming.box->publish();
     moved = true;
   }
+  return moved;
 }
 
 std::shared_ptr<Messenger::Message> Messenger::open_message(int source, Inbox& box) {
@@ -340,11 +348,11 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
   const Envelope& wanted = transfer->envelope();
   if (wanted.bytes != message->bytes || wanted.dtype != message->dtype) {
     // The message has no target now, so its bytes are dropped as they come.
-    finish(transfer,
-           Error(ErrorKind::mismatch,
-                 prefix() + transfer->describe() + " met a message of " + std::to_string(message->bytes) +
-                     " bytes (" + name_of(message->dtype) + ") from rank " + std::to_string(message->source) +
-                     "; the message is dropped and the group stays usable"));
+    finish(transfer, Error(ErrorKind::mismatch, context_->prefix() + ": " + transfer->describe() +
+                                                    " met a message of " + std::to_string(message->bytes) +
+                                                    " bytes (" + name_of(message->dtype) + ") from rank " +
+                                                    std::to_string(message->source) +
+                                                    "; the message is dropped and the group stays usable"));
     return;
   }
   transfer->source_ = message->source;
@@ -354,9 +362,10 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
 void Messenger::complete(const std::shared_ptr<Message>& message) { finish(message->receiver, std::nullopt); }
 
 void Messenger::finish(const TransferPointer& transfer, std::optional<Error> error) {
-  const TransferPointer alive = transfer;  // the lists may hold the last reference
-  outstanding_.remove(alive);
-  alive->finish(std::move(error));
+  transfer->finish(std::move(error));
+  // Last, as the list may hold the last reference, and `transfer` may be its entry.
+  const auto entry = std::find(outstanding_.begin(), outstanding_.end(), transfer);
+  if (entry != outstanding_.end()) outstanding_.erase(entry);
   if (waiters_ > 0) changed_.notify_all();
 }
 

@@ -112,7 +112,6 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   std::optional<std::uint64_t> requeue(const Transfer& transfer);
   void fail_all(const Error& error);
   Nanoseconds nearest_deadline() const;
-  std::string prefix() const;
   void run_background();
 
   RankContext* context_;  // null after close

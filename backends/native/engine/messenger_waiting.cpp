@@ -12,6 +12,9 @@ namespace {
 
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kYields = 2;
+// Where messages come without end, who takes them looks at the time and the interrupt hook, and gives the
+// mutex away, once in so many pumps.
+constexpr int kPumpsPerLook = 8;
 
 // What a rank of another machine sent before its departure was reported has been received after this long.
 constexpr Nanoseconds kInFlightLimit = kSecond;
@@ -84,8 +87,10 @@ void Messenger::check_transfers() {
       if (!somebody) {
         withdraw(*transfer);
         const char* who = peer == kAnyRank ? "all other ranks have" : "that rank has";
-        finish(transfer, Error(ErrorKind::peer_lost,
-                               prefix() + transfer->describe() + ": " + who + " left the group", peer));
+        finish(
+            transfer,
+            Error(ErrorKind::peer_lost,
+                  context_->prefix() + ": " + transfer->describe() + ": " + who + " left the group", peer));
       } else if (now_ns() >= transfer->deadline()) {
         fail_timed_out(transfer);
       }
@@ -120,32 +125,33 @@ void Messenger::check_connections(const Transfer& transfer, int rank) const {
 
 void Messenger::fail_timed_out(const TransferPointer& transfer) {
   const int peer = transfer->envelope().peer;
-  const std::string head = transfer->describe() + " was not done within its timeout of " +
-                           std::to_string(transfer->timeout() / kMillisecond) + " ms";
-  const std::string tail = ". Every rank:\n" + context_->report();
-  const auto fail = [&](const std::string& state) {
-    finish(transfer, Error(ErrorKind::timeout, prefix() + head + state + tail, peer));
+  const auto text = [&](const std::string& state) {
+    return context_->timeout_text(transfer->describe(), transfer->timeout(), state);
+  };
+  const auto fail = [&](const std::string& what) {
+    finish(transfer, Error(ErrorKind::timeout, context_->prefix() + ": " + what, peer));
   };
   const std::string bytes = std::to_string(transfer->envelope().bytes) + " bytes";
   if (transfer->direction() == Transfer::Direction::receive) {
     const std::optional<std::uint64_t> come = requeue(*transfer);
     withdraw(*transfer);
-    if (!come) return fail("; nothing of a message had come, and the group stays usable");
-    return fail("; " + std::to_string(*come) + " of " + bytes +
-                " had come, which the next receive gets with the rest, and the group stays usable");
+    if (!come) return fail(text("; nothing of a message had come, and the group stays usable"));
+    return fail(text("; " + std::to_string(*come) + " of " + bytes +
+                     " had come, which the next receive gets with the rest, and the group stays usable"));
   }
   if (!transfer->begun_) {
     withdraw(*transfer);
-    return fail("; nothing of it had left, and the group stays usable");
+    return fail(text("; nothing of it had left, and the group stays usable"));
   }
   // A message that has left in part can be neither taken back nor completed: its memory is the caller's
   // again.
-  const std::string state = "; " + std::to_string(transfer->moved_) + " of " + bytes +
-                            " were on their way and cannot be taken back, so that the group is broken: make "
-                            "a new one, with a longer timeout or with the receive issued earlier";
-  context_->fail_group(ErrorKind::timeout, peer, head + state + tail);
+  const std::string what =
+      text("; " + std::to_string(transfer->moved_) + " of " + bytes +
+           " were on their way and cannot be taken back, so that the group is broken: make a new one, with a "
+           "longer timeout or with the receive issued earlier");
+  context_->fail_group(ErrorKind::timeout, peer, what);
   withdraw(*transfer);
-  fail(state);
+  fail(what);
   context_->check_unbroken();
 }
 
@@ -169,10 +175,6 @@ std::optional<std::uint64_t> Messenger::requeue(const Transfer& transfer) {
   return come;
 }
 
-std::string Messenger::prefix() const {
-  return "[rank " + std::to_string(rank_) + "] " + context_->label() + ": ";
-}
-
 // ---- waiting
 
 Nanoseconds Messenger::nearest_deadline() const {
@@ -193,6 +195,7 @@ bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interr
 
 bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
   ++waiters_;
+  int pumps = 0;
   const auto leave = [&] {
     --waiters_;
     changed_.notify_all();
@@ -205,7 +208,7 @@ bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Inter
         continue;
       }
       if (background_runs_) context_->ring_own_mail();
-      if (pump()) continue;
+      if (pump() && (transfer.finished() || ++pumps % kPumpsPerLook != 0)) continue;
       if (interrupt != nullptr) interrupt->blocks();
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(kLongestSleep, deadline - now_ns())));
       if (interrupt != nullptr && !transfer.finished()) {
@@ -242,20 +245,22 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
   const int spins = context_->short_spins(awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
   int rounds = 0;
+  int pumps = 0;
   Nanoseconds spin_end = 0;   // of a long spin under way, else 0
   Nanoseconds offer_end = 0;  // the same where the core is offered to others instead
   Nanoseconds next_check = now_ns() + kLongestSleep / 2;
   try {
     while (!done()) {
       if (closing_) break;
-      if (pump()) {
+      const bool moved = pump();
+      if (moved) {
         if (spin_end != 0) spin_policy_.succeeded();
         spin_end = offer_end = 0;
         idle = 0;
         if (interrupt != nullptr && !done()) interrupt->blocks();  // it may be much that moves
-        continue;
+        if (++pumps % kPumpsPerLook != 0) continue;
       }
-      if (idle == spins && interrupt != nullptr) {
+      if (!moved && idle == spins && interrupt != nullptr) {
         const Nanoseconds now = now_ns();
         const Nanoseconds end = now + static_cast<Nanoseconds>(context_->tuning().spin_us) * 1000;
         if (spin_end == 0 && !sharing_core() && spin_policy_.should_spin_long(true)) spin_end = end;
@@ -269,7 +274,7 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
           offer_end = end;
         }
       }
-      if (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end)) {
+      if (!moved && (idle < spins + kYields || (offer_end != 0 && now_ns() < offer_end))) {
         lock.unlock();
         if (idle == 0 && spin_end != 0 && rounds % SpinPolicy::kRoundsToYield == 0) sched_yield();
         if (idle++ < spins) {
@@ -281,8 +286,13 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
         lock.lock();
         continue;
       }
-      if (interrupt != nullptr) interrupt->blocks();
-      sleep_on_doorbell(lock, std::min(deadline, nearest_deadline()));
+      if (moved) {
+        lock.unlock();
+        lock.lock();
+      } else {
+        if (interrupt != nullptr) interrupt->blocks();
+        sleep_on_doorbell(lock, std::min(deadline, nearest_deadline()));
+      }
       const Nanoseconds now = now_ns();
       if (context_ == nullptr || closing_) break;
       if (now < next_check && now < nearest_deadline() && now < deadline && !context_->broken()) continue;
@@ -309,7 +319,7 @@ void Messenger::sleep_on_doorbell(Lock& lock, Nanoseconds deadline) {
   MailDoorbell& bell = context_->own().mail_doorbell;
   Status& status = context_->status();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);  // the sleeper's half of the handshake
-  const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+  const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);  // before the pump below
   for (std::size_t r = 0; r < outgoing_.size(); ++r) {
     if (static_cast<int>(r) == rank_) continue;
     outgoing_[r].box->before_sleep();
@@ -330,7 +340,8 @@ void Messenger::sleep_on_doorbell(Lock& lock, Nanoseconds deadline) {
     futex_wait(bell.rings, rings, std::min(kLongestSleep, deadline - now_ns()), FutexScope::machine);
     lock.lock();
   }
-  bell.sleepers.fetch_sub(1, std::memory_order_release);
+  // Relaxed: whoever sleeps next counts itself again before its last look.
+  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void Messenger::run_background() {
@@ -389,7 +400,7 @@ bool Messenger::close(Nanoseconds deadline) {
     closing_ = true;
     try {
       context_->check_unbroken();
-      fail_all(Error(ErrorKind::aborted, prefix() + "the group was shut down"));
+      fail_all(Error(ErrorKind::aborted, context_->prefix() + ": the group was shut down"));
     } catch (const Error& cause) {
       fail_all(cause);
     }

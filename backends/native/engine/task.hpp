@@ -78,6 +78,8 @@ class Task {
 
   const std::uint64_t id_;
   const unsigned generation_ = fork_generation();
+  // Flags. The finisher sets its own with release of outputs and error, and acquire, so that it finds what
+  // was asked for before; whoever asks does so with acquire-release, and finds it finished otherwise.
   std::atomic<std::uint32_t> state_{0};
   std::optional<Error> error_;
 };

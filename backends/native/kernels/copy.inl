@@ -2,15 +2,15 @@
 
 constexpr std::size_t kCacheLine = 64;
 
-// Has the cache line of `address` brought to the second-level cache; the first is too small to keep what is
-// not wanted yet. No address is wrong.
+// Fetches the cache line of `address` into the second-level cache; the first is too small to keep what is not
+// wanted yet. Any address will do.
 inline void fetch(const std::byte* address) { __builtin_prefetch(address, 0, 2); }
 
 inline void fetch(const std::byte* begin, std::size_t bytes) {
   for (std::size_t offset = 0; offset < bytes; offset += kCacheLine) fetch(begin + offset);
 }
 
-// In bursts that the processor can have under way at a time.
+// Copies and fetches by turns, in bursts of as many lines as the processor can have under way.
 void copy_fetching(std::byte* dst, const std::byte* src, const std::byte* next, std::size_t bytes) {
   constexpr std::size_t kBurst = 8 * kCacheLine;
   std::size_t offset = 0;

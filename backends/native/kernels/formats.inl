@@ -138,11 +138,11 @@ constexpr std::uint32_t bits_of_power_of_two(int exponent) {
 
 // A float of 8 or 16 bits in whole: a sign bit, exponent bits, and Spec::kMantissaBits. Magnitudes are codes
 // without the sign. Spec says what the top magnitudes mean:
-//   kInfinity  the magnitude of infinity, all above it being NaN; 0 where the format has none
-//   kNaN       the code that is stored for NaN
-//   kSignedZero  whether there is a negative zero; otherwise its code is the only NaN, and overflow gives
-//   that kOverflow  else the magnitude that fixed for everything too large
-// Overflow is what torch makes of it (2.12 and later, where e4m3fn saturates).
+//   kInfinity    the magnitude of infinity, all above it being NaN; 0 where the format has none
+//   kNaN         the code that is stored for NaN
+//   kSignedZero  whether there is a negative zero; otherwise its code is the only NaN, and stands for overflow
+//   kOverflow    with a negative zero, the magnitude that stands for everything too large
+// Overflow becomes what torch makes of it (2.12 and later, where e4m3fn saturates).
 template <class Spec>
 struct SmallFloat : Packed<sizeof(typename Spec::Code)> {
   using Base = Packed<sizeof(typename Spec::Code)>;
@@ -285,7 +285,7 @@ struct Float16 {
 using Float16 = SmallFloat<Binary16>;
 #endif
 
-// Code e fixed for 2 to the power e - 127, and 255 for NaN: no sign, no zero. Rounding is to the nearest
+// Code e stands for 2 to the power e - 127, and 255 for NaN: no sign, no zero. Rounding is to the nearest
 // power of two, 1.5 of one upward; the sign is dropped, infinity is NaN.
 struct Float8E8M0FNU : Packed<1> {
   static void load(const std::byte* from, F32 (&parts)[4]) {

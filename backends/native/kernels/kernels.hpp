@@ -17,14 +17,13 @@
 
 namespace collectives {
 
-// What goes options with an operation's way through memory.
+// How a reduction uses memory beside its result and its sources.
 struct ReduceOptions {
-  // Another place for the result, or null: written from registers, so that no copy has to read it again. It
-  // obeys what is said of the first, and does not overlap it.
+  // Another place for the result, or null: written from registers, so that no copy has to read it again. The
+  // rules of `dst` hold for it too, and it does not overlap `dst`.
   void* second = nullptr;
   // What the calling thread reads next, or null: as many bytes of it as the result has are fetched into the
-  // second-level cache meanwhile. Memory and peers are waited for at the same time then. Only a hint; no
-  // address is wrong.
+  // second-level cache meanwhile, while the thread waits for peers. A hint: any address will do.
   const void* next = nullptr;
 };
 

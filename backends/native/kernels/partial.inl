@@ -63,9 +63,28 @@ struct Beginning : Op {
   }
 };
 
+// Partial sums of an average are those of scaled terms: what overflowed could not be computed again.
+template <class Format>
+struct Beginning<Average<Format>> : ScaledAverage<Format> {
+  using ScaledAverage<Format>::ScaledAverage;
+  template <class Register>
+  Register finish(Register a) const {
+    return a;
+  }
+};
+
 template <class Op>
 struct Ending : Op {
   using Op::Op;
+  template <class Register>
+  Register enter(Register x) const {
+    return x;
+  }
+};
+
+template <class Format>
+struct Ending<Average<Format>> : ScaledAverage<Format> {
+  using ScaledAverage<Format>::ScaledAverage;
   template <class Register>
   Register enter(Register x) const {
     return x;

@@ -47,6 +47,32 @@ struct Average : Sum<Format> {
   Register divisor;
 };
 
+// Of terms so small that no sum of them overflows. The power of two is exact, so that the mean is that of
+// Average, bit by bit, unless a term gets subnormal.
+template <class Format>
+struct ScaledAverage : Average<Format> {
+  using Register = typename Format::Register;
+  explicit ScaledAverage(double factor) : Average<Format>(factor) {
+    double power = 1;
+    while (power < factor) power *= 2;
+    up = splat<Register>(static_cast<typename Format::Element>(power));
+    down = splat<Register>(static_cast<typename Format::Element>(1 / power));
+  }
+  Register enter(Register x) const { return x * down; }
+  Register finish(Register a) const { return a / this->divisor * up; }
+  Register up, down;
+};
+
+// How an operation computes again what its accumulators could not hold; void for those that do not.
+template <class Op>
+struct Repair {
+  using Type = void;
+};
+template <class Format>
+struct Repair<Average<Format>> {
+  using Type = ScaledAverage<Format>;
+};
+
 template <class Format>
 struct PremulSum : Sum<Format> {
   using Register = typename Format::Register;
@@ -64,6 +90,7 @@ struct Product : Identity<Format> {
 };
 
 // x != x only for NaN. A NaN accumulator loses no comparison and stays.
+// NOLINTBEGIN(misc-redundant-expression)
 template <class Format>
 struct Min : Identity<Format> {
   using Identity<Format>::Identity;
@@ -77,6 +104,7 @@ struct Max : Identity<Format> {
   using Register = typename Format::Register;
   Register combine(Register a, Register x) const { return ((x > a) | (x != x)) ? x : a; }
 };
+// NOLINTEND(misc-redundant-expression)
 
 template <class Format>
 struct And : Identity<Format> {
@@ -135,6 +163,29 @@ struct Accumulators {
     }
   }
 
+  // Whether no element is infinite or NaN.
+  bool finite() const {
+    Register sum = steps[0][0] - steps[0][0];
+#pragma GCC unroll 8
+    for (int s = 0; s < kSteps; ++s) {
+#pragma GCC unroll 4
+      for (int p = 0; p < Format::kParts; ++p) sum += steps[s][p] - steps[s][p];
+    }
+    bool all = true;
+    for (std::size_t i = 0; i < sizeof(Register) / sizeof(sum[0]); ++i) all = all & (sum[i] == sum[i]);
+    return all;
+  }
+
+  // Takes those elements from `others` that are infinite or NaN here.
+  void replace(const Accumulators& others) {
+    for (int s = 0; s < kSteps; ++s) {
+      for (int p = 0; p < Format::kParts; ++p) {
+        const Register difference = steps[s][p] - steps[s][p];
+        steps[s][p] = difference == difference ? steps[s][p] : others.steps[s][p];
+      }
+    }
+  }
+
   void store(std::byte* to) const {
 #pragma GCC unroll 8
     for (int s = 0; s < kSteps; ++s) {
@@ -149,6 +200,18 @@ inline const std::byte* at(const void* source, std::size_t offset) {
   return static_cast<const std::byte*>(source) + offset;
 }
 
+template <class Format, class Op, int kSteps>
+[[gnu::noinline, gnu::cold]] void repair(Accumulators<Format, kSteps>& accumulators,
+                                         const void* const* sources, int n, std::size_t offset,
+                                         double factor) {
+  const Op op(factor);
+  Accumulators<Format, kSteps> again;
+  again.begin(at(sources[0], offset), op);
+  for (int k = 1; k < n; ++k) again.join(at(sources[k], offset), op);
+  again.end(op);
+  accumulators.replace(again);
+}
+
 // As many sources are read side by side: more streams than that outrun the CPU's prefetching and, lying at
 // equal offsets in their pages, evict each other from its first cache. Accumulators wait for the next group
 // in a block that stays in that cache.
@@ -158,7 +221,7 @@ constexpr std::size_t kBlockBytes = 8192;
 // Sources [first, last) of a chunk at `offset`. `carried` holds the accumulators between groups of sources.
 template <class Format, class Op, int kSteps>
 inline void reduce_chunk(std::byte* dst, std::byte* second, const void* const* sources, int n, int first,
-                         int last, std::size_t offset, const Op& op, std::byte* carried) {
+                         int last, std::size_t offset, const Op& op, std::byte* carried, double factor) {
   Accumulators<Format, kSteps> accumulators;
   int k = first;
   if (first == 0) {
@@ -169,6 +232,10 @@ inline void reduce_chunk(std::byte* dst, std::byte* second, const void* const* s
   for (; k < last; ++k) accumulators.join(at(sources[k], offset), op);
   if (last == n) {
     accumulators.end(op);
+    using Repairing = typename Repair<Op>::Type;
+    if constexpr (!__is_same(Repairing, void)) {
+      if (!accumulators.finite()) repair<Format, Repairing>(accumulators, sources, n, offset, factor);
+    }
     accumulators.store(dst + offset);
     if (second != nullptr) accumulators.store(second + offset);
   } else {
@@ -199,10 +266,10 @@ void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, con
       std::size_t offset = block;
       for (; end - offset >= Chunk::kBytes; offset += Chunk::kBytes, carry += sizeof(Chunk)) {
         if (next != nullptr && first == 0) fetch(next + offset, Chunk::kBytes);
-        reduce_chunk<Format, Op, kSteps>(dst, second, sources, n, first, last, offset, op, carry);
+        reduce_chunk<Format, Op, kSteps>(dst, second, sources, n, first, last, offset, op, carry, factor);
       }
       for (; offset < end; offset += Step::kBytes, carry += sizeof(Step)) {
-        reduce_chunk<Format, Op, 1>(dst, second, sources, n, first, last, offset, op, carry);
+        reduce_chunk<Format, Op, 1>(dst, second, sources, n, first, last, offset, op, carry, factor);
       }
     }
   }
@@ -212,14 +279,25 @@ void reduce_kernel(std::byte* dst, std::byte* second, const std::byte* next, con
   const std::size_t rest = bytes - whole;
   if (rest == 0) return;
   alignas(kVectorBytes) std::byte padded[Step::kBytes] = {};
+  const auto reduce_rest = [&](Step& accumulators, const auto& with) {
+    __builtin_memcpy(padded, at(sources[0], whole), rest);
+    accumulators.begin(padded, with);
+    for (int k = 1; k < n; ++k) {
+      __builtin_memcpy(padded, at(sources[k], whole), rest);
+      accumulators.join(padded, with);
+    }
+    accumulators.end(with);
+  };
   Step accumulators;
-  __builtin_memcpy(padded, at(sources[0], whole), rest);
-  accumulators.begin(padded, op);
-  for (int k = 1; k < n; ++k) {
-    __builtin_memcpy(padded, at(sources[k], whole), rest);
-    accumulators.join(padded, op);
+  reduce_rest(accumulators, op);
+  using Repairing = typename Repair<Op>::Type;
+  if constexpr (!__is_same(Repairing, void)) {
+    if (!accumulators.finite()) {
+      Step again;
+      reduce_rest(again, Repairing(factor));
+      accumulators.replace(again);
+    }
   }
-  accumulators.end(op);
   accumulators.store(padded);
   __builtin_memcpy(dst + whole, padded, rest);
   if (second != nullptr) __builtin_memcpy(second + whole, padded, rest);
@@ -314,7 +392,7 @@ constexpr void add_ordered(InstructionSet& set, DType dtype) {
   add_average<T, Wide, Divisor>(set, dtype);
 }
 
-constexpr InstructionSet make_instruction_set() {
+constexpr InstructionSet make_instruction_set() noexcept {
   InstructionSet set{COLLECTIVES_ISA_NAME, {}, {}, copy_fetching, copy_past_cache};
 
   add<Boolean, Or>(set, DType::boolean, ReduceOp::sum);

@@ -21,7 +21,7 @@ std::vector<Part> cut(std::byte* data, std::size_t count, std::size_t item, std:
 }
 
 std::byte* writable(const std::byte* data) {
-  return const_cast<std::byte*>(data);  // a Part tells not what is only read
+  return const_cast<std::byte*>(data);  // a Part does not say what is only read
 }
 
 }  // namespace

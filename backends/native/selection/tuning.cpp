@@ -30,7 +30,7 @@ constexpr TuningField kFields[] = {
     {"spin_us", &Tuning::spin_us, 0, 10'000, 1,
      "longest wait, in microseconds, before a caller that has nothing else to do sleeps"},
     {"background_spin_us", &Tuning::background_spin_us, 0, 10'000, 1,
-     "the same, spin_policy, for a group's own thread, which competes with its process for the core"},
+     "the same for a group's own thread, which competes with its process for the core"},
     {"yields", &Tuning::yields, 0, 10'000, 1,
      "how often a waiting thread offers its core to others before it sleeps, at least"},
 };

@@ -36,17 +36,17 @@ struct Listener {
 // Listens on exactly this address, on a free port. Throws ErrorKind::network.
 Listener listen_tcp(const std::string& address, int backlog);
 
-// A connection that somebody made, or an empty descriptor where none waits (or it could not be taken).
+// The next connection that waits; an empty descriptor, and errno, where none does or it cannot be taken.
 Descriptor accept_tcp(const Descriptor& listener) noexcept;
 
 // Begins to connect, from an address of this machine where `from` is not empty. Throws ErrorKind::network
 // where not even that is possible.
 Descriptor begin_connect(const Endpoint& to, const std::string& from);
 
-// How that went once the socket is writable: 0, or the number of the error.
+// Once the socket of `begin_connect` is writable: 0 where it is connected, else the number of the error.
 int connect_error(const Descriptor& socket) noexcept;
 
-// No waiting for more to send.
+// Makes the kernel send what is written at once, without waiting for more.
 void send_at_once(const Descriptor& socket) noexcept;
 
 // Lets the kernel find out, within a few seconds, that the other machine is gone, even where nothing is sent

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "common/error.hpp"
+#include "memory/copy_once.hpp"
 #include "memory/event.hpp"
 #include "security/handshake.hpp"
 #include "sockets/unix_socket.hpp"
@@ -116,7 +117,7 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
       // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
       admit(std::move(socket), now_ns() + kHelloLimit);
     } catch (const Error&) {
-      // Whoever this was, it is turned away; a rank that is still missing will be named.
+      continue;  // the connection is dropped; a rank that is still missing will be named
     }
   }
 }
@@ -189,10 +190,8 @@ void BootstrapLeader::share(bool spans_machines, Nanoseconds deadline) {
   segment_ = std::make_shared<Segment>(Segment::create(layout.total_bytes()));
   segment_->commit(0, kPage);
   auto* header = reinterpret_cast<SegmentHeader*>(segment_->data());
-  header->shape = layout.shape();
-  header->tuning = tuning_;
-  header->version = kLayoutVersion;
-  header->magic = kMagic;
+  header->parameters = {
+      .magic = kMagic, .version = kLayoutVersion, .shape = layout.shape(), .tuning = tuning_};
   commit_own(*segment_, layout, own);
   std::vector<int> handed{segment_->file().get()};
   if (spans_machines) {
@@ -316,16 +315,22 @@ bool BootstrapFollower::attach(Nanoseconds deadline) {
   if (spans_machines) membership_.leader_event = std::move(received.descriptors.back());
   membership_.segment = std::make_shared<Segment>(Segment::attach(std::move(received.descriptors.front())));
   membership_.layout = SegmentLayout(shape_for(size_, spans_machines));
+  // Its size first: a shorter segment may not even hold the header.
+  const bool whole = membership_.segment->bytes() == membership_.layout.total_bytes();
   const auto* header = reinterpret_cast<const SegmentHeader*>(membership_.segment->data());
-  if (membership_.segment->bytes() != membership_.layout.total_bytes() || header->magic != kMagic ||
-      header->version != kLayoutVersion || header->shape != membership_.layout.shape() ||
-      !complaint_about(header->tuning).empty()) {
+  const SegmentParameters found = whole ? copy_once(header->parameters) : SegmentParameters{};
+  if (found.magic != kMagic || found.version != kLayoutVersion || found.shape != membership_.layout.shape() ||
+      !complaint_about(found.tuning).empty()) {
     throw Error(
         ErrorKind::network,
         "the leader of this machine lays its segment out differently; install one version for all ranks");
   }
-  membership_.tuning = header->tuning;
+  membership_.tuning = found.tuning;
   membership_.processes.resize(static_cast<std::size_t>(size_));
+  if (welcome.count >= membership_.processes.size()) {
+    throw Error(ErrorKind::network, "the leader of this machine announced " + std::to_string(welcome.count) +
+                                        " process descriptors for a group of " + std::to_string(size_));
+  }
   for (std::uint32_t seen = 0; seen < welcome.count;) {
     Message batch;
     Received processes = expect(socket_, Step::processes, batch, deadline);

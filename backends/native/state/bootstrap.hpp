@@ -7,9 +7,8 @@
 // each bounded by a deadline:
 //
 //   follower -> leader   hello      version, secret, rank, size; its process descriptor
-//   leader -> follower   welcome    the segment, once all ranks have come; where the group spans machines,
-//   the
-//                                   eventfd of the leader's connection manager
+//   leader -> follower   welcome    the segment, once all ranks have come; between machines also the eventfd
+//                                   of the leader's connection manager
 //   leader -> follower   processes  the others' process descriptors, in batches
 //   follower -> leader   attached   mapped and allocated
 //   leader -> follower   go         all are attached

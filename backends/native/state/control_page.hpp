@@ -81,8 +81,10 @@ struct alignas(kLine) Status {
   std::atomic<std::uint32_t> mail_tag;
   std::atomic<std::uint32_t> core;  // + 1, on which it last was in an operation; 0 unknown
   std::atomic<Nanoseconds> mail_since;
-  std::atomic<std::uint32_t> site_version;  // odd while `site` changes; acquire and release around it
-  std::atomic<char> site[kSiteBytes];       // source line of the blocked call, zero-terminated
+  // Odd while `site` changes. Whoever reads a new character, with acquire, finds the version changed
+  // afterwards, because characters are stored with release.
+  std::atomic<std::uint32_t> site_version;
+  std::atomic<char> site[kSiteBytes];  // source line of the blocked call, zero-terminated
 };
 
 // Where the thread of a rank that executes a collective sleeps, and what for. The waiter stores what it waits
@@ -90,7 +92,8 @@ struct alignas(kLine) Status {
 // checks what the waiter waits for, and rings only if the word has reached that. Both stores and both loads
 // are sequentially consistent, so that at least one side sees the other.
 struct alignas(kLine) CollectiveDoorbell {
-  std::atomic<std::uint32_t> rings;      // release by who rings; the sleeper loads it before its last check
+  // Release by whoever rings: its word. Acquire by the sleeper, before its last look at that word.
+  std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> publisher;  // rank + 1 that is waited for, 0 while nobody sleeps; see above
   std::atomic<std::uint64_t> word;       // offset in the segment; released by `publisher`
   std::atomic<std::uint64_t> value;      // that the word must reach; released by `publisher`

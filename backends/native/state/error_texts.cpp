@@ -28,6 +28,11 @@ std::string seconds(Nanoseconds time) {
   return text;
 }
 
+// Shorter than what `seconds` can tell apart, too.
+std::string limit_text(Nanoseconds limit) {
+  return limit < 100 * kMillisecond ? std::to_string(limit / kMillisecond) + " ms" : seconds(limit);
+}
+
 std::string ago(Nanoseconds since) { return seconds(std::max<Nanoseconds>(now_ns() - since, 0)); }
 
 std::string mail_of(const RankSnapshot& rank) {
@@ -44,10 +49,8 @@ RankSnapshot RankContext::snapshot(int rank) const {
   RankSnapshot known = snapshot_of(theirs);
   const RemoteStatus& remote = theirs.remote;
   const std::uint64_t arrived = remote.arrived.load(std::memory_order_acquire);
-  if (arrived <= known.arrived) {
-    // An arrival is newer than what the control channel sent, but does not tell what the rank waits for.
-    if (arrived < known.arrived || is_local(rank)) return known;
-  }
+  // An arrival is newer than what the control channel sent, but does not tell what the rank waits for.
+  if (arrived < known.arrived || (arrived == known.arrived && is_local(rank))) return known;
   known.arrived = arrived;
   std::array<std::uint64_t, 3> words{};
   for (std::size_t i = 0; i < words.size(); ++i) words[i] = remote.what[i].load(std::memory_order_relaxed);
@@ -61,6 +64,14 @@ std::string RankContext::name_of_rank(int rank) const {
   std::string text = "rank " + std::to_string(rank);
   if (topology().spans_machines()) text += " on '" + topology().host_of(rank) + "'";
   return text;
+}
+
+std::string RankContext::prefix() const { return "[rank " + std::to_string(rank()) + "] " + label_; }
+
+std::string RankContext::timeout_text(const std::string& operation, Nanoseconds timeout,
+                                      const std::string& details) const {
+  return operation + " was not done within its timeout of " + limit_text(timeout) + details +
+         ". Every rank:\n" + report();
 }
 
 std::string RankContext::report() const {
@@ -112,6 +123,21 @@ void RankContext::throw_peer_lost(int rank, const std::string& operation) const 
   throw_broken(true);
 }
 
+void RankContext::fail_on_word(int owner, const std::string& word, std::uint64_t value,
+                               const std::string& allowed) const {
+  if (broken()) return;
+  fail_group(ErrorKind::backend, owner,
+             "rank " + std::to_string(rank()) + " found " + std::to_string(value) + " as " + word +
+                 " of rank " + std::to_string(owner) + ", which can be " + allowed +
+                 "; some process overwrites the memory that the ranks of this machine share");
+}
+
+void RankContext::throw_on_word(int owner, const std::string& word, std::uint64_t value,
+                                const std::string& allowed) const {
+  fail_on_word(owner, word, value, allowed);
+  throw_broken(true);
+}
+
 void RankContext::throw_connection_lost(const Call& call, int rank) const {
   const Nanoseconds limit = now_ns() + kExplanationLimit;
   while (now_ns() < limit) {
@@ -126,15 +152,14 @@ void RankContext::throw_connection_lost(const Call& call, int rank) const {
 void RankContext::throw_timeout(const Call& call, int waited_for) const {
   // What a leader waits for, or a rank for its leader, may be another's fault.
   const int peer = last_to_arrive(call, waited_for);
-  const std::string text = describe(call) + " was not done within its timeout of " + seconds(call.timeout) +
-                           ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) +
-                           ". Every rank:\n" + report();
+  const std::string text =
+      timeout_text(describe(call), call.timeout,
+                   ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer));
   fail_group(ErrorKind::timeout, peer, text);
-  throw Error(ErrorKind::timeout, "[rank " + std::to_string(rank()) + "] " + label_ + ": " + text, peer);
+  throw Error(ErrorKind::timeout, prefix() + ": " + text, peer);
 }
 
 void RankContext::throw_broken(bool begun) const {
-  const std::string prefix = "[rank " + std::to_string(rank()) + "] " + label_;
   const FailureRecord& record = failure_record();
   const Nanoseconds limit = now_ns() + kFailureWriteLimit;
   // Acquire, here and below: the fields of a complete record.
@@ -147,22 +172,24 @@ void RankContext::throw_broken(bool begun) const {
     if (state < FailureRecord::kFirstWriter) break;
     if (over) {
       throw Error(ErrorKind::peer_lost,
-                  prefix + " is broken: rank " + std::to_string(writer) +
+                  prefix() + " is broken: rank " + std::to_string(writer) +
                       " died or stopped while it recorded the cause; make a new group",
                   static_cast<int>(writer));
     }
     sched_yield();
   }
-  if (state == FailureRecord::kNoFailure) throw Error(ErrorKind::aborted, prefix + " was shut down");
-  const auto kind = static_cast<ErrorKind>(record.kind);
-  const std::string cause = std::string(record.text);
-  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix + ": " + cause, record.rank);
+  const std::optional<Failure> first = failure();
+  if (!first) throw Error(ErrorKind::aborted, prefix() + " was shut down");
+  const ErrorKind kind = first->kind;
+  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix() + ": " + first->text, first->rank);
   if (kind == ErrorKind::timeout && begun) {
-    throw Error(kind, prefix + ": rank " + std::to_string(record.writer) + " gave up: " + cause, record.rank);
+    throw Error(kind, prefix() + ": rank " + std::to_string(first->writer) + " gave up: " + first->text,
+                first->rank);
   }
-  throw Error(ErrorKind::aborted,
-              prefix + " is broken since an earlier error; make a new group. The first cause: " + cause,
-              record.rank);
+  throw Error(
+      ErrorKind::aborted,
+      prefix() + " is broken since an earlier error; make a new group. The first cause: " + first->text,
+      first->rank);
 }
 
 }  // namespace collectives

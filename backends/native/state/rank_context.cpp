@@ -13,6 +13,7 @@
 
 #include "common/dtype.hpp"
 #include "common/opcode.hpp"
+#include "memory/copy_once.hpp"
 #include "memory/event.hpp"
 #include "memory/futex.hpp"
 
@@ -64,7 +65,7 @@ std::string describe(const Fingerprint& what, std::uint64_t own_count) {
   const auto opcode = static_cast<Opcode>(what.opcode);
   std::string text = name_of(opcode);
   if (opcode == Opcode::barrier || opcode == Opcode::none) return text;
-  text += "(";
+  text += '(';
   if (reduces(opcode) && is_reduce_op(what.reduction)) {
     text += std::string(name_of(static_cast<ReduceOp>(what.reduction))) + ", ";
   }
@@ -97,7 +98,7 @@ void RankContext::commit_mailbox(int receiver) const {
 }
 
 void RankContext::ring(std::atomic<std::uint32_t>& rings) noexcept {
-  rings.fetch_add(1, std::memory_order_release);
+  rings.fetch_add(1, std::memory_order_release);  // of the word that was published
   futex_wake_all(rings, FutexScope::machine);
 }
 
@@ -113,7 +114,7 @@ void RankContext::signal_poll_event() const noexcept { signal_event(poll_event_)
 
 void RankContext::clear_poll_event() const noexcept { clear_event(poll_event_); }
 
-// A failure concerns the other machines, which the leader tells, and whoever of this process waits in poll().
+// The leader tells the other machines of a failure; a thread of this process may wait in poll().
 void RankContext::wake_leader() const noexcept {
   signal_event(membership_.leader_event);
   signal_poll_event();
@@ -196,7 +197,8 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
   if (mine.site[0].load(std::memory_order_relaxed) != '\0') note_site("");
   const Announcement announcement(bell, peer, offset_of(word), value);
   for (;;) {
-    const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+    // Acquire: before the look at the word, and of the word where the bell has rung.
+    const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);
     // Sequentially consistent: the waiter's second half of the handshake; acquire of what the peer wrote
     // before.
     if (word.load(std::memory_order_seq_cst) >= value) break;
@@ -235,12 +237,10 @@ void RankContext::check_liveness(const Call& call, int peer) const {
       note_site(*call.site);
     }
   }
-  if (call.interrupt != nullptr) {
-    if (call.interrupt->requested()) {
-      const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " + describe(call);
-      fail_group(ErrorKind::aborted, rank(), text);
-      throw Error(ErrorKind::interrupted, text);
-    }
+  if (call.interrupt != nullptr && call.interrupt->requested()) {
+    const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " + describe(call);
+    fail_group(ErrorKind::aborted, rank(), text);
+    throw Error(ErrorKind::interrupted, text);
   }
 }
 
@@ -301,7 +301,12 @@ std::optional<Failure> RankContext::failure() const {
   const FailureRecord& record = failure_record();
   // Acquire: the fields.
   if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
-  return Failure{static_cast<ErrorKind>(record.kind), record.rank, record.writer, record.text};
+  const int rank = copy_once(record.rank);
+  // A text without an end is as long as there is room for it.
+  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
+                 .rank = rank < size() ? std::max(rank, -1) : -1,
+                 .writer = copy_once(record.writer),
+                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
 }
 
 void RankContext::record_remote_failure(const Failure& failure) const {
@@ -331,12 +336,12 @@ int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
 void RankContext::abort(const std::string& reason) noexcept {
   record_failure(ErrorKind::aborted, rank(), reason);
   int running = kRunning;
-  stop_.compare_exchange_strong(running, kAborted, std::memory_order_acq_rel);
+  stop_.compare_exchange_strong(running, kAborted, std::memory_order_release);
   ring_everyone();
 }
 
 void RankContext::leave() noexcept {
-  if (stop_.exchange(kLeft, std::memory_order_acq_rel) == kLeft) return;
+  if (stop_.exchange(kLeft, std::memory_order_release) == kLeft) return;
   own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
   ring_everyone();
 }
@@ -350,8 +355,8 @@ void RankContext::note_site(const std::string& site) const noexcept {
   Status& mine = own_->status;
   mine.site_version.fetch_add(1, std::memory_order_acq_rel);
   const std::size_t length = std::min(site.size(), kSiteBytes - 1);
-  for (std::size_t i = 0; i < length; ++i) mine.site[i].store(site[i], std::memory_order_relaxed);
-  mine.site[length].store('\0', std::memory_order_relaxed);
+  for (std::size_t i = 0; i < length; ++i) mine.site[i].store(site[i], std::memory_order_release);
+  mine.site[length].store('\0', std::memory_order_release);
   mine.site_version.fetch_add(1, std::memory_order_release);
 }
 

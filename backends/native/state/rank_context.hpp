@@ -61,7 +61,6 @@ class RankContext {
   SpinPolicy::Likelihood spin_likelihood() const noexcept {
     return crowded_ ? SpinPolicy::Likelihood::none : SpinPolicy::Likelihood::high;
   }
-  const std::string& label() const noexcept { return label_; }
   const Topology& topology() const noexcept { return membership_.topology; }
   bool spans_machines() const noexcept { return topology().spans_machines(); }
   bool is_local(int rank) const noexcept { return topology().is_local(rank); }
@@ -69,6 +68,8 @@ class RankContext {
   Network take_network() noexcept { return std::move(membership_.network); }
   // "rank 3", and on which machine where the group spans machines.
   std::string name_of_rank(int rank) const;
+  // "[rank 3] default group", with which this rank's errors begin.
+  std::string prefix() const;
 
   ControlPage& page(int rank) const noexcept {
     return *reinterpret_cast<ControlPage*>(base_ + membership_.layout.rank_offset(rank));
@@ -175,6 +176,13 @@ class RankContext {
   void record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept;
   // The same, and wakes everyone to notice.
   void fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  // Breaks the group because of a word in shared memory that rank `owner` writes: it is `value`, and can only
+  // be what is `allowed`.
+  void fail_on_word(int owner, const std::string& word, std::uint64_t value,
+                    const std::string& allowed) const;
+  // The same, and throws.
+  [[noreturn]] void throw_on_word(int owner, const std::string& word, std::uint64_t value,
+                                  const std::string& allowed) const;
   // Breaks the group because a rank is gone that `operation` needed, and throws.
   [[noreturn]] void throw_peer_lost(int rank, const std::string& operation) const;
   // A connection with a remote rank has ended in an operation: waits a little for the control channel to tell
@@ -190,6 +198,9 @@ class RankContext {
   // Its text; empty where there is none.
   std::string cause() const;
 
+  // What an error says of an operation whose time is up: `details` follows its limit, then the report.
+  std::string timeout_text(const std::string& operation, Nanoseconds timeout,
+                           const std::string& details) const;
   // What every rank waits in or did last, a line for each.
   std::string report() const;
   std::string report_of(int rank) const;
@@ -255,7 +266,7 @@ class RankContext {
   std::byte* base_;
   ControlPage* own_;
   std::uint64_t process_space_;
-  std::atomic<int> stop_{kRunning};
+  std::atomic<int> stop_{kRunning};  // release of the failure that was recorded before; see `broken`
   std::uint64_t buffer_position_ = 0;
   const bool crowded_;         // there are more ranks here than cores
   SpinPolicy spin_policy_[2];  // by Wait; of the thread that executes collectives

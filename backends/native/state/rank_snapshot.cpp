@@ -23,7 +23,7 @@ std::string site_of(const Status& status) {
     const std::uint32_t before = status.site_version.load(std::memory_order_acquire);
     text.clear();
     for (const auto& character : status.site) {
-      const char c = character.load(std::memory_order_relaxed);
+      const char c = character.load(std::memory_order_acquire);
       if (c == '\0') break;
       text.push_back(c);
     }
@@ -71,7 +71,7 @@ void store_snapshot(const RankSnapshot& snapshot, ControlPage& mirror) {
   status.mail_peer.store(snapshot.mail_peer, std::memory_order_relaxed);
   status.site_version.fetch_add(1, std::memory_order_acq_rel);
   for (std::size_t i = 0; i < kSiteBytes; ++i)
-    status.site[i].store(snapshot.site[i], std::memory_order_relaxed);
+    status.site[i].store(snapshot.site[i], std::memory_order_release);
   status.site_version.fetch_add(1, std::memory_order_release);
   RemoteStatus& remote = mirror.remote;
   const auto words = std::bit_cast<std::array<std::uint64_t, 3>>(snapshot.what);

@@ -51,11 +51,16 @@ struct alignas(kLine) FailureRecord {
   char text[kFailureText];
 };
 
-struct SegmentHeader {
+// What a follower checks before it uses the segment.
+struct SegmentParameters {
   std::uint64_t magic;
   std::uint64_t version;
   SegmentShape shape;
   Tuning tuning;
+};
+
+struct SegmentHeader {
+  SegmentParameters parameters;
   FailureRecord failure;
 };
 static_assert(sizeof(SegmentHeader) <= kPage);

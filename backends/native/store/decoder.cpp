@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "store/budget.hpp"
+
 namespace collectives::store {
 namespace {
 
@@ -30,6 +32,12 @@ constexpr const char* kForms[] = {
 };
 
 constexpr std::size_t kCompactAt = 64 * 1024;
+constexpr std::size_t kTextBytes = 2 * sizeof(std::string);  // of a key or value beyond its bytes
+
+[[noreturn]] void over(const char* what, std::uint64_t size, std::size_t limit) {
+  throw Refusal(std::string(what) + " of " + std::to_string(size) + " bytes, of at most " +
+                std::to_string(limit));
+}
 
 }  // namespace
 
@@ -59,11 +67,11 @@ bool Decoder::read(T& value) {
   return true;
 }
 
-bool Decoder::begin() {
+void Decoder::begin() {
   std::uint8_t code = 0;
   request_bytes_ = 0;
   read(code);
-  if (code >= std::size(kForms)) return false;
+  if (code >= std::size(kForms)) throw Refusal("no request begins with the byte " + std::to_string(code));
   partial_ = Request{};
   partial_.command = static_cast<Command>(code);
   form_ = kForms[code];
@@ -71,55 +79,69 @@ bool Decoder::begin() {
   loop_start_ = 0;
   repeats_ = 1;
   has_length_ = false;
-  return true;
 }
 
-Decoder::Status Decoder::text(std::size_t limit, std::vector<std::string>& into) {
+bool Decoder::text(const char* what, std::size_t limit, std::vector<std::string>& into) {
   if (!has_length_) {
-    if (!read(length_)) return Status::kNeedMore;
-    if (length_ > limit || length_ > kMaxRequestBytes - request_bytes_) return Status::kInvalid;
+    if (!read(length_)) return false;
+    if (length_ > limit) over(what, length_, limit);
+    if (length_ > kMaxRequestBytes - request_bytes_) {
+      over("a request", request_bytes_ + length_, kMaxRequestBytes);
+    }
     has_length_ = true;
   }
-  if (available() < length_) return Status::kNeedMore;
+  if (available() < length_) return false;
   const auto size = static_cast<std::size_t>(length_);
   into.emplace_back(buffer_, position_, size);
   position_ += size;
   request_bytes_ += size;
   has_length_ = false;
-  return request_bytes_ > kMaxRequestBytes - sizeof(std::uint64_t) ? Status::kInvalid : Status::kReady;
+  // So that the subtraction above cannot wrap.
+  if (request_bytes_ > kMaxRequestBytes - sizeof(std::uint64_t)) {
+    over("a request", request_bytes_ + sizeof(std::uint64_t), kMaxRequestBytes);
+  }
+  return true;
 }
 
-Decoder::Status Decoder::field() {
+bool Decoder::field() {
   switch (form_[step_]) {
     case 'u':
-      return read(partial_.word) ? Status::kReady : Status::kNeedMore;
+      return read(partial_.word);
     case 'n':
-      return read(partial_.number) ? Status::kReady : Status::kNeedMore;
+      return read(partial_.number);
     case 'k':
-      return text(kMaxKeyBytes, partial_.keys);
+      return text("a key", kMaxKeyBytes, partial_.keys);
     case 'v':
-      return text(kMaxValueBytes, partial_.values);
+      return text("a value", kMaxValueBytes, partial_.values);
     default:  // '*'
-      if (!read(repeats_)) return Status::kNeedMore;
+      if (!read(repeats_)) return false;
       loop_start_ = step_ + 1;
-      return repeats_ > kMaxKeys ? Status::kInvalid : Status::kReady;
+      if (repeats_ > kMaxKeys) {
+        throw Refusal("a request for " + std::to_string(repeats_) + " keys, of at most " +
+                      std::to_string(kMaxKeys));
+      }
+      return true;
   }
 }
 
-Decoder::Status Decoder::next(Request& request) {
+bool Decoder::next(Request& request) {
   if (form_ == nullptr) {
-    if (available() == 0) return Status::kNeedMore;
-    if (!begin()) return Status::kInvalid;
+    if (available() == 0) return false;
+    begin();
   }
   while (form_[step_] != '\0' && repeats_ != 0) {
-    const Status status = field();
-    if (status != Status::kReady) return status;
+    if (!field()) return false;
     ++step_;
     if (form_[step_] == '\0' && --repeats_ != 0) step_ = loop_start_;
   }
   form_ = nullptr;
   request = std::move(partial_);
-  return Status::kReady;
+  return true;
+}
+
+std::size_t Decoder::held() const {
+  if (form_ == nullptr) return available();
+  return available() + request_bytes_ + kTextBytes * (partial_.keys.size() + partial_.values.size());
 }
 
 }  // namespace collectives::store

@@ -23,20 +23,22 @@ struct Request {
 // time and a length is believed only as far as its bytes have arrived.
 class Decoder {
  public:
-  enum class Status { kNeedMore, kReady, kInvalid };
-
   void feed(std::string_view bytes);
 
-  // Takes the next whole request out. kInvalid is final: the connection must be closed.
-  Status next(Request& request);
+  // Takes the next whole request out; false until all of it has come. Throws Refusal at bytes that are no
+  // request, or one over a limit of the protocol: the connection must be closed.
+  bool next(Request& request);
+
+  // About the memory that is held for requests that next() has not given out.
+  std::size_t held() const;
 
  private:
   std::size_t available() const { return buffer_.size() - position_; }
   template <typename T>
   bool read(T& value);
-  bool begin();
-  Status field();
-  Status text(std::size_t limit, std::vector<std::string>& into);
+  void begin();
+  bool field();
+  bool text(const char* what, std::size_t limit, std::vector<std::string>& into);
   void compact();
 
   std::string buffer_;

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <mutex>
+#include <new>
 #include <vector>
 
 namespace collectives::store {
@@ -15,9 +17,16 @@ class Descriptors {
   ~Descriptors() { close_all(); }
 
   // Calls `make`, which opens a descriptor or returns -1, and keeps its result; no fork can come in between.
+  // Without memory it returns -1, with errno ENOMEM.
   template <typename Make>
   int open(Make make) {
     const std::lock_guard lock(mutex_);
+    try {
+      if (open_.size() == open_.capacity()) open_.reserve(2 * open_.size() + 16);
+    } catch (const std::bad_alloc&) {
+      errno = ENOMEM;
+      return -1;
+    }
     const int fd = make();
     if (fd >= 0) open_.push_back(fd);
     return fd;

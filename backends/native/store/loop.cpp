@@ -1,26 +1,36 @@
 #include "store/loop.hpp"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <exception>
+#include <cstdio>
+#include <new>
+#include <string_view>
 #include <system_error>
 #include <utility>
+
+#include "store/protocol.hpp"
 
 namespace collectives::store {
 namespace {
 
-constexpr std::size_t kInputBytes = 64 * 1024;     // read from one client per turn
-constexpr std::size_t kOutputBytes = 1024 * 1024;  // unread replies above which a client's requests wait
+constexpr std::size_t kInputBytes = 64 * 1024;  // read from one client at a time
+constexpr int kRoundsPerTurn = 4;
+// How often one client can end waits of its own in a turn.
+constexpr std::size_t kWokenSpare = static_cast<std::size_t>(kRoundsPerTurn) * Session::kRequestsPerTurn;
 constexpr int kAcceptsPerTurn = 64;
 constexpr int kRetryAcceptMs = 100;
 constexpr std::size_t kEvents = 64;
+constexpr std::chrono::seconds kGreetWithin{2};  // the proof included
 
 // epoll's data: the wake descriptor, then the listeners, then clients.
 constexpr std::uint64_t kWakeTag = 0;
@@ -28,22 +38,17 @@ constexpr std::uint64_t kFirstListenerTag = 1;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-template <typename T>
-void put(std::string& output, T value) {
-  output.append(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-void put_text(std::string& output, const std::string& text) {
-  put(output, static_cast<std::uint64_t>(text.size()));
-  output += text;
-}
-
-void put_count(std::string& output, std::size_t count) { put(output, static_cast<std::int64_t>(count)); }
+// Descriptors that the server leaves to the application: a quarter, but not more than 128.
+rlim_t reserve(rlim_t limit) { return std::min<rlim_t>(limit / 4, 128); }
 
 }  // namespace
 
-Loop::Loop(const std::vector<int>& listeners, Admission admission)
-    : listeners_(listeners), door_(std::move(admission)), input_(kInputBytes) {
+Loop::Loop(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission)
+    : listeners_(listeners),
+      admission_(std::move(admission)),
+      budget_(max_bytes),
+      table_(budget_),
+      input_(kInputBytes) {
   for (const int fd : listeners_) descriptors_.open([fd] { return fd; });
   epoll_ = descriptors_.open([] { return ::epoll_create1(EPOLL_CLOEXEC); });
   if (epoll_ < 0) fail("epoll_create1");
@@ -66,11 +71,10 @@ void Loop::request_stop() {
   static_cast<void>(::write(wake_, &one, sizeof(one)));
 }
 
-void Loop::run() {
+void Loop::run() noexcept {
   std::array<epoll_event, kEvents> events{};
   for (;;) {
-    const int timeout = accepting_ ? door_.wait_ms() : kRetryAcceptMs;
-    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout);
+    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), patience_ms());
     if (count < 0 && errno != EINTR) return;
     if (!accepting_) pause_accepting(false);
     for (int i = 0; i < count; ++i) {
@@ -82,16 +86,16 @@ void Loop::run() {
         on_event(event.data.u64, event.events);
       }
     }
-    drop_unproved();
+    drop_silent();
     publish();
   }
 }
 
-void Loop::drop_unproved() {
-  for (const ClientId client : door_.overdue()) {
-    const auto found = clients_.find(client);
-    if (found != clients_.end() && found->second.handshake) drop(client);
-  }
+int Loop::patience_ms() const {
+  if (!accepting_) return kRetryAcceptMs;
+  if (newcomers_.empty()) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(newcomers_.front().first - Clock::now());
+  return static_cast<int>(std::max<std::int64_t>(0, left.count()));
 }
 
 void Loop::publish() {
@@ -99,7 +103,7 @@ void Loop::publish() {
   waiting_count_.store(table_.waiting(), std::memory_order_relaxed);
 }
 
-void Loop::accept_from(std::size_t listener) {
+void Loop::accept_from(std::size_t listener) noexcept {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     const int fd = descriptors_.open(
         [&] { return ::accept4(listeners_[listener], nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
@@ -109,21 +113,82 @@ void Loop::accept_from(std::size_t listener) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) pause_accepting(true);
       return;
     }
-    const int on = 1;
-    static_cast<void>(::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)));
-    // Finds clients whose machine is gone without a word, so that their waits do not stay for ever.
-    static_cast<void>(::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on)));
-    const ClientId client = next_client_++;
-    Connection& connection = clients_[client];
-    connection.fd = fd;
-    connection.events = EPOLLIN;
-    epoll_event event{};
-    event.events = connection.events;
-    event.data.u64 = client;
-    if (!door_.admits(fd, client, connection.handshake) ||
-        ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
-      drop(client);
+    if (!admission_.admits(fd)) {
+      descriptors_.close(fd);
+      continue;
     }
+    const int kept = below_reserve(fd);
+    if (kept < 0) continue;
+    try {
+      admit(kept);
+    } catch (const std::exception&) {
+      descriptors_.close(kept);  // no memory for another client
+    }
+  }
+}
+
+// Returns the descriptor of a new connection, by a number below those that are left to the application; -1 if
+// there is none, and the client has been turned away. The system gives the lowest number that is free.
+int Loop::below_reserve(int fd) {
+  rlimit limit{};
+  static_cast<void>(::getrlimit(RLIMIT_NOFILE, &limit));
+  const rlim_t most = limit.rlim_cur - reserve(limit.rlim_cur);
+  if (static_cast<rlim_t>(fd) >= most && make_room()) {
+    const int high = std::exchange(fd, descriptors_.open([fd] { return ::fcntl(fd, F_DUPFD_CLOEXEC, 0); }));
+    descriptors_.close(high);
+  }
+  if (fd < 0 || static_cast<rlim_t>(fd) < most) return fd;
+  std::array<char, 512> text{};
+  const int size =
+      admission_.asks_proof()  // who has proved nothing learns no numbers
+          ? std::snprintf(text.data(), text.size(), "%s%s", kTurnedAway, kNoRoom)
+          : std::snprintf(
+                text.data(), text.size(),
+                "%s%zu clients are connected to the store's server, and its process may open %llu "
+                "descriptors, of which %llu are kept for other uses; raise `ulimit -n` where the server runs",
+                kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.rlim_cur),
+                static_cast<unsigned long long>(reserve(limit.rlim_cur)));
+  static_cast<void>(::send(fd, text.data(), static_cast<std::size_t>(size), MSG_NOSIGNAL | MSG_DONTWAIT));
+  descriptors_.close(fd);
+  return -1;
+}
+
+void Loop::admit(int fd) {
+  const int on = 1;
+  static_cast<void>(::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)));
+  // Finds clients whose machine is gone without a word, so that their waits do not stay for ever.
+  static_cast<void>(::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on)));
+  std::optional<Handshake> handshake = admission_.handshake();
+  woken_.reserve(clients_.size() + 1 + kWokenSpare);
+  const ClientId client = next_client_++;
+  newcomers_.emplace_back(Clock::now() + kGreetWithin, client);
+  Connection& connection =
+      clients_.try_emplace(client, fd, std::move(handshake), client, budget_, table_, refusals_)
+          .first->second;
+  connection.events = EPOLLIN;
+  epoll_event event{};
+  event.events = connection.events;
+  event.data.u64 = client;
+  if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) drop(client);
+}
+
+// Drops the client that has been silent for longest; false if all have said something.
+bool Loop::make_room() {
+  for (const auto& [until, client] : newcomers_) {
+    const auto found = clients_.find(client);
+    if (found == clients_.end() || found->second.session.validated()) continue;
+    if (::recv(found->second.fd, input_.data(), 1, MSG_PEEK | MSG_DONTWAIT) > 0) continue;
+    drop(client);
+    return true;
+  }
+  return false;
+}
+
+void Loop::drop_silent() {
+  while (!newcomers_.empty() && newcomers_.front().first <= Clock::now()) {
+    const auto found = clients_.find(newcomers_.front().second);
+    newcomers_.pop_front();
+    if (found != clients_.end() && !found->second.session.validated()) drop(found->first);
   }
 }
 
@@ -141,156 +206,59 @@ void Loop::pause_accepting(bool pause) {
 void Loop::on_event(ClientId client, std::uint32_t events) {
   const auto found = clients_.find(client);
   if (found == clients_.end()) return;  // dropped earlier in this turn
-  Connection& connection = found->second;
-  bool alive = false;
   try {
-    alive = true;
-    if (connection.handshake) {
-      alive = Door::go_on(connection.fd, connection.handshake);
+    if (serve(found->second, events)) {
+      watch(client, found->second);
     } else {
-      if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) alive = receive(connection);
-      if (alive) alive = execute_pending(client, connection);
+      drop(client);
     }
-  } catch (const std::exception&) {
-    alive = false;  // no memory for what this client wants
-  }
-  if (alive) {
-    watch(client, connection);
-  } else {
-    drop(client);
+  } catch (const std::exception& error) {
+    end(found, error);
   }
   tell_woken();
 }
 
-bool Loop::receive(Connection& connection) {
-  const ssize_t size = ::recv(connection.fd, input_.data(), input_.size(), MSG_DONTWAIT);
-  if (size < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-  if (size == 0) return false;
-  connection.decoder.feed({input_.data(), static_cast<std::size_t>(size)});
+bool Loop::serve(Connection& connection, std::uint32_t events) {
+  if (connection.handshake) return go_on(connection.fd, connection.handshake);
+  Session& session = connection.session;
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && session.room() > 0 && !receive(connection)) {
+    return false;
+  }
+  for (int i = 0; i < kRoundsPerTurn; ++i) {
+    session.work(woken_);
+    if (!flush(connection)) return false;
+    if (!session.busy() || !session.output().empty()) break;
+  }
   return true;
 }
 
-bool Loop::execute_pending(ClientId client, Connection& connection) {
-  Request request;
-  for (;;) {
-    while (connection.output.size() - connection.sent < kOutputBytes) {
-      const Decoder::Status status = connection.decoder.next(request);
-      if (status == Decoder::Status::kNeedMore) return flush(connection);
-      if (status == Decoder::Status::kInvalid || !execute(client, connection, request)) {
-        static_cast<void>(flush(connection));  // replies to what came before are still due
-        return false;
-      }
-    }
-    if (!flush(connection)) return false;
-    if (connection.output.size() - connection.sent >= kOutputBytes) return true;
-  }
-}
-
-bool Loop::execute(ClientId client, Connection& connection, Request& request) {
-  std::string& output = connection.output;
-  if (!connection.validated) {
-    connection.validated = request.command == Command::kValidate && request.word == kMagic;
-    return connection.validated;
-  }
-  switch (request.command) {
-    case Command::kValidate:
-      return false;
-    case Command::kSet:
-      table_.set(request.keys[0], std::move(request.values[0]), woken_);
-      return true;
-    case Command::kCompareSet:
-      put_text(output, table_.compare_set(request.keys[0], request.values[0], request.values[1], woken_));
-      return true;
-    case Command::kGet:
-      put_text(output, request.keys[0] == kServerKey ? kServerVersion : table_.get(request.keys[0]));
-      return true;
-    case Command::kAdd: {
-      std::int64_t sum = 0;
-      if (!table_.add(request.keys[0], request.number, sum, woken_)) return false;
-      put(output, sum);
-      return true;
-    }
-    case Command::kCheck:
-      put(output, table_.check(request.keys) ? kAllThere : kNotAllThere);
-      return true;
-    case Command::kWait:
-      if (table_.wait(client, request.keys)) put(output, kStopWaiting);
-      return true;
-    case Command::kGetNumKeys:
-      put_count(output, table_.size());
-      return true;
-    case Command::kDeleteKey:
-      put_count(output, table_.erase(request.keys[0]) ? 1 : 0);
-      return true;
-    case Command::kAppend:
-      table_.append(request.keys[0], request.values[0], woken_);
-      return true;
-    case Command::kMultiGet:
-      for (const std::string& key : request.keys) put_text(output, table_.get(key));
-      return true;
-    case Command::kMultiSet:
-      for (std::size_t i = 0; i < request.keys.size(); ++i) {
-        table_.set(request.keys[i], std::move(request.values[i]), woken_);
-      }
-      return true;
-    case Command::kCancelWait:
-      table_.cancel(client);
-      put(output, kWaitCanceled);
-      return true;
-    case Command::kPing:
-      put(output, request.word);
-      return true;
-    case Command::kQueuePush:
-      table_.push(request.keys[0], std::move(request.values[0]), woken_);
-      return true;
-    case Command::kQueuePop: {
-      std::string value;
-      const std::size_t length = table_.pop(client, request.keys[0], value);
-      put_count(output, length);
-      if (length != 0) put_text(output, value);
-      return true;
-    }
-    case Command::kQueueLen:
-      put_count(output, table_.length(request.keys[0]));
-      return true;
-    case Command::kListKeys:
-      put_count(output, table_.size());
-      for (const auto& [key, value] : table_.values()) put_text(output, key);
-      return true;
-    case Command::kBarrier:
-      switch (table_.barrier(client, request.keys[0], request.number, woken_)) {
-        case Table::Arrival::kComplete:
-          put(output, kStopWaiting);
-          return true;
-        case Table::Arrival::kWaits:
-          return true;
-        case Table::Arrival::kInvalid:
-          return false;
-      }
-  }
-  return false;
+bool Loop::receive(Connection& connection) {
+  const std::size_t room = std::min(input_.size(), connection.session.room());
+  const ssize_t size = ::recv(connection.fd, input_.data(), room, MSG_DONTWAIT);
+  if (size < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+  if (size == 0) return false;
+  connection.session.feed({input_.data(), static_cast<std::size_t>(size)});
+  return true;
 }
 
 bool Loop::flush(Connection& connection) {
-  while (connection.sent < connection.output.size()) {
-    const ssize_t size = ::send(connection.fd, connection.output.data() + connection.sent,
-                                connection.output.size() - connection.sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+  Session& session = connection.session;
+  while (!session.output().empty()) {
+    const std::string_view output = session.output();
+    const ssize_t size = ::send(connection.fd, output.data(), output.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (size < 0) {
       if (errno == EINTR) continue;
       return errno == EAGAIN || errno == EWOULDBLOCK;
     }
-    connection.sent += static_cast<std::size_t>(size);
+    session.sent(static_cast<std::size_t>(size));
   }
-  connection.output.clear();
-  connection.sent = 0;
-  if (connection.output.capacity() > kOutputBytes) connection.output.shrink_to_fit();
   return true;
 }
 
 void Loop::watch(ClientId client, Connection& connection) {
-  const std::size_t unsent = connection.output.size() - connection.sent;
-  const std::uint32_t events =
-      (unsent < kOutputBytes ? static_cast<std::uint32_t>(EPOLLIN) : 0U) | (unsent > 0 ? EPOLLOUT : 0U);
+  const Session& session = connection.session;
+  const std::uint32_t events = (session.room() > 0 ? static_cast<std::uint32_t>(EPOLLIN) : 0U) |
+                               (session.busy() || !session.output().empty() ? EPOLLOUT : 0U);
   if (events == connection.events) return;
   connection.events = events;
   epoll_event event{};
@@ -299,37 +267,47 @@ void Loop::watch(ClientId client, Connection& connection) {
   static_cast<void>(::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection.fd, &event));
 }
 
-void Loop::drop(ClientId client) {
+// Closes the connection of a client that wants what it cannot have.
+void Loop::end(Connections::iterator found, const std::exception& error) noexcept {
+  const ClientId client = found->first;
+  const std::uint32_t name = found->second.session.name();
+  static_cast<void>(flush(found->second));  // replies to what came before are still due
+  try {
+    const bool refused = dynamic_cast<const Refusal*>(&error) != nullptr;
+    if (name != 0) refusals_.add(name, refused ? error.what() : "the server's process is out of memory");
+  } catch (const std::bad_alloc&) {
+    // It ends without a reason.
+  }
+  drop(client);
+}
+
+void Loop::drop(ClientId client) noexcept {
   const auto node = clients_.extract(client);
   if (node.empty()) return;
   descriptors_.close(node.mapped().fd);
   try {
     table_.drop(client, woken_);
-  } catch (const std::bad_alloc&) {
-    // Only the list of clients to wake can grow here; they run into their own time limits.
+  } catch (const std::exception&) {
+    // Clients that wait for a queue may not hear of it; they run into their own time limits.
   }
 }
 
-void Loop::tell_woken() {
-  while (!woken_.empty()) {
-    const Woken woken = std::exchange(woken_, {});
-    for (const ClientId client : woken) {
-      const auto found = clients_.find(client);
-      if (found == clients_.end()) continue;
-      bool alive = false;
-      try {
-        put(found->second.output, kStopWaiting);
-        alive = flush(found->second);
-      } catch (const std::exception&) {
-        alive = false;
-      }
-      if (alive) {
-        watch(client, found->second);
+void Loop::tell_woken() noexcept {
+  for (std::size_t i = 0; i < woken_.size(); ++i) {  // a client that is dropped here may wake others
+    const auto found = clients_.find(woken_[i]);
+    if (found == clients_.end()) continue;
+    try {
+      found->second.session.wake();
+      if (flush(found->second)) {
+        watch(found->first, found->second);
       } else {
-        drop(client);
+        drop(found->first);
       }
+    } catch (const std::exception& error) {
+      end(found, error);
     }
   }
+  woken_.clear();
 }
 
 }  // namespace collectives::store

@@ -1,9 +1,10 @@
 // The TCP store's server: one thread, one epoll set, no Python.
 //
 // The thread sleeps in epoll_wait; waiting clients cost nothing until their key appears. Whatever a client
-// sends, only its own connection can suffer: requests are bounds-checked (decoder.hpp), input is taken in
-// small turns so that a flood delays nobody, and a client that does not read its replies is not read from
-// either.
+// sends, only its own connection can suffer: requests are bounds-checked (decoder.hpp), input is taken and
+// output is made in small turns so that neither a flood nor a long reply delays anybody (session.hpp), a
+// client that does not read its replies is not read from either, and memory and descriptors have limits
+// (budget.hpp, Loop::admit). No exception leaves the thread: it ends the connection that caused it.
 #pragma once
 
 #include <atomic>
@@ -21,8 +22,8 @@ class Loop;
 class Server {
  public:
   // Serves on sockets that are bound and listening already; takes them over, also if it throws
-  // std::system_error.
-  explicit Server(const std::vector<int>& listeners, Admission admission = {});
+  // std::system_error. `max_bytes` limits what it holds for its clients.
+  Server(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission = {});
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <string_view>
 #include <utility>
 
 namespace collectives::store {
@@ -13,59 +14,131 @@ bool parse(const std::string& text, std::int64_t& number) {
   return error == std::errc{} && stop == end;
 }
 
+// Of a key and value beyond their bytes: nodes and buckets of the maps, and the objects that own the bytes.
+constexpr std::size_t kEntryBytes = 256;
+
+// What would be given back if nobody held the value any more; a value that a reply still sends stays.
+std::size_t freed_by(const SharedValue& value) { return value.use_count() == 1 ? value->charge.bytes() : 0; }
+
 }  // namespace
+
+SharedValue Table::make(std::size_t key_size, std::string value, std::size_t freed) const {
+  budget_.expect_value(value.size());
+  budget_.expect(key_size + kEntryBytes + value.size(), freed);
+  return std::make_shared<Value>(budget_, std::move(value), key_size + kEntryBytes);
+}
+
+void Table::store(const std::string& key, SharedValue value, Woken& woken) {
+  const auto [place, is_new] = values_.try_emplace(key);
+  place->second = std::move(value);
+  if (is_new) {
+    list_bytes_ += sizeof(std::uint64_t) + key.size();
+    list_.reset();
+  }
+  key_appeared(key, woken);
+}
 
 bool Table::there(const std::string& key) const { return values_.contains(key) || queues_.contains(key); }
 
 void Table::set(const std::string& key, std::string value, Woken& woken) {
-  values_[key] = std::move(value);
-  key_appeared(key, woken);
+  const auto found = values_.find(key);
+  store(key, make(key.size(), std::move(value), found == values_.end() ? 0 : freed_by(found->second)), woken);
+}
+
+void Table::set_all(const std::vector<std::string>& keys, std::vector<std::string> values, Woken& woken) {
+  std::size_t bytes = 0;
+  std::size_t freed = 0;
+  std::unordered_set<std::string_view> counted;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    budget_.expect_value(values[i].size());
+    bytes += keys[i].size() + kEntryBytes + values[i].size();
+    const auto found = values_.find(keys[i]);
+    if (found != values_.end() && counted.insert(keys[i]).second) freed += freed_by(found->second);
+  }
+  budget_.expect(bytes, freed);
+  std::vector<SharedValue> made;
+  made.reserve(values.size());
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    made.push_back(std::make_shared<Value>(budget_, std::move(values[i]), keys[i].size() + kEntryBytes));
+  }
+  for (std::size_t i = 0; i < keys.size(); ++i) store(keys[i], std::move(made[i]), woken);
 }
 
 void Table::append(const std::string& key, const std::string& value, Woken& woken) {
-  values_[key] += value;
-  key_appeared(key, woken);
-}
-
-std::string Table::compare_set(const std::string& key, const std::string& expected,
-                               const std::string& desired, Woken& woken) {
   const auto found = values_.find(key);
-  if (found == values_.end()) {
-    if (!expected.empty()) return expected;
-    set(key, desired, woken);
-    return desired;
+  if (found == values_.end()) return set(key, value, woken);
+  SharedValue& old = found->second;
+  const std::size_t size = old->bytes.size() + value.size();
+  budget_.expect_value(size);
+  if (old.use_count() == 1) {
+    budget_.expect(value.size());
+    old->bytes += value;
+    old->charge.resize(old->charge.bytes() + value.size());
+  } else {
+    old = make(key.size(), old->bytes + value, 0);
   }
-  if (found->second == expected) found->second = desired;
-  return found->second;
 }
 
-bool Table::add(const std::string& key, std::int64_t amount, std::int64_t& sum, Woken& woken) {
-  std::int64_t before = 0;
-  if (const auto found = values_.find(key); found != values_.end() && !parse(found->second, before))
-    return false;
-  if (__builtin_add_overflow(before, amount, &sum)) return false;
+SharedValue Table::compare_set(const std::string& key, std::string expected, std::string desired,
+                               Woken& woken) {
+  const auto found = values_.find(key);
+  if (found == values_.end() && !expected.empty()) return make(0, std::move(expected), 0);
+  if (found == values_.end() || found->second->bytes == expected) set(key, std::move(desired), woken);
+  return get(key);
+}
+
+std::int64_t Table::add(const std::string& key, std::int64_t amount, Woken& woken) {
+  std::int64_t sum = 0;
+  const auto found = values_.find(key);
+  if (found != values_.end() && !parse(found->second->bytes, sum)) {
+    throw Refusal("the key holds no integer to add to");
+  }
+  if (__builtin_add_overflow(sum, amount, &sum)) throw Refusal("the sum has more than 64 bits");
   set(key, std::to_string(sum), woken);
+  return sum;
+}
+
+SharedValue Table::get(const std::string& key) const {
+  const auto found = values_.find(key);
+  return found == values_.end() ? nullptr : found->second;
+}
+
+bool Table::erase(const std::string& key) {
+  if (values_.erase(key) == 0) return false;
+  list_bytes_ -= sizeof(std::uint64_t) + key.size();
+  list_.reset();
   return true;
 }
-
-const std::string& Table::get(const std::string& key) const {
-  static const std::string nothing;
-  const auto found = values_.find(key);
-  return found == values_.end() ? nothing : found->second;
-}
-
-bool Table::erase(const std::string& key) { return values_.erase(key) != 0; }
 
 bool Table::check(const std::vector<std::string>& keys) const {
   return std::all_of(keys.begin(), keys.end(), [this](const std::string& key) { return there(key); });
 }
 
+SharedValue Table::list() {
+  if (SharedValue made = list_.lock()) return made;
+  budget_.expect_reply(list_bytes_);
+  budget_.expect(list_bytes_);
+  std::string keys;
+  keys.reserve(list_bytes_);
+  for (const auto& [key, value] : values_) {
+    const std::uint64_t size = key.size();
+    keys.append(reinterpret_cast<const char*>(&size), sizeof(size)).append(key);
+  }
+  SharedValue made = std::make_shared<Value>(budget_, std::move(keys), kEntryBytes);
+  list_ = made;
+  return made;
+}
+
 void Table::push(const std::string& key, std::string value, Woken& woken) {
-  queues_[key].push_back(std::move(value));
+  SharedValue made = make(key.size(), std::move(value), 0);
+  std::list<SharedValue> one;
+  one.push_back(std::move(made));
+  std::list<SharedValue>& queue = queues_[key];
+  queue.splice(queue.end(), one);
   wake_one(key, woken);
 }
 
-std::size_t Table::pop(ClientId client, const std::string& key, std::string& value) {
+std::size_t Table::pop(ClientId client, const std::string& key, SharedValue& value) {
   if (const auto hint = may_pop_.find(client); hint != may_pop_.end() && hint->second == key)
     may_pop_.erase(hint);
   const auto found = queues_.find(key);
@@ -90,29 +163,39 @@ bool Table::wait(ClientId client, const std::vector<std::string>& keys) {
   }
   if (wait.missing.empty()) return true;
   const Turn turn = next_turn_++;
-  for (const std::string& key : wait.missing) waiting_for_[key].insert(turn);
-  waits_.emplace(turn, std::move(wait));
   turns_[client] = turn;
+  // From here on cancel() takes back what there is, however far this comes.
+  for (const std::string& key : waits_.emplace(turn, std::move(wait)).first->second.missing) {
+    waiting_for_[key].insert(turn);
+  }
   return false;
 }
 
-Table::Arrival Table::barrier(ClientId client, const std::string& key, std::int64_t members, Woken& woken) {
+std::size_t Table::wait_bytes(const std::vector<std::string>& keys) {
+  std::size_t bytes = 0;
+  for (const std::string& key : keys) bytes += kEntryBytes + 2 * key.size();
+  return bytes;
+}
+
+bool Table::barrier(ClientId client, const std::string& key, std::int64_t members, Woken& woken) {
   cancel(client);
-  std::int64_t count = 0;
-  if (!add(key, 1, count, woken)) return Arrival::kInvalid;
-  if (count >= members) {
-    if (const auto found = barriers_.find(key); found != barriers_.end()) {
-      const std::set<Turn> arrived = std::move(found->second);
-      barriers_.erase(found);
-      for (const Turn turn : arrived) finish(turn, woken);
-    }
-    return Arrival::kComplete;
+  if (add(key, 1, woken) >= members) {
+    const auto arrived = barriers_.extract(key);
+    if (arrived.empty()) return true;
+    for (const Turn turn : arrived.mapped()) finish(turn, woken);
+    return true;
   }
   const Turn turn = next_turn_++;
-  waits_.emplace(turn, Wait{client, {}, {}, key, true});
-  turns_[client] = turn;
-  barriers_[key].insert(turn);
-  return Arrival::kWaits;
+  try {
+    turns_[client] = turn;
+    Wait& wait = waits_.emplace(turn, Wait{client, {}, {}, key, false}).first->second;
+    barriers_[key].insert(turn);
+    wait.in_barrier = true;
+  } catch (const std::bad_alloc&) {
+    count_out(key, turn);
+    throw;
+  }
+  return false;
 }
 
 void Table::cancel(ClientId client) {
@@ -121,20 +204,26 @@ void Table::cancel(ClientId client) {
   const Turn turn = found->second;
   turns_.erase(found);
   const auto node = waits_.extract(turn);
+  if (node.empty()) return;  // there was no memory for it
   const Wait& wait = node.mapped();
   for (const std::string& key : wait.missing) forget(key, turn);
-  if (!wait.in_barrier) return;
-  if (const auto arrived = barriers_.find(wait.barrier); arrived != barriers_.end()) {
+  if (wait.in_barrier) count_out(wait.barrier, turn);
+}
+
+void Table::count_out(const std::string& key, Turn turn) {
+  if (const auto arrived = barriers_.find(key); arrived != barriers_.end()) {
     arrived->second.erase(turn);
     if (arrived->second.empty()) barriers_.erase(arrived);
   }
-  const auto count = values_.find(wait.barrier);
+  const auto count = values_.find(key);
   std::int64_t number = 0;
-  if (count == values_.end() || !parse(count->second, number)) return;  // somebody else took the key over
+  if (count == values_.end() || !parse(count->second->bytes, number)) return;  // somebody took the key over
   if (number <= 1) {
-    values_.erase(count);
+    erase(key);
+  } else if (count->second.use_count() == 1) {
+    count->second->bytes = std::to_string(number - 1);
   } else {
-    count->second = std::to_string(number - 1);
+    count->second = std::make_shared<Value>(budget_, std::to_string(number - 1), key.size() + kEntryBytes);
   }
 }
 
@@ -172,14 +261,13 @@ void Table::finish(Turn turn, Woken& woken) {
   woken.push_back(node.mapped().client);
 }
 
+// Each waiter is taken off before it is looked at, so that the others stay on if memory ends.
 void Table::key_appeared(const std::string& key, Woken& woken) {
-  const auto found = waiting_for_.find(key);
-  if (found == waiting_for_.end()) return;
-  const std::set<Turn> turns = std::move(found->second);
-  waiting_for_.erase(found);
-  for (const Turn turn : turns) {
+  for (auto found = waiting_for_.find(key); found != waiting_for_.end(); found = waiting_for_.find(key)) {
+    const Turn turn = *found->second.begin();
     Wait& wait = waits_.at(turn);
     wait.missing.erase(key);
+    forget(key, turn);
     if (complete(turn, wait)) finish(turn, woken);
   }
 }

@@ -121,19 +121,6 @@ void test_any_source_and_background(Groups groups) {
   });
 }
 
-// A frame that names no data type breaks the group: its sender speaks another version.
-void test_frame_of_no_dtype(Groups groups) {
-  std::int32_t value = 0;
-  auto* const data = reinterpret_cast<std::byte*>(&value);
-  const Envelope to{1, 3, static_cast<DType>(kDTypeCount), 4};
-  CHECK(groups[0]->send_at_once(to, data));
-  const auto transfer = groups[1]->receive({0, 3, DType::int32, 4}, data, kLimit);
-  CHECK(transfer->wait(kNever, nullptr));
-  CHECK(transfer->error() != nullptr && transfer->error()->kind() == ErrorKind::aborted);
-  CHECK(transfer->error()->message().find("unknown data type 46") != std::string::npos);
-  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(false); });
-}
-
 }  // namespace
 
 Tests messenger_tests() {
@@ -142,7 +129,6 @@ Tests messenger_tests() {
       {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
       {"messages at once", [] { test_messages_at_once(shared_ranks(2)); }},
       {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
-      {"frame of no data type", [] { test_frame_of_no_dtype(shared_ranks(2)); }},
   };
 }
 

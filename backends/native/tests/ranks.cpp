@@ -17,19 +17,22 @@ std::shared_ptr<Segment> segment_for(int size) {
   return std::make_shared<Segment>(Segment::create_private(SegmentLayout(shape_for(size)).total_bytes()));
 }
 
+Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int size) {
+  Membership membership;
+  membership.rank = rank;
+  membership.size = size;
+  membership.topology = single_machine(size, rank);
+  membership.segment = segment;
+  membership.tuning = default_tuning(size);
+  membership.layout = SegmentLayout(shape_for(size));
+  membership.processes.resize(static_cast<std::size_t>(size));
+  return membership;
+}
+
 Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size) {
-  const SegmentLayout layout(shape_for(size));
   Groups groups;
   for (int r = 0; r < size; ++r) {
-    Membership membership;
-    membership.rank = r;
-    membership.size = size;
-    membership.topology = single_machine(size, r);
-    membership.segment = segment;
-    membership.tuning = default_tuning(size);
-    membership.layout = layout;
-    membership.processes.resize(static_cast<std::size_t>(size));
-    groups.push_back(std::make_unique<Group>(std::move(membership), "shared group", kNever));
+    groups.push_back(std::make_unique<Group>(membership_of(segment, r, size), "shared group", kNever));
   }
   return groups;
 }
@@ -63,7 +66,8 @@ Groups attached_ranks(int size) {
   return groups;
 }
 
-Groups machine_ranks(const Machines& machines, bool connected) {
+Groups machine_ranks(const Machines& machines, bool connected,
+                     std::vector<std::shared_ptr<Segment>>* segments) {
   int size = 0;
   for (const auto& machine : machines) size += static_cast<int>(machine.size());
   std::vector<std::vector<Endpoint>> endpoints(static_cast<std::size_t>(size));
@@ -77,6 +81,7 @@ Groups machine_ranks(const Machines& machines, bool connected) {
     const SegmentLayout layout(shape_for(size, true));
     const auto segment = std::make_shared<Segment>(Segment::create_private(layout.total_bytes()));
     const Descriptor event = make_event();
+    if (segments != nullptr) segments->push_back(segment);
     for (const int r : machine) {
       const auto rank = static_cast<std::size_t>(r);
       Membership membership;

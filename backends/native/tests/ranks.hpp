@@ -22,11 +22,14 @@ using Groups = std::vector<std::unique_ptr<Group>>;
 using Machines = std::vector<std::vector<int>>;
 
 std::shared_ptr<Segment> segment_for(int size);
+Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int size);
 Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size);
 inline Groups shared_ranks(int size) { return ranks_sharing(segment_for(size), size); }
 Groups attached_ranks(int size);
-// Not connected yet where `connected` is false: each rank is to call `Group::connect`.
-Groups machine_ranks(const Machines& machines, bool connected = true);
+// Not connected yet where `connected` is false: each rank is to call `Group::connect`. `segments` gets those
+// of the machines.
+Groups machine_ranks(const Machines& machines, bool connected = true,
+                     std::vector<std::shared_ptr<Segment>>* segments = nullptr);
 
 // Runs `body(rank)` on a thread for each rank.
 void on_all(int size, const std::function<void(int)>& body);

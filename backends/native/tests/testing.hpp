@@ -22,6 +22,7 @@ Tests collectives_tests();
 Tests collectives_between_machines_tests();
 Tests messenger_tests();
 Tests group_tests();
+Tests foreign_words_tests();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \

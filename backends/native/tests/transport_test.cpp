@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -17,7 +18,7 @@
 namespace collectives {
 namespace {
 
-const std::string kKey(32, 's');
+constexpr std::string_view kKey = "0123456789abcdef0123456789abcdef";
 
 // Rank 0 of two machines with one rank each.
 std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {
@@ -58,11 +59,11 @@ struct Hello {
 };
 
 // A connection of rank 1, as ConnectionManager expects it; empty where that drops it.
-Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, const std::string& key = kKey) {
+Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, std::string_view key = kKey) {
   Descriptor socket = begin_connect(endpoint, "");
   wait_for(socket, POLLOUT);
   Handshake handshake =
-      Handshake::dial(key, std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+      Handshake::dial(std::string(key), std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
   for (;;) {
     const Handshake::Status status = handshake.step(socket.get());
     if (status == Handshake::Status::proved) return socket;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/opcode.hpp"
+#include "memory/copy_once.hpp"
 #include "state/rank_context.hpp"
 #include "transport/connection_manager.hpp"
 
@@ -107,10 +108,14 @@ void ArrivalExchange::write_frame(const Call& call, bool with_staged, std::vecto
   frame.resize(sizeof(Head));
   for (const int rank : context_.topology().local()) {
     const Arrival& arrival = context_.arrival(rank, call.sequence);
-    const std::uint64_t staged = context_.page(rank).machine_arrival.staged[call.sequence & 1];
-    const bool splits = static_cast<Opcode>(arrival.what.opcode) == Opcode::all_to_all;
+    const std::uint64_t staged = copy_once(context_.page(rank).machine_arrival.staged[call.sequence & 1]);
+    if (staged > context_.shape().slot_bytes) [[unlikely]] {
+      context_.throw_on_word(rank, "the number of bytes that it staged", staged,
+                             "at most " + std::to_string(context_.shape().slot_bytes));
+    }
     ArrivalRecord record{};
-    record.what = arrival.what;
+    record.what = copy_once(arrival.what);
+    const bool splits = static_cast<Opcode>(record.what.opcode) == Opcode::all_to_all;
     record.own_count = arrival.own_count;
     record.staged = with_staged ? static_cast<std::uint32_t>(staged) : 0;
     record.splits = splits ? 2 * static_cast<std::uint32_t>(context_.size()) : 0;
@@ -210,8 +215,13 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
   const std::size_t here = peer.filled - peer.used;
   Head head{};
   if (here >= sizeof(Head)) std::memcpy(&head, peer.in.data() + peer.used, sizeof(head));
-  constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 32;
-  const bool plausible = head.bytes >= sizeof(Head) && head.bytes < kMostBytes;
+  const int origin = behind(peer.machine, peer.received);
+  const auto& origin_ranks = context_.topology().machines[static_cast<std::size_t>(origin)];
+  const auto ranks = static_cast<std::size_t>(context_.size());
+  const std::size_t most_bytes =
+      sizeof(Head) + origin_ranks.size() * (sizeof(ArrivalRecord) + 2 * ranks * sizeof(std::uint64_t) +
+                                            context_.shape().slot_bytes);
+  const bool plausible = head.bytes >= sizeof(Head) && head.bytes <= most_bytes;
   if (here < sizeof(Head) || (plausible && here < head.bytes)) {
     std::memmove(peer.in.data(), peer.in.data() + peer.used, here);
     peer.filled = here;
@@ -228,15 +238,13 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
   };
   if (head.sequence != call.sequence || !plausible) broken();
   const std::byte* frame = peer.in.data() + peer.used;
-  const int origin = behind(peer.machine, peer.received);
   std::size_t position = sizeof(Head);
   const auto next = [&](void* target, std::size_t bytes) {
     if (head.bytes - position < bytes) broken();
     std::memcpy(target, frame + position, bytes);
     position += bytes;
   };
-  const auto ranks = static_cast<std::size_t>(context_.size());
-  for (const int rank : context_.topology().machines[static_cast<std::size_t>(origin)]) {
+  for (const int rank : origin_ranks) {
     ArrivalRecord record{};
     next(&record, sizeof(record));
     if ((record.splits != 0 && record.splits != 2 * ranks) || record.staged > context_.shape().slot_bytes)

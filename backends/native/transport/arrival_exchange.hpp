@@ -1,9 +1,8 @@
 // How ranks on several machines arrive at a collective: the leader of each machine has a frame with what its
 // local ranks published, and gets the frames of all other machines.
 //
-//   frame   Head, then for each rank of its machine, ascending: ArrivalRecord, its splits (all_to_all only),
-//   the
-//           bytes that it staged
+//   frame   Head, then for each rank of its machine, ascending: ArrivalRecord, its splits (of all_to_all),
+//           what it staged
 // Staged bytes go only to machines that need them: to the root's, where only the root reads.
 //
 // Up to kMostDirect machines each sends its frame to every other. Beyond that, messages cost more than the

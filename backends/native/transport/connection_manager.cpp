@@ -274,10 +274,10 @@ void ConnectionManager::deliver(const Key& key, Descriptor socket) {
   const auto [rank, purpose, index] = key;
   send_at_once(socket);
   const bool is_control = purpose == Purpose::control;
-  if (is_control) control_->add_link(rank, std::move(socket));
+  // The control channel keeps its connection; an empty descriptor is the mark that it is there.
+  if (is_control) control_->add_link(rank, std::exchange(socket, Descriptor()));
   {
     const std::lock_guard lock(mutex_);
-    // Of a control connection, which the control channel keeps, only the mark that it is there.
     ready_.emplace(key, std::move(socket));
   }
   if (is_control && control_->complete())

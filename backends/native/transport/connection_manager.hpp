@@ -86,7 +86,7 @@ class ConnectionManager {
   friend class ControlChannel;
   using Key = std::tuple<int, Purpose, int>;
 
-  // What a connection is for, as whoever dials says it; the proof of both ends covers it.
+  // What a connection is for, as the dialling rank says it; the proof of both ends covers it.
   struct Hello {
     std::uint64_t magic = kMagic;
     std::uint64_t version = kLayoutVersion;

@@ -117,11 +117,11 @@ void ControlChannel::send_failure(Link& link, const Failure& failure) {
   send(link, FrameType::failure, failure.writer, std::string(bytes_of(head)) + failure.text);
 }
 
-void ControlChannel::send_exit(Link& link, const Local& local, Nanoseconds now) {
-  RankSnapshot last = context_.snapshot(local.rank);
-  last.presence = static_cast<std::uint32_t>(*local.gone);
+void ControlChannel::send_exit(Link& link, int rank, Presence how, Nanoseconds now) {
+  RankSnapshot last = context_.snapshot(rank);
+  last.presence = static_cast<std::uint32_t>(how);
   last.to_ages(now);
-  send(link, FrameType::exit, local.rank, bytes_of(last));
+  send(link, FrameType::exit, rank, bytes_of(last));
 }
 
 void ControlChannel::send_history(Link& link) {
@@ -129,7 +129,7 @@ void ControlChannel::send_history(Link& link) {
     if (const std::optional<Failure> failure = context_.failure()) send_failure(link, *failure);
   }
   for (const Local& local : locals_) {
-    if (local.gone) send_exit(link, local, now_ns());
+    if (local.gone) send_exit(link, local.rank, *local.gone, now_ns());
   }
 }
 
@@ -167,7 +167,7 @@ void ControlChannel::report_exit(Local& local, Presence how, Nanoseconds now) {
   // failure yet.
   send_failure();
   local.gone = how;
-  for (auto& [fd, link] : links_) send_exit(link, local, now);
+  for (auto& [fd, link] : links_) send_exit(link, local.rank, how, now);
 }
 
 void ControlChannel::announce_departure() {

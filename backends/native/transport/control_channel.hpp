@@ -87,7 +87,7 @@ class ControlChannel {
   void send_failure(Link& link, const Failure& failure);
   // To all, once.
   void send_failure();
-  void send_exit(Link& link, const Local& local, Nanoseconds now);
+  void send_exit(Link& link, int rank, Presence how, Nanoseconds now);
   // What the other links were sent before this one was added.
   void send_history(Link& link);
   void report_exit(Local& local, Presence how, Nanoseconds now);

@@ -55,7 +55,7 @@ class Inbox {
   virtual void skip(std::size_t count) = 0;
   virtual void pad(std::size_t count) = 0;
   virtual void publish() = 0;
-  // As of an outbox.
+  // As for an outbox.
   virtual void before_sleep() {}
   virtual Nanoseconds ended() const noexcept { return 0; }
   virtual std::string error_text() const { return {}; }

@@ -1,7 +1,9 @@
 #include "transport/shm_mailbox.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <string>
 
 #include "common/cache_line.hpp"
 
@@ -17,6 +19,12 @@ void copy_from(std::byte* base, std::size_t ring, std::uint64_t position, void* 
   const std::size_t first = std::min(count, ring - at);
   copy(to, base + at, first);
   if (count > first) copy(to + first, base, count - first);
+  // For the compiler alone: what was copied is checked next, and must not be read from the ring again.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+std::string from_to(std::uint64_t least, std::uint64_t most) {
+  return "from " + std::to_string(least) + " to " + std::to_string(most);
 }
 
 void copy_plainly(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
@@ -30,15 +38,19 @@ std::size_t ShmOutbox::room() {
   }
   // Sequentially consistent: acquire, so that the receiver's reads of what is overwritten next came before;
   // and a sleeper's half of the doorbell's handshake.
-  read_ = context_.read(receiver_, context_.rank()).load(std::memory_order_seq_cst);
-  return context_.shape().mail_bytes - static_cast<std::size_t>(written_ - read_);
+  const std::uint64_t read = context_.read(receiver_, context_.rank()).load(std::memory_order_seq_cst);
+  const std::size_t ring = context_.shape().mail_bytes;
+  if (written_ - read > ring) [[unlikely]] {
+    const std::uint64_t least = written_ - std::min<std::uint64_t>(written_, ring);
+    context_.fail_on_word(receiver_, "the number of bytes read from rank " + std::to_string(context_.rank()),
+                          read, from_to(least, written_));
+    return 0;
+  }
+  read_ = read;
+  return unused();
 }
 
-bool ShmOutbox::has_room(std::size_t count) {
-  const bool had =
-      committed_ && context_.shape().mail_bytes - static_cast<std::size_t>(written_ - read_) >= count;
-  return had || room() >= count;
-}
+bool ShmOutbox::has_room(std::size_t count) { return (committed_ && unused() >= count) || room() >= count; }
 
 void ShmOutbox::write(const void* bytes, std::size_t count) {
   const std::size_t ring = context_.shape().mail_bytes;
@@ -58,8 +70,14 @@ void ShmOutbox::publish() {
 
 std::size_t ShmInbox::available() {
   // Sequentially consistent: acquire of the bytes, and a sleeper's half of the doorbell's handshake.
-  return static_cast<std::size_t>(context_.written(sender_, context_.rank()).load(std::memory_order_seq_cst) -
-                                  read_);
+  const std::uint64_t written = context_.written(sender_, context_.rank()).load(std::memory_order_seq_cst);
+  const std::size_t ring = context_.shape().mail_bytes;
+  if (written - read_ > ring) [[unlikely]] {
+    context_.fail_on_word(sender_, "the number of bytes written to rank " + std::to_string(context_.rank()),
+                          written, from_to(read_, read_ + ring));
+    return 0;
+  }
+  return static_cast<std::size_t>(written - read_);
 }
 
 void ShmInbox::peek(void* bytes, std::size_t count) const {

@@ -2,7 +2,8 @@
 //
 // Positions count bytes from the beginning of the ring and never wrap; a position modulo the ring's size is
 // where it lies. The sender publishes how far it has written, the receiver how far it has read, and each
-// wakes the other where it sleeps.
+// wakes the other where it sleeps. A position that cannot be, given this end's own, breaks the group; the
+// ring seems full then, or empty.
 #pragma once
 
 #include <cstddef>
@@ -25,10 +26,14 @@ class ShmOutbox final : public Outbox {
   void publish() override;
 
  private:
+  std::size_t unused() const noexcept {
+    return context_.shape().mail_bytes - static_cast<std::size_t>(written_ - read_);
+  }
+
   RankContext& context_;
   int receiver_;
   std::uint64_t written_ = 0;
-  std::uint64_t read_ = 0;  // what the receiver was last seen to have read
+  std::uint64_t read_ = 0;  // what the receiver was last seen to have read: at most a ring less
   bool committed_ = false;
 };
 

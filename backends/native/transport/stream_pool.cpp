@@ -32,7 +32,7 @@ constexpr const char* kSocketsVariable = "COLLECTIVES_HOST_STREAMS";
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
 
-// What whoever dialled sends first on a stream's first connection.
+// What the rank that dialled sends first on a stream's first connection.
 struct Preamble {
   std::uint32_t sockets = 0;
   std::uint32_t reserved = 0;

@@ -8,7 +8,7 @@ import torch
 
 from collectives.core.work import FinishingWork, Work
 
-__all__ = ["dense", "dense_outputs", "is_dense", "repeats_elements"]
+__all__ = ["clusters", "dense", "dense_outputs", "is_dense", "repeats_elements"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -33,6 +33,30 @@ def repeats_elements(tensor: torch.Tensor) -> bool:
     )
 
 
+def clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns the numbers of strided tensors whose memory lies within common bounds, by two and more.
+
+    Views whose elements alternate in memory are among them.
+    """
+    bounds = []
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            elements = 1 + sum((size - 1) * stride for size, stride in steps)
+            first = tensor.data_ptr()
+            bounds.append((first, first + elements * tensor.element_size(), i))
+    bounds.sort()
+    found: list[list[int]] = []
+    end = 0
+    for first, past, i in bounds:
+        if first < end:
+            found[-1].append(i)
+        else:
+            found.append([i])
+        end = max(end, past)
+    return [sorted(cluster) for cluster in found if len(cluster) > 1]
+
+
 class dense_outputs:  # noqa: N801 - used like a function
     """Dense stand-ins for the outputs of one operation, and the way back.
 
@@ -42,31 +66,33 @@ class dense_outputs:  # noqa: N801 - used like a function
 
     Args:
         outputs: tensors that the operation writes (and may read).
+        separate: whether each stand-in has memory of its own, though outputs may share theirs; what is
+            written back last stays.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, outputs: Iterable[torch.Tensor], separate: bool = False) -> None:
         self.outputs = list(outputs)
         self.stand_ins = [dense(tensor) for tensor in self.outputs]
-        self._strided = [
-            (tensor, stand_in)
-            for tensor, stand_in in zip(self.outputs, self.stand_ins, strict=True)
-            if not is_dense(tensor)
-        ]
+        copied = {i for i, tensor in enumerate(self.outputs) if not is_dense(tensor)}
+        for i in {i for cluster in clusters(self.outputs) for i in cluster[1:]} if separate else ():
+            self.stand_ins[i] = self.stand_ins[i].clone()
+            copied.add(i)
+        self._copied = [(self.outputs[i], self.stand_ins[i]) for i in sorted(copied)]
 
     def finish(self, work: Work, result: Sequence[torch.Tensor] | None = None) -> Work:
         """Returns ``work``, or a Work around it that also writes the copies back."""
-        if not self._strided:
+        if not self._copied:
             return work
         return FinishingWork(work, self.write_back, self.outputs if result is None else result)
 
     @property
     def last_step(self) -> Callable[[], None] | None:
         """:meth:`write_back` where there is something to write back, for backends that run it themselves."""
-        return self.write_back if self._strided else None
+        return self.write_back if self._copied else None
 
     def write_back(self) -> None:
-        """Copies the stand-ins of strided outputs back; called once, when the operation is done."""
-        for tensor, stand_in in self._strided:
+        """Copies the stand-ins that are copies back; called once, when the operation is done."""
+        for tensor, stand_in in self._copied:
             # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(stand_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from collectives.core.arguments.overloads import inner_list
-from collectives.core.arguments.staging import repeats_elements
+from collectives.core.arguments.staging import clusters, repeats_elements
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import elements_per_byte
 from collectives.core.types import ReduceOp
@@ -18,15 +19,16 @@ from collectives.errors import UnsupportedOperationError
 
 __all__ = [
     "Group",
+    "check_apart",
     "check_even",
     "check_factor",
-    "check_lengths",
     "check_limit",
     "check_list",
     "check_numel",
     "check_offered",
     "check_outputs",
     "check_pair",
+    "check_pairs",
     "check_rank",
     "check_root_tensor",
     "check_rooted_list",
@@ -145,7 +147,7 @@ def check_list(group: Group, operation: str, tensors: object, what: str) -> list
 def check_outputs(
     group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str = "tensor"
 ) -> None:
-    """Checks that each element of strided tensors has memory of its own, so that it can be written.
+    """Checks that each element of the strided tensors has memory of its own, so that it can be written.
 
     Args:
         group: whose operation it is.
@@ -154,8 +156,10 @@ def check_outputs(
         what: how they are called, in the singular.
 
     Raises:
-        ValueError: elements share their memory, as after ``expand``.
+        ValueError: elements share their memory, as after ``expand``, or tensors do.
     """
+    if len(tensors) > 1:
+        check_apart(group, operation, [tensors])
     for i, tensor in enumerate(tensors):
         if not tensor.is_contiguous() and repeats_elements(tensor):
             number = f" {i}" if len(tensors) > 1 else ""
@@ -165,6 +169,45 @@ def check_outputs(
                 f"{what}{number} has the shape {list(tensor.shape)} and the strides {list(tensor.stride())}: "
                 "its elements share their memory, so that no result can be written there; give its clone()",
             )
+
+
+def check_apart(
+    group: Group,
+    operation: str,
+    outputs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[Sequence[torch.Tensor]] = (),
+) -> None:
+    """Checks that operations that run together write to no memory twice, and to none that another one reads.
+
+    Args:
+        group: whose operations they are.
+        operation: their name.
+        outputs: what each of them writes.
+        inputs: what each of them reads.
+
+    Raises:
+        ValueError: outputs share memory, or one shares it with the input of another operation.
+    """
+    used = [(i, True, tensor) for i, tensors in enumerate(outputs) for tensor in tensors]
+    used += [(i, False, tensor) for i, tensors in enumerate(inputs) for tensor in tensors]
+    for cluster in clusters([tensor for _, _, tensor in used]):
+        for (i, i_writes, one), (j, j_writes, other) in itertools.combinations([used[n] for n in cluster], 2):
+            writes = (i_writes and j_writes) if i == j else (i_writes or j_writes)
+            if writes and _share_memory(one, other):
+                fail(
+                    group,
+                    operation,
+                    f"tensors of the shapes {list(one.shape)} and {list(other.shape)} share memory, and "
+                    "what is written there would be up to chance; give each memory of its own",
+                )
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors share memory; of those with gaps, only whether they begin alike."""
+    first, second = one.data_ptr(), other.data_ptr()
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return first == second
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def check_same_dtype(group: Group, operation: str, tensors: Sequence[torch.Tensor], what: str) -> None:
@@ -294,10 +337,14 @@ def check_even(group: Group, operation: str, tensors: Sequence[torch.Tensor], wh
         )
 
 
-def check_lengths(group: Group, operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Checks that a list has an output for each input."""
+def check_pairs(
+    group: Group, operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns each output with its input; there must be as many, and none shares memory with another pair."""
     if len(outputs) != len(inputs):
         fail(group, operation, f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+    check_apart(group, operation, [[output] for output in outputs], [[tensor] for tensor in inputs])
+    return list(zip(outputs, inputs, strict=True))
 
 
 def check_rooted_list(

@@ -50,7 +50,10 @@ class HookState:
         return {"iter": self.iter}
 
     def join(self, bucket: GradBucket) -> ProcessGroup:
-        """Returns the group; compares the ranks' states where they have not done so yet.
+        """Returns the group; compares the ranks' states where they have not done so yet, and then blocks.
+
+        Args:
+            bucket: the bucket at hand; all ranks call it for the same one.
 
         Raises:
             ValueError: the states differ, or were saved by another number of ranks; raised on all ranks.
@@ -90,7 +93,11 @@ class HookState:
             )
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Counts an iteration where this is its last bucket."""
+        """Counts an iteration where this is its last bucket.
+
+        Args:
+            bucket: the bucket at hand.
+        """
         if bucket.is_last():
             self.iter += 1
 

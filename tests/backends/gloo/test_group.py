@@ -411,13 +411,18 @@ def test_a_group_dropped_with_an_operation_on_its_way() -> None:
 
 
 def interrupted(group: ProcessGroup) -> tuple[bool, list[float]]:
+    store = current_store()
     if group.rank() == 1:
-        current_store().wait(["interrupted"])
+        store.wait(["interrupted"])
         group.send(torch.ones(2), 0).wait()
         return True, []
     got = torch.zeros(2)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    threading.Timer(0.6, current_store().set, ("interrupted", "")).start()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # raises behind Gloo's wait
+        store.set("interrupted", "")
+
+    threading.Timer(1.0, interrupt).start()
     work = group.recv(got, 1)
     with pytest.raises(KeyboardInterrupt):
         work.wait()

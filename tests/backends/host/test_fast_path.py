@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 
 import collectives
 from collectives import ReduceOp
-from collectives.core.opcodes import ALL_REDUCE
+from collectives.core.opcodes import ALL_GATHER, ALL_REDUCE
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import COMPLETED
 from collectives.store import HashStore
@@ -173,3 +174,15 @@ def test_narrow_integers_are_not_taken_for_wider_ones(ordinary: list[str], name:
         collectives.all_reduce(tensor)
     collectives.broadcast(tensor, 0)
     assert ordinary == ["_broadcast"]
+
+
+def gathers_into_one_tensor(group: ProcessGroup) -> None:
+    tensor, apart = torch.zeros(2), [torch.zeros(1), torch.zeros(1)]
+    assert group.fast_collective(ALL_GATHER, [tensor, tensor], torch.ones(2), list_form=True) is None
+    assert group.fast_collective(ALL_GATHER, [tensor[:1], tensor[:1]], torch.ones(1), list_form=True) is None
+    assert group.fast_collective(ALL_GATHER, [tensor[1:], tensor[:1]], torch.ones(1), list_form=True)
+    assert group.fast_collective(ALL_GATHER, apart[::-1], torch.ones(1), list_form=True)
+
+
+def test_outputs_that_share_memory_are_left_to_the_ordinary_methods() -> None:
+    run_ranks(gathers_into_one_tensor, 2, backend="host")

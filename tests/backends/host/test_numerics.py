@@ -1,11 +1,7 @@
-"""Equal bits whatever the way: a sampled property over all that must not change a reduction's result.
+"""How a reduction is issued, and where its elements lie, changes no bit of its result: a sampled property.
 
-Words. A *case* is drawn from a seed: a reducing collective, a data type, a reduction, a number of elements,
-and the *way*: into how many pieces the elements are cut and where, where in memory they lie, whether pieces
-are issued one after another, many at a time or coalesced, in which order they are waited for, and which ranks
-come late. The expected bits know nothing of the way: elements are combined one by one in rank order in the
-wide type, and rounded once (:func:`conformance.oracle.reduced`); between machines, machine by machine. A
-*placement* such as ``"aab"`` has a letter for the machine of each rank.
+The expected bits know of neither: elements are combined one by one in rank order in the wide type, and
+rounded once (:func:`conformance.oracle.reduced`); between machines, machine by machine.
 
 The drawn numbers lie within nine binary orders of magnitude, so that sums depend on order and roundings.
 """
@@ -46,7 +42,21 @@ _LONGEST_BYTES = 2_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """One draw; ``cuts`` are the ends of the pieces, ``late`` the ranks that come late to the case."""
+    """A reduction drawn from a seed, and how it is issued.
+
+    Attributes:
+        number: its number under the seed.
+        operation: one of :data:`OPERATIONS`.
+        dtype: data type.
+        op: reduction.
+        count: number of elements.
+        cuts: the ends of the pieces of the elements; a piece is an operation of its own.
+        shift: bytes between the alignment that torch gives and the pieces.
+        mode: ``"in turn"``, ``"in flight"`` (all pieces are issued before any is waited for),
+            ``"coalesced"``, or ``"strided"`` (in flight, from memory with gaps).
+        root: root of a reduce.
+        late: ranks that come late.
+    """
 
     number: int
     operation: str
@@ -55,14 +65,14 @@ class Case:
     count: int
     cuts: tuple[int, ...]
     shift: int
-    way: str
+    mode: str
     root: int
     late: tuple[int, ...]
 
     def __str__(self) -> str:
         return (
             f"case {self.number} of seed {SEED}: {self.operation}({self.op.name}, {self.dtype}, {self.count} "
-            f"elements) in {len(self.cuts)} pieces up to {self.cuts}, {self.shift} bytes off, {self.way}, "
+            f"elements) in {len(self.cuts)} pieces up to {self.cuts}, {self.shift} bytes off, {self.mode}, "
             f"root {self.root}, late {self.late}"
         )
 
@@ -79,12 +89,12 @@ def draw(number: int, group: ProcessGroup, dtypes: tuple[torch.dtype, ...] = DTY
     count = min(int(2 ** dice.uniform(0, longest.bit_length())), longest)
     pieces = dice.choice([1, 1, 2, 3, 7])
     cuts = (*sorted(dice.randrange(count + 1) for _ in range(pieces - 1)), count)
-    way = dice.choice(["in turn", "in flight", "coalesced", "strided"])
+    mode = dice.choice(["in turn", "in flight", "coalesced", "strided"])
     late = tuple(rank for rank in range(size) if dice.random() < 0.15)
     # The alignment that torch gives, every other that an element allows, and one that it does not.
     shift = dice.choice([0, dtype.itemsize, 3 * dtype.itemsize, 24, 1])
     operation = dice.choice(OPERATIONS)
-    return Case(number, operation, dtype, op, count, cuts, shift, way, dice.randrange(size), late)
+    return Case(number, operation, dtype, op, count, cuts, shift, mode, dice.randrange(size), late)
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,7 +122,7 @@ def window(case: Case, rank: int, count: int, salt: int = 0) -> torch.Tensor:
 def lay(values: torch.Tensor, case: Case) -> torch.Tensor:
     """Returns a copy of flat values in memory as the case has it."""
     count, width = values.numel(), values.element_size()
-    if case.way == "strided":
+    if case.mode == "strided":
         spread = torch.empty(2 * count * width, dtype=torch.uint8).view(values.dtype)[::2]
         return spread.copy_(values)
     memory = bytearray(case.shift + count * width + 1)
@@ -133,12 +143,12 @@ def settle(works: list[Work], case: Case) -> None:
 def issue(group: ProcessGroup, case: Case, pieces: list[torch.Tensor]) -> None:
     """Reduces the pieces in place."""
     if case.operation == "reduce":
-        options = ReduceOptions(reduceOp=case.op, rootRank=case.root, asyncOp=case.way != "in turn")
+        options = ReduceOptions(reduceOp=case.op, rootRank=case.root, asyncOp=case.mode != "in turn")
         settle([group.reduce([piece], options) for piece in pieces], case)
-    elif case.way == "coalesced":
+    elif case.mode == "coalesced":
         group.allreduce_coalesced(pieces, AllreduceCoalescedOptions(reduceOp=case.op)).wait()
     else:
-        options = AllreduceOptions(reduceOp=case.op, asyncOp=case.way == "in flight")
+        options = AllreduceOptions(reduceOp=case.op, asyncOp=case.mode == "in flight")
         settle([group.allreduce([piece], options) for piece in pieces], case)
 
 
@@ -156,7 +166,7 @@ def check_in_place(group: ProcessGroup, case: Case, machines: Machines) -> str |
 def check_scattered(group: ProcessGroup, case: Case, machines: Machines) -> str | None:
     """Every piece of the case is an operation of its own, whose part r goes to rank r."""
     me, size = group.rank(), group.size()
-    options = ReduceScatterOptions(reduceOp=case.op, asyncOp=case.way != "in turn")
+    options = ReduceScatterOptions(reduceOp=case.op, asyncOp=case.mode != "in turn")
     works: list[Work] = []
     outputs, expected = [], []
     begins = (0, *case.cuts[:-1])
@@ -196,7 +206,7 @@ def run_cases(group: ProcessGroup, numbers: range, placement: str = "") -> int:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_the_way_changes_no_bit(size: int, lanes: int) -> None:
+def test_how_it_is_issued_changes_no_bit(size: int, lanes: int) -> None:
     # Lanes take other cases, so that both together see more.
     numbers = range(100 * lanes, 100 * lanes + CASES)
     backend = "host" if lanes == 1 else "round_robin"
@@ -205,7 +215,7 @@ def test_the_way_changes_no_bit(size: int, lanes: int) -> None:
 
 
 @pytest.mark.parametrize("placement", ["ab", "aab", "abab", "aabb"])
-def test_the_way_changes_no_bit_between_machines(placement: str) -> None:
+def test_how_it_is_issued_changes_no_bit_between_machines(placement: str) -> None:
     numbers = range(1000, 1000 + CASES_BETWEEN_MACHINES)
     ran = run_ranks(run_cases, len(placement), numbers, placement, backend="host", placement=placement)
     assert ran == [CASES_BETWEEN_MACHINES] * len(placement)

@@ -42,6 +42,7 @@ EVERYWHERE: list[Callable[..., Any]] = [
 
 ON_THREE: list[Callable[..., Any]] = [
     test_reductions.special_values,
+    test_reductions.extremes,
     test_reductions.bits_of_one_sum,
     test_movement.all_gather_uneven,
     test_movement.other_tensors,
@@ -49,6 +50,7 @@ ON_THREE: list[Callable[..., Any]] = [
     test_messages.receives_first,
     test_messages.large_both_ways,
     test_messages.from_anyone,
+    test_messages.empty_from_anyone,
     test_messages.to_oneself,
     test_messages.beside_collectives,
     test_messages.futures_of_messages,
@@ -59,6 +61,7 @@ ON_THREE: list[Callable[..., Any]] = [
     test_works.futures,
     test_works.from_threads,
     test_works.coalesced,
+    test_works.shared_memory,
     test_forms.forms,
     test_groups.barriers,
     test_groups.barrier_after,

@@ -12,6 +12,7 @@ from mpi_team import Teams
 HEAD = """
 import os, sys, threading, time
 from datetime import timedelta
+from pathlib import Path
 import torch
 import collectives as dist
 """
@@ -120,12 +121,13 @@ OVERLAP = """
 dist.init_process_group("mpi", timeout=timedelta(seconds=20))
 rank = dist.get_rank()
 tensors = [torch.full((300_000,), float(turn)) for turn in range(6)]
-if rank == 1:
-    time.sleep(0.5)
-began = time.monotonic()
+issued = Path(os.environ["TMPDIR"], "issued")
+while rank == 1 and not issued.exists():
+    time.sleep(0.01)
 works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-works.append(dist.all_gather([torch.empty(4)] * 2, torch.ones(4), async_op=True))
+works.append(dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4), async_op=True))
 assert not (rank == 0 and any(work.is_completed() for work in works))  # issued before the peer has come
+issued.touch()
 for work in reversed(works):
     work.wait()
 for turn, tensor in enumerate(tensors):

@@ -331,3 +331,35 @@ def test_bad_calls_write_nothing() -> None:
         with pytest.raises(ValueError, match="AVG of int32 needs a positive integer of at most 2"):
             _native.reduce(pointer, [pointer], 4, i32, AVG, factor)
     assert out.tolist() == [7.0] * 4
+
+
+OVERFLOWING = [
+    ([3e38, 3e38], 3e38),
+    ([3e38, 3e38, -3e38, 3e38], 1.5e38),
+    ([3e38] * 10, 3e38),  # more sources than are read side by side
+    ([-3e38] * 3, -3e38),
+    ([float("inf"), 1.0], float("inf")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(("values", "mean"), OVERFLOWING)
+def test_an_average_that_can_be_represented_does_not_overflow(
+    dtype: torch.dtype, values: list[float], mean: float
+) -> None:
+    """Neither in whole vectors nor in the rest; what stands beside such an element keeps its bits."""
+    larger = 5e269 if dtype is torch.float64 else 1.0
+    beside = torch.tensor([1e-45, 1.0, -2e-40, 0.1]).to(dtype)
+    count, n = 331, len(values)
+    sources = []
+    for value in values:
+        source = beside.repeat(count)[:count].clone()
+        source[::7] = torch.tensor(value * larger, dtype=torch.float64).to(dtype)
+        sources.append(source)
+    result = reduce(AVG, sources, float(n))
+    expected = naive(AVG, [beside.repeat(count)[:count].clone()] * n, float(n))
+    mean_at = torch.tensor(mean * larger, dtype=torch.float64).to(dtype)
+    assert torch.allclose(result[::7], mean_at.expand_as(result[::7]), rtol=1e-2), result[::7]
+    others = torch.ones(count, dtype=torch.bool)
+    others[::7] = False
+    assert_same_bits(result[others], expected[others])

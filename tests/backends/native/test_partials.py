@@ -88,6 +88,14 @@ def test_floats_add_up_place_by_place(dtype: torch.dtype) -> None:
     assert same_bits(in_two(AVG, [sources[:2], sources[2:5], sources[5:]]), average)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_averages_do_not_overflow_between_the_places(dtype: torch.dtype) -> None:
+    """Of seven: a sum of six of the largest does not fit."""
+    source = torch.full((37,), torch.finfo(dtype).max, dtype=dtype)
+    mean = in_two(AVG, [[source] * 2, [source] * 3, [source]])
+    assert torch.allclose(mean.double(), source.double() / 7 * 6, rtol=1e-2)
+
+
 def test_sums_that_leave_the_type_come_back_exactly() -> None:
     extremes = [torch.tensor([value], dtype=torch.int64) for value in (2**63 - 1, 2**63 - 1, -(2**63), 3)]
     assert in_two(AVG, [extremes[:2], extremes[2:]]).item() == (2**63 + 1) // 7

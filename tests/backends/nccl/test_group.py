@@ -39,6 +39,7 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_works.polled,
     test_works.futures,
     test_works.coalesced,
+    test_works.shared_memory,
     test_forms.forms,
 ]
 

@@ -20,7 +20,7 @@ from collectives.core.work import Work
 def abort_all(group: ProcessGroup) -> list[str]:
     seen = []
     if group.rank() == 1:
-        time.sleep(1.0)
+        current_store().wait(["aborted"])
     else:
         works = [group.allreduce(torch.ones(3)) for _ in range(4)]
         threading.Timer(0.2, group.abort).start()
@@ -30,6 +30,7 @@ def abort_all(group: ProcessGroup) -> list[str]:
             seen.append(type(info.value).__name__)
         with pytest.raises(GroupAbortedError):
             group.allreduce(torch.ones(3))
+        current_store().set("aborted", "")
     return seen
 
 
@@ -42,7 +43,7 @@ def test_abort_ends_all_lanes(lane: str) -> None:
 
 def expire(group: ProcessGroup) -> None:
     if group.rank() == 1:
-        time.sleep(1.5)
+        current_store().wait(["passed"])
         return
     work = group.allreduce(torch.ones(3), AllreduceOptions(timeout=timedelta(milliseconds=300)))
     with pytest.raises(CollectiveTimeoutError):
@@ -50,6 +51,7 @@ def expire(group: ProcessGroup) -> None:
     # The turn is another lane's, but the group is broken as a whole.
     with pytest.raises(GroupAbortedError, match="first cause"):
         group.allreduce(torch.ones(3))
+    current_store().set("passed", "")
 
 
 @pytest.mark.parametrize("lane", ["host", "gloo"])
@@ -59,12 +61,13 @@ def test_a_limit_that_passes_breaks_all_lanes(lane: str) -> None:
 
 def peek(group: ProcessGroup) -> None:
     if group.rank() == 1:
-        time.sleep(0.5)
+        current_store().wait(["passed"])
     x = torch.ones(3)
     work = group.allreduce(x)
     if group.rank() == 0:
         with pytest.raises(CollectiveTimeoutError):
             work.wait(timedelta(milliseconds=50))
+        current_store().set("passed", "")
     work.wait()
     assert x.tolist() == [2.0] * 3
     group.allreduce(x).wait()

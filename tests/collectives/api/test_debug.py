@@ -140,12 +140,11 @@ def differ(rank: int, size: int, case: str) -> str:
         "dtype": lambda: dist.all_reduce(tensor.int() if odd else tensor),
         "op": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
         "root": lambda: dist.broadcast(tensor, rank % 2),
-        "elements": lambda: dist.broadcast(torch.ones(3) if odd else tensor, 0),
         "async": lambda: dist.all_reduce(torch.ones(3) if odd else tensor, async_op=True),
         "lists": lambda: (
             dist.all_gather([torch.ones(2), torch.ones(2), torch.ones(2 + (rank == 0))], tensor)
             if rank < 2
-            else dist.all_gather([torch.ones(2)] * 3, tensor)
+            else dist.all_gather([torch.ones(2) for _ in range(3)], tensor)
         ),
         "exchange": lambda: dist.all_to_all_single(
             torch.empty(3 + odd), torch.ones(3), [1 + odd, 1, 1] if not odd else [2, 1, 1], [1, 1, 1]
@@ -161,7 +160,7 @@ def differ(rank: int, size: int, case: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["function", "shape", "dtype", "op", "root", "elements"])
+@pytest.mark.parametrize("case", ["function", "shape", "dtype", "op", "root"])
 def test_calls_that_differ_raise_on_all_ranks(case: str) -> None:
     messages = run_ranks(differ, 3, case)
     for rank, message in enumerate(messages):
@@ -177,7 +176,7 @@ def test_asynchronous_calls_are_compared_too() -> None:
 
 
 def test_lists_are_compared() -> None:
-    assert all("differ in elements" in message for message in run_ranks(differ, 3, "lists"))
+    assert all("differ in shapes" in message for message in run_ranks(differ, 3, "lists"))
 
 
 def test_exchanges_are_compared_pair_by_pair() -> None:
@@ -227,19 +226,53 @@ def test_call_stack_is_logged_where_asked_for() -> None:
         assert "in stack_is_logged" in text
 
 
-def compares_by_itself(rank: int, size: int) -> bool:
+def shapes_differ(rank: int, size: int, backend: str) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    odd = bool(rank)
+    wide, tall = torch.ones(4, 2), torch.ones(2, 4)
+    mine = tall if odd else wide
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(mine),
+        lambda: dist.broadcast(mine, 0),
+        lambda: dist.reduce(mine, 0),
+        lambda: dist.all_gather([torch.ones_like(mine), torch.ones_like(mine)], mine),
+        lambda: dist.all_gather_into_tensor(torch.ones(16), mine),
+        lambda: dist.gather(mine, None if odd else [torch.ones(4, 2), torch.ones(4, 2)], 0),
+        lambda: dist.scatter(mine, None if odd else [wide, wide], 0),
+        lambda: dist.reduce_scatter(mine, [mine, mine]),
+        lambda: dist.reduce_scatter_tensor(mine, torch.ones(16)),
+    ]
+    for call in calls:
+        with pytest.raises(dist.CollectiveMismatchError, match=r"differ in shapes?; nothing was sent"):
+            call()
+    dist.all_reduce(wide)
+    assert wide.unique().tolist() == [2.0]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["host", "round_robin", "gloo"])
+def test_shapes_are_compared_on_every_backend(backend: str) -> None:
+    run_ranks(shapes_differ, 2, backend)
+
+
+def one_aborts(rank: int, size: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
     dist.set_debug_level(dist.DebugLevel.OFF)
-    with pytest.raises(dist.CollectiveMismatchError):
-        dist.all_reduce(torch.ones(rank + 1))
-    wrapped = isinstance(dist.group.WORLD, CheckedGroup)
+    group = dist.group.WORLD
+    assert group is not None
+    dist.barrier()
+    if rank == 1:
+        group.abort()
+    with pytest.raises(dist.GroupAbortedError, match="rank 1 aborted it"):
+        dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
-    return wrapped
 
 
-def test_group_that_compares_by_itself_is_left_alone() -> None:
-    assert run_ranks(compares_by_itself, 2) == [False, False]
+def test_an_abort_ends_the_comparison() -> None:
+    run_ranks(one_aborts, 2)
 
 
 # ---- the breakpoint ------------------------------------------------------------------------------

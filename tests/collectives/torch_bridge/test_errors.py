@@ -61,7 +61,7 @@ def mismatch_through_cpp(rank, size):
     with pytest.raises(CollectiveMismatchError):
         dist.ProcessGroup.allreduce(world, [wrong]).wait()
     with pytest.raises(CollectiveMismatchError):
-        dist.ProcessGroup.gather(world, [[wrong, wrong]] if rank == 0 else [], [wrong]).wait()
+        dist.ProcessGroup.gather(world, [[wrong, wrong.clone()]] if rank == 0 else [], [wrong]).wait()
     boxed, add = world.boxed(), torch.classes.c10d.ReduceOp()
     with pytest.raises(CollectiveMismatchError):
         dist.Work.unbox(torch.ops.c10d.allreduce_([wrong], boxed, add, None)[1]).wait()

@@ -312,8 +312,9 @@ def detail_compares(rank, size, backend):
         dist.set_debug_level_from_env()
     with pytest.raises(CollectiveMismatchError, match="rank 1") as caught:
         dist.all_reduce(torch.ones(2 + rank), group=group)
-    if backend == "collectives_gloo":  # the others compare by themselves, and name the place in their own way
-        assert str(caught.value).count(f"called at {__file__}:") == size
+    assert str(caught.value).count(f"called at {__file__}:") == size
+    with pytest.raises(CollectiveMismatchError, match="differ in shape"):
+        dist.all_reduce(torch.ones(2 + rank, 3 - rank), group=group)
     calls = [
         lambda: dist.broadcast(torch.ones(2), 0, group=group),
         lambda: dist.all_reduce(torch.ones(2), group=group),

@@ -1,4 +1,4 @@
-"""Backward passes of every kind: order of launch, overlap, several forwards, checkpointing."""
+"""Backward passes of every kind: order of launch, overlap, several forwards, losses from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from harness import run_ranks
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
-from torch.utils.checkpoint import checkpoint
 
-from collectives.ddp import DistributedDataParallel, GradientSyncError
+from collectives.ddp import DistributedDataParallel
 from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
@@ -245,93 +244,6 @@ def test_a_wrapper_lives_as_long_as_its_output_needs_it() -> None:
     assert run_ranks(temporary_module, 2, backend="host") == [True, True]
 
 
-class Checkpointed(nn.Module):
-    """Checkpointed layers, one of them run twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last, self.spare = (nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, reentrant: bool, times: int, spare: bool = True) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(times):
-            x = checkpoint(self.shared, x, use_reentrant=reentrant)
-        x = checkpoint(self.last, x, use_reentrant=reentrant)
-        return self.spare(x) if spare else x
-
-
-def checkpointed(group, reentrant, times, spare, options):
-    ours, naive = pair(group, Checkpointed, bucket_cap_mb=0, **options)
-    same = []
-    for step in range(3):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step), reentrant, times, spare).sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same
-
-
-@pytest.mark.parametrize(
-    ("reentrant", "times", "spare", "options"),
-    [
-        (False, 2, True, {}),
-        (False, 2, False, {"find_unused_parameters": True}),
-        (True, 1, True, {}),
-        (True, 1, False, {"find_unused_parameters": True}),
-        (True, 2, True, {"static_graph": True}),
-        (True, 3, False, {"static_graph": True}),
-        (True, 3, False, {"static_graph": True, "gradient_as_bucket_view": True, "batched_grad_copy": True}),
-    ],
-)
-def test_activation_checkpointing(reentrant, times, spare, options) -> None:
-    for same in run_ranks(checkpointed, 2, reentrant, times, spare, options, backend="host"):
-        assert same == [True] * 3
-
-
-def repeated(group, static):
-    ours, _ = pair(group, Checkpointed, static_graph=static)
-    times = 1 + (group.rank() == 1)
-    if static:
-        ours(data(group.rank()), True, 1).sum().backward()
-    with pytest.raises(GradientSyncError) as caught:
-        ours(data(group.rank()), True, times).sum().backward()
-    return str(caught.value), caught.value.reasons
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_gradients_that_come_again_are_named(static) -> None:
-    for message, reasons in run_ranks(repeated, 2, static, backend="host"):
-        assert list(reasons) == [1]
-        assert "2 of 8 parameters got" in reasons[1]
-        assert "shared.weight" in reasons[1]
-        assert ("leave it out" if static else "use_reentrant=False") in message
-
-
-def static_and_unused(group):
-    """Unused parameters and ``no_sync`` with a static graph: what torch refuses or gets wrong."""
-    ours, naive = pair(group, Checkpointed, static_graph=True)
-    same = []
-    for step in range(4):
-        spare = group.rank() == 0
-        for model in (ours, naive):
-            if step % 2:
-                model.zero_grad()
-            elif model is ours:
-                with ours.no_sync():
-                    ours(data(group.rank(), 9 + step), False, 1, spare).sum().backward()
-            else:
-                naive(data(group.rank(), 9 + step), False, 1, spare).sum().backward()
-            model(data(group.rank(), step), False, 1, spare).sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same, ours._get_ddp_logging_data()["can_set_static_graph"]
-
-
-def test_static_graph_with_unused_parameters_and_no_sync() -> None:
-    assert run_ranks(static_and_unused, 2, backend="host") == [([True] * 4, True)] * 2
-
-
 class Scaled(nn.Module):
     """Has a parameter that forward does not use, but the loss does."""
 
@@ -458,121 +370,6 @@ def odd_sizes(group, options):
 def test_parameters_without_elements(options, backend_name) -> None:
     for same in run_ranks(odd_sizes, 2, options, backend=backend_name):
         assert same == [True] * 3
-
-
-class Deep(nn.Module):
-    """A checkpoint within a checkpoint, deeper than the engine goes on one thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(70))
-
-    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
-        if first == len(self.layers):
-            return x
-        return checkpoint(lambda y: self(torch.tanh(self.layers[first](y)), first + 1), x, use_reentrant=True)
-
-
-def deep_checkpoints(group, static):
-    ours, naive = pair(group, Deep, static_graph=static, bucket_cap_mb=0.0005)
-    same = []
-    for step in range(2):
-        for model in (ours, naive):
-            model.zero_grad()
-            model(data(group.rank(), step).requires_grad_()).square().sum().backward()
-        naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-    return same
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_checkpoints_on_several_threads_of_the_engine(static) -> None:
-    for same in run_ranks(deep_checkpoints, 2, static, backend="host"):
-        assert same == [True] * 2
-
-
-class Manual(nn.Module):
-    """Runs backward passes of its own within forward, as manual optimization does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Chain(), Chain()
-
-    def forward(self, x: torch.Tensor, losses: str) -> torch.Tensor:
-        for name in losses:
-            loss = (self.first if name == "1" else self.second)(x).sum()
-            loss.backward()
-        return loss.detach()
-
-
-def within_forward(group, view, losses):
-    options = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
-    ours, naive = pair(group, Manual, **options)
-    same = []
-    for step in range(3):
-        x = data(group.rank(), step)
-        if step == 1:
-            with ours.no_sync():
-                ours(x, losses)
-            naive(x, losses)
-            continue
-        ours(x, losses)
-        for name in losses:
-            naive(x, name)
-            naive_average(naive.parameters(), group)
-        same.append(equal(grads(ours.module), grads(naive)))
-        ours.zero_grad()
-        naive.zero_grad()
-    return same, ours.reducer.passes
-
-
-@VIEWS
-@pytest.mark.parametrize("losses", ["1", "12"])
-def test_a_backward_pass_within_forward_is_averaged(view, losses) -> None:
-    for same, passes in run_ranks(within_forward, 2, view, losses, backend="host"):
-        assert same == [True, True]
-        assert passes == 2 * len(losses)
-
-
-def within_forward_under_join(group):
-    ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
-    with ours.join():
-        for step in range(2 + group.rank()):
-            ours.zero_grad()
-            ours(data(group.rank(), step), "12")
-    return ours.reducer.passes
-
-
-def test_ranks_that_have_joined_shadow_backward_passes_within_forward() -> None:
-    assert run_ranks(within_forward_under_join, 2, backend="host") == [6, 6]
-
-
-def within_one_forward_only(group):
-    ours = DistributedDataParallel(Manual(), process_group=group)
-    try:
-        ours(data(group.rank()), "1")
-    except GradientSyncError as error:
-        return str(error)
-    return None
-
-
-def test_a_backward_pass_within_forward_is_checked() -> None:
-    for message in run_ranks(within_one_forward_only, 2, backend="host"):
-        assert "got no gradient: second." in message
-
-
-def on_one_rank_within_forward(group):
-    ours = DistributedDataParallel(Manual(), process_group=group, find_unused_parameters=True)
-    ours.module.second.register_forward_pre_hook(lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        ours(data(group.rank()), "12")
-    loss = ours.module.first(data(group.rank())).sum()
-    loss.backward()  # of no forward: stays on this rank
-    return ours.reducer.passes
-
-
-def test_a_forward_that_raised_has_no_later_pass() -> None:
-    assert run_ranks(on_one_rank_within_forward, 2, backend="host") == [1, 1]
 
 
 def under_dist_autograd(group, folder, remote):

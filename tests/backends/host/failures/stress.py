@@ -4,10 +4,10 @@
 
     python -P tests/backends/host/failures/stress.py --minutes 5 --seed 1 --load 2
 
-Each round draws what happens: a rank is killed in the middle of every scene, ranks disagree, a limit passes,
-a rank stops, groups are aborted, or made and ended many times, on one machine or several, while ``--load``
-processes spin. The first failure ends it with the round's number, which ``--only`` repeats, and the stacks of
-the ranks that hang.
+Each round draws what happens: a rank is killed in the middle of all workloads, ranks disagree, a limit
+passes, a rank stops, groups are aborted, or made and ended many times, on one machine or several, while
+``--load`` processes spin. The first failure ends it with the round's number, which ``--only`` repeats, and
+the stacks of the ranks that hang.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ def rounds() -> dict[str, Callable[[random.Random], str]]:
         placement, victim, delay = dice.choice(PLACEMENTS), dice.randrange(4), dice.uniform(0.0, 0.8)
         what = f"{placement} kill {victim} after {delay:.3f} s"
         results = harness.run_ranks(
-            deaths.act, 4, victim, delay, isolated=True, lost=[victim], placement=placement
+            deaths.run_workloads, 4, victim, delay, isolated=True, lost=[victim], placement=placement
         )
-        # Under load the threads of nine groups get their turn late; the news themselves do not.
-        complaints = deaths.complaints_of(results, victim, 10.0)
+        complaints = deaths.complaints_of(results, victim)
         assert not complaints, what + "\n" + "\n".join(complaints)
         return what
 

@@ -82,18 +82,17 @@ def test_ranks_that_disagree_all_raise_before_anything_is_written(asynchronous):
 
 
 def _late(rank, size, asynchronous):
-    group = _group(rank, size)
+    group, store = _group(rank, size), current_store()
     group.barrier().wait()
     if rank == 2:
-        time.sleep(1.5)
+        store.wait(["timed out 0", "timed out 1"])
         with pytest.raises(dist.GroupAbortedError, match="broken since an earlier error"):
             group.allreduce([torch.ones(1)], SYNCHRONOUS)
     else:
-        options = dist.AllreduceOptions(timedelta(seconds=0.6), asynchronous)
-        begin = time.monotonic()
+        options = dist.AllreduceOptions(timedelta(seconds=2), asynchronous)
         with pytest.raises(dist.CollectiveTimeoutError) as caught:
             group.allreduce([torch.ones(5)], options).wait()
-        assert 0.5 < time.monotonic() - begin < 1.1
+        store.set(f"timed out {rank}", "")
         caught.match(r"rank 0: in all_reduce\(SUM, float32, 5 elements\) number 2")
         caught.match(r"rank 2: finished barrier number 1")
         if not asynchronous:
@@ -121,8 +120,7 @@ def _killed(rank, size, what):
         if what == "busy":
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
             _victim(group)
-        time.sleep(0.2)
-        current_store().set("died", str(time.time()))
+        time.sleep(0.2)  # by then others wait for it
         os.kill(os.getpid(), signal.SIGKILL)
     calls = {
         "busy": lambda: _victim(group),
@@ -132,8 +130,6 @@ def _killed(rank, size, what):
     }
     with pytest.raises(dist.PeerLostError, match="rank 1") as caught:
         calls[what]()
-    if what != "busy":
-        assert time.time() - float(current_store().get("died")) < 1.0
     assert caught.value.rank == 1
     with pytest.raises(dist.PeerLostError, match="rank 1"):
         group.barrier().wait()
@@ -188,14 +184,13 @@ def test_shutdown_finishes_what_was_issued():
 
 
 def _abort(rank, size, what):
-    group = _group(rank, size)
+    group, store = _group(rank, size), current_store()
     group.barrier().wait()
     if rank == 0:
         threading.Timer(0.3, group.abort).start()
+    elif rank == 2:  # comes too late
+        store.wait(["aborted"])
     options = dist.AllreduceOptions(asyncOp=what == "asynchronous")
-    begin = time.monotonic()
-    if rank == 2:  # comes too late
-        time.sleep(0.5)
     receives = what == "receive" and rank < 2
     call = (
         (lambda: group.recv([torch.empty(1)], 2))
@@ -204,7 +199,8 @@ def _abort(rank, size, what):
     )
     with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
         call().wait()
-    assert time.monotonic() - begin < 0.9
+    if rank == 0:
+        store.set("aborted", "")
     group.abort()
     with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
         group.barrier().wait()
@@ -232,7 +228,7 @@ def _abort_all(rank, size):
     def wait(call):
         with pytest.raises(dist.GroupAbortedError, match="rank 0 aborted it"):
             call()
-        released.append(time.monotonic())
+        released.append(call)
 
     def future_of(work):
         future = work.get_future()
@@ -249,12 +245,10 @@ def _abort_all(rank, size):
         thread.start()
     time.sleep(0.3)
     assert not released
-    begin = time.monotonic()
     group.abort()
     for thread in threads:
-        thread.join(10)
+        thread.join(20)
     assert len(released) == len(calls)
-    assert max(released) - begin < 0.1
     tensor = torch.ones(2)
     other.allreduce([tensor]).wait()  # another group of the process is as good as before
     other.shutdown()
@@ -270,12 +264,9 @@ def test_abort_releases_every_kind_of_waiter_at_once(placement):
 
 
 def _incomplete(rank, size):
-    if rank == 2:
-        return
-    begin = time.monotonic()
-    with pytest.raises(dist.DistError, match="rank 2 did not come within 0:00:01"):
-        _group(rank, size, timedelta(seconds=1))
-    assert time.monotonic() - begin < 2
+    if rank != 2:
+        with pytest.raises(dist.DistError, match="rank 2 did not come within 0:00:01"):
+            _group(rank, size, timedelta(seconds=1))
 
 
 def test_rank_that_does_not_come_is_named():

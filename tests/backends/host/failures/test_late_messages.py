@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -110,10 +109,8 @@ def _leaves_in_part(rank, size, layout, waits):
     if rank == 0:
         other = group.recv([torch.empty(1)], 1, 5)
         group.set_timeout(SHORT)
-        begin = time.monotonic()
         with pytest.raises(dist.CollectiveTimeoutError) as caught:
             group.send([torch.ones(COUNT)], 1).wait()
-        assert time.monotonic() - begin < 0.8
         caught.match(
             rf"send of {4 * COUNT} bytes \(float32\) to rank 1, tag 0 was not done within its timeout"
         )

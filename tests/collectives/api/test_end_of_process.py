@@ -1,0 +1,130 @@
+"""The end of a process without ``destroy_process_group``: what is printed, told to others and waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_script(script: str, size: int, *words: str) -> list[tuple[int, str, str]]:
+    """Runs a script as ``size`` ranks; returns the exit status, output and errors of each."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "WORLD_SIZE": str(size)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *words],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        ended = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+
+
+BEGIN = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch, collectives as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store, case = sys.argv[1:]
+world = torch.distributed if case == "torch" else dist
+backend = "collectives" if case == "torch" else "host" if case in ("future", "thread") else case
+world.init_process_group(backend, f"file://{store}", rank=rank, world_size=size)
+"""
+
+UNFINISHED = (
+    BEGIN
+    + """
+def fail():
+    future = dist.all_reduce(torch.ones(2 + rank), async_op=True).get_future()
+    try:
+        future.wait()
+    except dist.CollectiveMismatchError:
+        print("refused")
+
+def hold(ready):
+    work = world.all_reduce(torch.ones(2), async_op=True)
+    work.wait()
+    ready.set()
+    time.sleep(600)
+
+if case == "future":
+    fail()
+else:
+    ready = threading.Event()
+    threading.Thread(target=hold, args=(ready,), daemon=True).start()
+    ready.wait()
+"""
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", ["future", "thread", "torch"], ids=["failed future", "daemon thread", "daemon thread in torch"]
+)
+def test_no_object_that_is_still_alive_is_reported(tmp_path: Path, case: str) -> None:
+    for rank, (status, _, errors) in enumerate(run_script(UNFINISHED, 2, str(tmp_path / "store"), case)):
+        assert status == 0, errors
+        mine = f"[rank {rank}] the process ends with 1 process group(s) open"
+        assert [line[: len(mine)] for line in errors.splitlines()] == ([] if case == "torch" else [mine])
+
+
+FAILS = (
+    BEGIN
+    + """
+tensor = torch.ones(2)
+world.all_reduce(tensor)
+if rank == 1:
+    raise KeyError("row 17 of the d\u00e9p\u00f4t")
+try:
+    world.all_reduce(tensor)
+except dist.GroupAbortedError as error:
+    print(error)
+"""
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["host", "round_robin", "gloo", "torch"])
+def test_other_ranks_are_told_of_the_exception_that_ended_a_program(tmp_path: Path, case: str) -> None:
+    (_, told, errors), (status, _, _) = run_script(FAILS, 2, str(tmp_path / "store"), case)
+    assert status == 1
+    assert "rank 1 aborted" in told, errors
+    assert ", after KeyError: 'row 17 of the d\u00e9p\u00f4t'" in told
+
+
+LOSES = (
+    BEGIN
+    + """
+import collectives.api.init_and_destroy
+collectives.api.init_and_destroy._LEAVERS_LIMIT = timedelta(hours=1)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+if rank == 2:
+    os.kill(os.getpid(), 9)
+try:
+    dist.all_reduce(tensor)
+except dist.PeerLostError as error:
+    print(error.rank)
+"""
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["host", "round_robin", "gloo"])
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""], ids=["destroy", "exit"])
+def test_rank_0_does_not_wait_for_ranks_that_it_knows_are_dead(tmp_path: Path, case: str, end: str) -> None:
+    ended = run_script(LOSES + end, 3, str(tmp_path / "store"), case)
+    assert [status for status, _, _ in ended] == [0, 0, -signal.SIGKILL], ended
+    assert [told.strip() for _, told, _ in ended] == ["2", "2", ""]

@@ -1,0 +1,224 @@
+"""The API reference is complete: docstrings name every argument, what is returned, and what is raised.
+
+Asked are public functions, constructors and methods of the packages and modules that users import from:
+
+- ``Args:`` names every argument, of a constructor in the docstring of the class. A class may document a field
+  instead, under ``Attributes:`` or by a string below it.
+- What returns something has ``Returns:``, or a first line that begins with "Returns".
+- What communicates has ``Raises:``, or is a method of a class that has it.
+
+Nothing is asked of a method that overrides a documented one of ours, of an "Other name of :func:`...`" with
+the same arguments, and of constructors of exceptions.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+MODULES = [
+    "collectives",
+    "collectives.backends.algorithms",
+    "collectives.backends.gloo",
+    "collectives.backends.host",
+    "collectives.backends.mpi",
+    "collectives.backends.nccl",
+    "collectives.backends.round_robin",
+    "collectives.bench.allreduce",
+    "collectives.bench.core.records",
+    "collectives.core.capabilities",
+    "collectives.core.types",
+    "collectives.ddp",
+    "collectives.ddp.hooks",
+    "collectives.ddp.model_averaging",
+    "collectives.ddp.optim",
+    "collectives.dist2",
+    "collectives.errors",
+    "collectives.registry.names",
+    "collectives.store",
+    "collectives.torch_bridge",
+]
+"""Modules in the ``__all__`` of one of these belong to it."""
+
+
+class Documented(NamedTuple):
+    """A function and the docstring that users read about it."""
+
+    name: str
+    function: Callable[..., Any]
+    text: str
+    fields: frozenset[str] = frozenset()
+    """Arguments of a constructor that the class documents as fields."""
+    raises: bool = False
+    """Whether the docstring of the class says what its methods raise."""
+
+
+def is_ours(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in {
+        "collectives",
+        "collectives_registration",
+    }
+
+
+def section(text: str, title: str) -> str:
+    """Returns what stands below a title in a docstring, without its indentation."""
+    found = re.search(rf"^{title}:\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE)
+    return textwrap.dedent(found.group(1)) if found else ""
+
+
+def entries(text: str) -> set[str]:
+    """Returns the names that a section explains."""
+    heads = re.findall(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*?\))?:", text, re.MULTILINE)
+    return {name.strip("*") for head in heads for name in head.split(", ")}
+
+
+def fields_of(cls: type) -> frozenset[str]:
+    """Returns the fields that a class and its bases document where they state them."""
+    found = set()
+    for base in filter(is_ours, cls.__mro__):
+        found |= entries(section(inspect.getdoc(base) or "", "Attributes"))
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for field, below in itertools.pairwise(body):
+            said = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if said and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found.add(field.target.id)
+    return frozenset(found)
+
+
+def methods_of(cls: type) -> Iterator[Documented]:
+    ours = [base for base in cls.__mro__ if is_ours(base)]
+    raises = any(section(inspect.getdoc(base) or "", "Raises") for base in ours)
+    for place, base in enumerate(ours):
+        for member, value in vars(base).items():
+            function = getattr(value, "__func__", value)
+            if not inspect.isfunction(function) or not is_ours(function):
+                continue
+            name = f"{base.__module__}.{base.__qualname__}.{member}"
+            if member == "__init__" and base is cls and not issubclass(cls, Exception):
+                text = f"{inspect.getdoc(cls)}\n{function.__doc__ and inspect.getdoc(function)}"
+                yield Documented(name, function, text, fields_of(cls), raises=True)
+            elif not member.startswith("_") and not any(
+                inspect.getdoc(vars(other).get(member)) for other in ours[place + 1 :]
+            ):
+                yield Documented(name, function, inspect.getdoc(function) or "", raises=raises)
+
+
+def public(module: ModuleType) -> Iterator[object]:
+    """Yields the public values of a module and of those that it lists."""
+    for value in (getattr(module, name) for name in module.__all__ if not name.startswith("_")):
+        if inspect.ismodule(value):
+            yield from public(value)
+        else:
+            yield value
+
+
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in {"self", "cls"}]
+
+
+def is_other_name(one: Documented, found: Iterable[Documented]) -> bool:
+    """Returns whether a docstring sends to that of another function with the same arguments."""
+    named = re.match(r"Other name of :(?:func|meth):`(\w+)`", one.text)
+    return named is not None and any(
+        other is not one
+        and other.function.__name__ == named.group(1)
+        and arguments_of(other.function) == arguments_of(one.function)
+        for other in found
+    )
+
+
+def documented() -> list[Documented]:
+    found = {}
+    for value in (value for name in MODULES for value in public(importlib.import_module(name))):
+        if inspect.isclass(value) and is_ours(value):
+            found.update({one.name: one for one in methods_of(value)})
+        elif inspect.isfunction(value) and is_ours(value):
+            name = f"{value.__module__}.{value.__qualname__}"
+            found[name] = Documented(name, value, inspect.getdoc(value) or "")
+    return [one for one in found.values() if not is_other_name(one, found.values())]
+
+
+FUNCTIONS = documented()
+
+
+def returned(one: Documented) -> str:
+    """Returns the annotation of what a function returns; empty for nothing."""
+    stated = str(inspect.signature(one.function).return_annotation)
+    nothing = stated in {"None", "NoReturn"} or stated.startswith(("Generator[None", "Iterator[None"))
+    return "" if nothing else stated
+
+
+def communicates(one: Documented) -> bool:
+    arguments = inspect.signature(one.function).parameters
+    if {"async_op", "timeout"} & set(arguments) or "Work" in returned(one).split(" | "):
+        return True
+    return not returned(one) and bool({"group", "process_group"} & set(arguments))
+
+
+def faults(one: Documented) -> Iterator[str]:
+    """Yields what is missing in a docstring, or too much."""
+    taken = arguments_of(one.function)
+    asked = {name for name in taken if not name.startswith("_")}
+    explained = entries(section(one.text, "Args"))
+    if missing := asked - explained - one.fields:
+        yield f"Args: has not {', '.join(sorted(missing))}"
+    if needless := explained - set(taken):
+        yield f"Args: has {', '.join(sorted(needless))}, which it does not take"
+    if returned(one) and not re.search(
+        r"\A(Returns|Yields) |^(Returns|Yields):\n +\S", one.text, re.MULTILINE
+    ):
+        yield f"no Returns:, but it returns {returned(one)}"
+    if communicates(one) and not one.raises and not section(one.text, "Raises"):
+        yield "no Raises:, but it communicates"
+
+
+def test_all_parts_are_looked_at() -> None:
+    names = {one.name for one in FUNCTIONS}
+    assert len(names) > 250
+    assert names > {
+        "collectives.api.reductions.all_reduce",
+        "collectives.core.process_group.ProcessGroup.allreduce",
+        "collectives.core.types.BroadcastOptions.__init__",
+        "collectives.ddp.distributed.DistributedDataParallel.no_sync",
+        "collectives.ddp.hooks.top_k_hook.top_k_hook",
+        "collectives.store.base.Store.get",
+    }
+
+
+def test_docstrings_are_complete() -> None:
+    wrong = [f"{one.name}: {fault}" for one in FUNCTIONS for fault in faults(one)]
+    assert not wrong, "\n".join(wrong)
+
+
+def example(first: int, *rest: int, async_op: bool = False) -> int:
+    raise NotImplementedError
+
+
+ARGS = "Args:\n    first, rest: numbers.\n    async_op: whether it returns at once.\n"
+RETURNS = "\nReturns:\n    A number.\n"
+RAISES = "\nRaises:\n    ValueError: there is none.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("Counts.\n\n" + ARGS + RETURNS + RAISES, []),
+        ("Returns a number.\n\n" + ARGS + RAISES, []),
+        ("Counts.", ["Args: has not async_op, first, rest", "no Returns:", "no Raises:"]),
+        ("Counts.\n\n" + ARGS + "    more: no argument.\n" + RETURNS, ["Args: has more", "no Raises:"]),
+        ("Counts.\n\n" + ARGS + "\nReturns:\n" + RAISES, ["no Returns:"]),
+    ],
+)
+def test_what_is_missing_is_found(text: str, missing: list[str]) -> None:
+    found = list(faults(Documented("example", example, text)))
+    assert len(found) == len(missing)
+    assert all(fault.startswith(words) for fault, words in zip(found, missing, strict=True))
