@@ -163,7 +163,7 @@ struct Accumulators {
     }
   }
 
-  // Whether no element is infinite or NaN.
+  // Whether no element is infinite or NaN: such an element less itself is NaN, any other one zero.
   bool finite() const {
     Register sum = steps[0][0] - steps[0][0];
 #pragma GCC unroll 8
@@ -172,7 +172,7 @@ struct Accumulators {
       for (int p = 0; p < Format::kParts; ++p) sum += steps[s][p] - steps[s][p];
     }
     bool all = true;
-    for (std::size_t i = 0; i < sizeof(Register) / sizeof(sum[0]); ++i) all = all & (sum[i] == sum[i]);
+    for (std::size_t i = 0; i < sizeof(Register) / sizeof(sum[0]); ++i) all = all & (sum[i] == 0);
     return all;
   }
 
@@ -181,7 +181,7 @@ struct Accumulators {
     for (int s = 0; s < kSteps; ++s) {
       for (int p = 0; p < Format::kParts; ++p) {
         const Register difference = steps[s][p] - steps[s][p];
-        steps[s][p] = difference == difference ? steps[s][p] : others.steps[s][p];
+        steps[s][p] = difference == Register{} ? steps[s][p] : others.steps[s][p];
       }
     }
   }

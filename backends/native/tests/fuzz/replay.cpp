@@ -74,7 +74,7 @@ int main(int count, char** arguments) {
     std::fprintf(stderr, "usage: %s FOLDER [COPIES]\n", arguments[0]);
     return 2;
   }
-  const int copies = count > 2 ? std::atoi(arguments[2]) : 1000;
+  const auto copies = count > 2 ? std::strtol(arguments[2], nullptr, 10) : 1000;
   std::vector<std::filesystem::path> paths;
   for (const auto& entry : std::filesystem::directory_iterator(arguments[1])) paths.push_back(entry.path());
   std::sort(paths.begin(), paths.end());
@@ -90,12 +90,12 @@ int main(int count, char** arguments) {
     return 2;
   }
   std::mt19937 random(1);
-  for (int i = 0; i < copies; ++i) {
+  for (long i = 0; i < copies; ++i) {
     for (const Input& input : inputs) {
       const Input tried = changed(input, inputs[random() % inputs.size()], random);
       LLVMFuzzerTestOneInput(tried.data(), tried.size());
     }
   }
-  std::printf("all passed, and %d changed copies of each\n", copies);
+  std::printf("all passed, and %ld changed copies of each\n", copies);
   return 0;
 }
