@@ -36,7 +36,7 @@ from collectives.backends.gloo.torch_group import (
     break_connections,
 )
 from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork
-from collectives.core.arguments.staging import dense, dense_outputs
+from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
     AllgatherOptions,
@@ -175,7 +175,7 @@ class ProcessGroupGloo(ProcessGroup):
             return finish_in_background(staged.finish(work), opts.asyncOp)
         wire = made.to_wire(dense(tensor))
         work = self._run_allreduce(wire, made.op, opts, operation)
-        finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
+        finishing = FinishingWork(work, lambda: write(tensor, made.from_wire(wire)), [tensor])
         return finish_in_background(finishing, opts.asyncOp)
 
     def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
@@ -204,7 +204,7 @@ class ProcessGroupGloo(ProcessGroup):
 
         def finish() -> None:
             if is_root:
-                _write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
+                write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
         return work if in_place else finish_in_background(FinishingWork(work, finish, [tensor]), opts.asyncOp)
@@ -226,7 +226,7 @@ class ProcessGroupGloo(ProcessGroup):
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
         if len({output.numel() for output in outputs}) > 1:
-            _write(outputs[self._rank], dense(tensor))
+            write(outputs[self._rank], dense(tensor))
             return CoalescedWork(
                 [
                     self._run_broadcast(output, root, opts.asyncOp, operation)
@@ -499,8 +499,3 @@ class ProcessGroupGloo(ProcessGroup):
         """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
         self._messages.release()
         self._torch.release()
-
-
-def _write(output: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        output.copy_(values.view(output.shape))
