@@ -190,14 +190,14 @@ class BackendInterface(ABC):
             if self._rank == opts.rootRank:
                 write(tensor, scratch)
 
-        return FinishingWork(work, keep, [tensor])
+        return FinishingWork(work, keep, [tensor], opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         """All-gather into a list of dense parts, concatenated at the end."""
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._size)]
         work = self._allgather(parts, tensor, opts)
         return FinishingWork(
-            work, lambda: write(output, torch.cat([p.reshape(-1) for p in parts])), [output]
+            work, lambda: write(output, torch.cat([p.reshape(-1) for p in parts])), [output], opts.asyncOp
         )
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
@@ -223,7 +223,7 @@ class BackendInterface(ABC):
         flat = torch.cat([part.detach().reshape(-1) for part in inputs])
         work = self._allreduce(flat, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
         parts = torch.split(flat, [part.numel() for part in inputs])
-        return FinishingWork(work, lambda: write(output, parts[self._rank]), [output])
+        return FinishingWork(work, lambda: write(output, parts[self._rank]), [output], opts.asyncOp)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
@@ -262,4 +262,4 @@ class BackendInterface(ABC):
         sent = list(torch.split(tensor.detach().contiguous().view(-1), list(input_splits)))
         flat = torch.empty(output.numel(), dtype=output.dtype, device=output.device)
         work = self._alltoall(list(torch.split(flat, list(output_splits))), sent, opts)
-        return FinishingWork(work, lambda: write(output, flat), [output])
+        return FinishingWork(work, lambda: write(output, flat), [output], opts.asyncOp)

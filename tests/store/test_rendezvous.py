@@ -57,9 +57,10 @@ def meet_all(urls, *args):
 def one_is_the_agent(rank, size):
     shared = harness.current_store()
     if rank == 0:
-        agent = TCPStore("127.0.0.1", 0, is_master=True)
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
         shared.set("port", str(agent.port))
-        return agent.get("key")
+        assert agent.get("key") == b"value"
+        return
     port = shared.get("port").decode()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
     store, _, _ = meet(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=20))
@@ -191,7 +192,7 @@ class TestEnv:
             meet("env://")
 
     def test_the_agent_has_the_store(self, environ):
-        agent = TCPStore("127.0.0.1", 0, is_master=True)
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
         environ(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=agent.port,
@@ -206,7 +207,7 @@ class TestEnv:
         store.close()
 
     def test_the_agents_port_is_the_agents_by_whatever_name_of_its_machine(self):
-        assert harness.run_ranks(one_is_the_agent, 2, isolated=True)[0] == b"value"
+        harness.run_ranks(one_is_the_agent, 2, isolated=True)
 
     def test_rank_0_serves_a_port_that_is_not_the_agents(self, environ):
         environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=1, TORCHELASTIC_USE_AGENT_STORE="True")

@@ -86,11 +86,11 @@ class dense_outputs:  # noqa: N801 - used like a function
             copied.add(i)
         self._copied = [(self.outputs[i], self.stand_ins[i]) for i in sorted(copied)]
 
-    def finish(self, work: Work, result: Sequence[torch.Tensor] | None = None) -> Work:
-        """Returns ``work``, or a Work around it that also writes the copies back."""
+    def finish(self, work: Work, async_op: bool = True, result: Sequence[torch.Tensor] | None = None) -> Work:
+        """Returns ``work``, or a :class:`FinishingWork` around it that also writes the copies back."""
         if not self._copied:
             return work
-        return FinishingWork(work, self.write_back, self.outputs if result is None else result)
+        return FinishingWork(work, self.write_back, self.outputs if result is None else result, async_op)
 
     @property
     def last_step(self) -> Callable[[], None] | None:
