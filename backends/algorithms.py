@@ -64,10 +64,11 @@ class _Reduction:
         self._factor = kernel_factor(op, ranks)
         self.element = _native.dtype_size(self._code)
         self.width = _native.accumulator_bytes(self._code, op.code)
+        scaled = op.name in {"AVG", "PREMUL_SUM"}
         # where an element is its own partial, it need not be copied to become one
-        self._plain = self.width == self.element and op.code != ReduceOp.PREMUL_SUM.code
+        self._plain = self.width == self.element and not scaled
         # partials are combined as elements of another type; those of 64-bit averages have 128 bits
-        self._joins = op.code if op.name not in {"AVG", "PREMUL_SUM"} else ReduceOp.SUM.code
+        self._joins = ReduceOp.SUM.code if scaled else op.code
         self._joined: int | None = self._code
         if self.width > self.element:
             wide = {4: torch.float32, 8: torch.complex64 if dtype.is_complex else torch.float64}.get(

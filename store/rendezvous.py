@@ -5,7 +5,8 @@ A rendezvous yields a store that all processes share, the rank of this one, and 
 ===================  =====================================================================================
 ``env://``           the variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE`` say all;
                      set by ``torchrun``, whose agent then runs the store, or by hand
-``tcp://host:port``  rank 0 serves a :class:`~collectives.TCPStore` there, unless it is that of ``env://``
+``tcp://host:port``  rank 0 serves a :class:`~collectives.TCPStore` there, unless ``torchrun``'s agent does:
+                     on ``MASTER_PORT``
 ``file:///path``     a :class:`~collectives.FileStore` that all processes can reach
 ===================  =====================================================================================
 
@@ -169,8 +170,8 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timede
         raise ValueError(
             f"{host} is a multicast address, which rendezvous does not support: name rank 0's machine"
         )
-    agents = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if _agent_runs_store() and (host, str(port)) == agents:
+    # By the port alone: a machine has several names.
+    if _agent_runs_store() and str(port) == os.environ.get("MASTER_PORT"):
         return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
 

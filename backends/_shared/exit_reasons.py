@@ -44,7 +44,9 @@ def exception_behind() -> str:
 
     It is the one that the calling thread handles, or the one that ended the program.
     """
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # at a prompt, the last one ended a line only
+        error = getattr(sys, "last_value", None)
     if error is None:
         return ""
     text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()

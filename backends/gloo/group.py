@@ -25,7 +25,7 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
-from collectives.backends.gloo.messages import Messages, finish_in_background
+from collectives.backends.gloo.messages import Messages
 from collectives.backends.gloo.options import gloo_options, option_names
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.backends.gloo.rendezvous import agree_on_devices
@@ -36,7 +36,7 @@ from collectives.backends.gloo.torch_group import (
     break_connections,
 )
 from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork
-from collectives.core.arguments.staging import dense, dense_outputs
+from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
     AllgatherOptions,
@@ -172,11 +172,10 @@ class ProcessGroupGloo(ProcessGroup):
         if not isinstance(made, WireConversion):
             staged = dense_outputs([tensor])
             work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
-            return finish_in_background(staged.finish(work), opts.asyncOp)
+            return staged.finish(work, opts.asyncOp)
         wire = made.to_wire(dense(tensor))
         work = self._run_allreduce(wire, made.op, opts, operation)
-        finishing = FinishingWork(work, lambda: _write(tensor, made.from_wire(wire)), [tensor])
-        return finish_in_background(finishing, opts.asyncOp)
+        return FinishingWork(work, lambda: write(tensor, made.from_wire(wire)), [tensor], opts.asyncOp)
 
     def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
         record = c10d.AllreduceOptions()
@@ -204,10 +203,10 @@ class ProcessGroupGloo(ProcessGroup):
 
         def finish() -> None:
             if is_root:
-                _write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
+                write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else finish_in_background(FinishingWork(work, finish, [tensor]), opts.asyncOp)
+        return work if in_place else FinishingWork(work, finish, [tensor], opts.asyncOp)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
@@ -221,12 +220,12 @@ class ProcessGroupGloo(ProcessGroup):
         staged = dense_outputs([tensor])
         flat = as_bytes(staged.stand_ins[0])
         work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
-        return finish_in_background(staged.finish(work), async_op)
+        return staged.finish(work, async_op)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather", outputs, opts.timeout)
         if len({output.numel() for output in outputs}) > 1:
-            _write(outputs[self._rank], dense(tensor))
+            write(outputs[self._rank], dense(tensor))
             return CoalescedWork(
                 [
                     self._run_broadcast(output, root, opts.asyncOp, operation)
@@ -242,7 +241,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
         )
-        return finish_in_background(staged.finish(work), opts.asyncOp)
+        return staged.finish(work, opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
@@ -255,7 +254,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
         )
-        return finish_in_background(staged.finish(work), opts.asyncOp)
+        return staged.finish(work, opts.asyncOp)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
         operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
@@ -267,7 +266,7 @@ class ProcessGroupGloo(ProcessGroup):
         parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
         sent = as_bytes(dense(tensor))
         work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
-        return finish_in_background(staged.finish(work), opts.asyncOp)
+        return staged.finish(work, opts.asyncOp)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
         operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
@@ -281,7 +280,7 @@ class ProcessGroupGloo(ProcessGroup):
         work = self._start(
             operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
         )
-        return finish_in_background(staged.finish(work), opts.asyncOp)
+        return staged.finish(work, opts.asyncOp)
 
     def _alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
@@ -298,7 +297,7 @@ class ProcessGroupGloo(ProcessGroup):
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
                 as_bytes(stand_in).copy_(part)
 
-        return finish_in_background(staged.finish(FinishingWork(work, unpack, outputs)), opts.asyncOp)
+        return staged.finish(FinishingWork(work, unpack, outputs, opts.asyncOp), opts.asyncOp)
 
     def _alltoall_single(
         self,
@@ -313,7 +312,7 @@ class ProcessGroupGloo(ProcessGroup):
         received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
         sizes, sent_sizes = byte_splits(output, output_splits), byte_splits(tensor, input_splits)
         work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
-        return finish_in_background(staged.finish(work, [output]), opts.asyncOp)
+        return staged.finish(work, opts.asyncOp, [output])
 
     def _run_alltoall(
         self,
@@ -499,8 +498,3 @@ class ProcessGroupGloo(ProcessGroup):
         """Ends torch's group; without the lock, because callbacks of its threads may wait for it."""
         self._messages.release()
         self._torch.release()
-
-
-def _write(output: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        output.copy_(values.view(output.shape))

@@ -16,20 +16,13 @@ from collectives.backends._shared.tensor_memory import as_bytes
 from collectives.backends.gloo.loopback import Loopback
 from collectives.backends.gloo.work import MessageGlooWork, Owner
 from collectives.core.arguments.staging import dense, dense_outputs
-from collectives.core.work import FinishingWork, Work
+from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
 
-__all__ = ["Messages", "MessagesOwner", "finish_in_background"]
+__all__ = ["Messages", "MessagesOwner"]
 
 _UNWATCHED_MESSAGES = 64
 """Messages of which nobody has asked whether they are done, before the group does."""
-
-
-def finish_in_background(work: Work, async_op: bool) -> Work:
-    """Returns ``work``; the last step of an asynchronous one runs even if nobody waits."""
-    if async_op and isinstance(work, FinishingWork):
-        work.get_future()
-    return work
 
 
 class MessagesOwner(Owner, Protocol):
@@ -109,10 +102,10 @@ class Messages:
                 return owner.failed(operation, CollectiveTimeoutError("timed out"))
 
             local = self._loopback.receive(into, tag, staged.stand_ins[0], limit, expired)
-            return finish_in_background(staged.finish(local), True)
+            return staged.finish(local)
         if src is not None:
             work = self._start(operation, src, lambda inner: inner.recv([into], src, tag))
-            return finish_in_background(staged.finish(work), True)
+            return staged.finish(work)
         with self._lock:
             self._awaiting_any[tag] = self._awaiting_any.get(tag, 0) + 1
         if not into.numel():  # Gloo refuses what is sent already where it has no byte to point at
@@ -122,7 +115,7 @@ class Messages:
         except BaseException:
             self._arrived_from_any(tag)
             raise
-        return finish_in_background(staged.finish(work), True)
+        return staged.finish(work)
 
     def _arrived_from_any(self, tag: int) -> None:
         with self._lock:

@@ -451,13 +451,10 @@ class ProcessGroupHost(ProcessGroup):
 
     @staticmethod
     def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
-        """Returns ``work`` with the copying back of strided outputs, which happens even if nobody waits."""
-        finishing = staged.finish(work)
-        if finishing is not work:
-            if asynchronous:
-                finishing.get_future()
-            else:
-                finishing.wait()
+        """Returns ``work`` with the copying back of strided outputs; a synchronous one is done."""
+        finishing = staged.finish(work, asynchronous)
+        if finishing is not work and not asynchronous:
+            finishing.wait()
         return finishing
 
 

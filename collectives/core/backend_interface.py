@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from collectives.core.arguments.staging import write
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
     AllgatherOptions,
@@ -187,16 +188,16 @@ class BackendInterface(ABC):
 
         def keep() -> None:
             if self._rank == opts.rootRank:
-                _write(tensor, scratch)
+                write(tensor, scratch)
 
-        return FinishingWork(work, keep, [tensor])
+        return FinishingWork(work, keep, [tensor], opts.asyncOp)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         """All-gather into a list of dense parts, concatenated at the end."""
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._size)]
         work = self._allgather(parts, tensor, opts)
         return FinishingWork(
-            work, lambda: _write(output, torch.cat([p.reshape(-1) for p in parts])), [output]
+            work, lambda: write(output, torch.cat([p.reshape(-1) for p in parts])), [output], opts.asyncOp
         )
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
@@ -204,7 +205,7 @@ class BackendInterface(ABC):
         if outputs is None:
             return self._send(tensor, opts.rootRank, _TAG)
         works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank]
-        _write(outputs[self._rank], tensor)
+        write(outputs[self._rank], tensor)
         return CoalescedWork(works)
 
     def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
@@ -212,7 +213,7 @@ class BackendInterface(ABC):
         if inputs is None:
             return self._recv(output, opts.rootRank, _TAG)
         works = [self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank]
-        _write(output, inputs[self._rank])
+        write(output, inputs[self._rank])
         return CoalescedWork(works)
 
     def _reduce_scatter(
@@ -222,7 +223,7 @@ class BackendInterface(ABC):
         flat = torch.cat([part.detach().reshape(-1) for part in inputs])
         work = self._allreduce(flat, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
         parts = torch.split(flat, [part.numel() for part in inputs])
-        return FinishingWork(work, lambda: _write(output, parts[self._rank]), [output])
+        return FinishingWork(work, lambda: write(output, parts[self._rank]), [output], opts.asyncOp)
 
     def _reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
@@ -246,7 +247,7 @@ class BackendInterface(ABC):
         works += [
             self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank and part.numel()
         ]
-        _write(outputs[self._rank], inputs[self._rank])
+        write(outputs[self._rank], inputs[self._rank])
         return CoalescedWork(works)
 
     def _alltoall_single(
@@ -261,9 +262,4 @@ class BackendInterface(ABC):
         sent = list(torch.split(tensor.detach().contiguous().view(-1), list(input_splits)))
         flat = torch.empty(output.numel(), dtype=output.dtype, device=output.device)
         work = self._alltoall(list(torch.split(flat, list(output_splits))), sent, opts)
-        return FinishingWork(work, lambda: _write(output, flat), [output])
-
-
-def _write(output: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        output.copy_(values.view(output.shape))
+        return FinishingWork(work, lambda: write(output, flat), [output], opts.asyncOp)

@@ -131,10 +131,12 @@ class CheckedGroup(ForwardingGroup):
         self._store.set(keys[self._rank], written([mine, _call_site()], keys[self._rank]))
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
-        while not wait_for_keys(self._store, keys, min(_LOOK_AGAIN, limit)):
+        left = limit
+        while not wait_for_keys(self._store, keys, min(_LOOK_AGAIN, left)):
             if self.inner.lost_ranks() or self._store.check([_ABORTED]):
                 return []
-            if time.monotonic() >= deadline:
+            left = timedelta(seconds=deadline - time.monotonic())
+            if left <= timedelta():
                 self._report_missing(turn, keys, mine, limit)
         table = [read(self._store.get(key), key, _call) for key in keys]
         if turn:

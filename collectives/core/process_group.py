@@ -108,7 +108,8 @@ class ProcessGroup(Membership):
         opts = operations.allreduce_coalesced(self, tensors, opts)
         separate = dense_outputs(tensors, separate=True)
         return separate.finish(
-            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
+            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins]),
+            opts.asyncOp,
         )
 
     def broadcast(

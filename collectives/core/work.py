@@ -284,15 +284,25 @@ class FinishingWork(Work):
         inner: the operation.
         finish: the step; not called where the inner operation failed.
         tensors: outputs of the whole.
+        async_op: whether the step runs even if nobody waits. On CUDA devices it never does: it goes to the
+            stream that waits.
     """
 
-    def __init__(self, inner: Work, finish: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inner: Work,
+        finish: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        async_op: bool = True,
+    ) -> None:
         self._inner = inner
         self._finish: Callable[[], None] | None = finish
         self._tensors = tensors
         self._lock = threading.RLock()  # a future that is done runs the step inside get_future()
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
+        if async_op and not any(tensor.is_cuda for tensor in tensors):
+            self.get_future()
 
     def _run_finish(self) -> None:
         with self._lock:

@@ -229,11 +229,7 @@ class TorchGroup(Issuing):
         parts = list(outputs.stand_ins[0].view(self.size(), input.numel()).unbind())
 
         def gather(input: torch.Tensor, options: GatherOptions) -> Work:
-            inner = self.inner.gather(parts, input, options)
-            work = outputs.finish(inner)
-            if work is not inner and options.asyncOp:
-                work.get_future()  # the output is written even if nobody waits
-            return work
+            return outputs.finish(self.inner.gather(parts, input, options), options.asyncOp)
 
         return self._issue("gather", input, gather, input, options)
 

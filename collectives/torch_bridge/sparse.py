@@ -69,10 +69,8 @@ def allreduce(group: ProcessGroup, tensor: torch.Tensor, options: AllreduceOptio
         with torch.no_grad():
             tensor.copy_(total.to(tensor.dtype))
 
-    work = FinishingWork(CoalescedWork(works), add_up, [tensor])
-    if options.asyncOp:
-        work.get_future()  # it adds up even if nobody waits
-    else:
+    work = FinishingWork(CoalescedWork(works), add_up, [tensor], options.asyncOp)
+    if not options.asyncOp:
         work.wait()
     return work
 

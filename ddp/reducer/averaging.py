@@ -66,7 +66,7 @@ class Averager:
         return op
 
     def start(self, tensors: Sequence[torch.Tensor]) -> Work:
-        """Averages tensors over all ranks, each in place; does not block.
+        """Averages tensors over all ranks, each in place; does not block. The Work is to be waited for.
 
         Takes the group's fast path where there is one, which checks no arguments in Python.
 
@@ -80,9 +80,8 @@ class Averager:
             if work is None:
                 work = self.group.allreduce([tensor], AllreduceOptions(reduceOp=op))
             if op != ReduceOp.AVG:
-                work = FinishingWork(
-                    work, partial(_divide, tensor, self.divisor or self.group.size()), [tensor]
-                )
+                divide = partial(_divide, tensor, self.divisor or self.group.size())
+                work = FinishingWork(work, divide, [tensor], async_op=False)
             works.append(work)
         return works[0] if len(works) == 1 else CoalescedWork(works)
 

@@ -55,7 +55,7 @@ class StoreGroup(dist.ProcessGroup):
                 if data := bytearray(self._store.get(key)):
                     output.detach().copy_(torch.frombuffer(data, dtype=output.dtype).view(output.shape))
 
-        return FinishingWork(CompletedWork(), read, outputs)
+        return FinishingWork(CompletedWork(), read, outputs, async_op=False)  # reads when somebody waits
 
     def _allgather(self, outputs, tensor, opts):
         key = self.key("collective")
@@ -66,7 +66,11 @@ class StoreGroup(dist.ProcessGroup):
         parts = [torch.empty_like(tensor) for _ in range(self._size)]
         reduce = REDUCE[opts.reduceOp.name]
         gathered = self._allgather(parts, tensor, opts)
-        return FinishingWork(gathered, lambda: tensor.detach().copy_(reduce(torch.stack(parts), 0)), [tensor])
+
+        def add_up():
+            tensor.detach().copy_(reduce(torch.stack(parts), 0))
+
+        return FinishingWork(gathered, add_up, [tensor], async_op=False)
 
     def _broadcast(self, tensor, opts):
         key = self.key("collective")

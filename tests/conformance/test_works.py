@@ -174,8 +174,12 @@ def outputs_of_inference(group: ProcessGroup) -> None:
     with torch.inference_mode():
         outputs = [torch.ones(8)[::2] for _ in range(3)]
         works = [group.allreduce(output) for output in outputs]
+        parts = torch.ones(4 * group.size())
+        outputs += [torch.empty(4) for _ in range(2)]
+        works += [group.reduce_scatter_single(output, parts) for output in outputs[3:]]
         works[0].wait()
     works[1].get_future().wait()
+    works[3].get_future().wait()
     del works
     group.barrier().wait()
     assert eventually(lambda: all(output.tolist() == [float(group.size())] * 4 for output in outputs))
@@ -364,7 +368,7 @@ def test_a_last_step_that_a_signal_breaks_off_runs_again() -> None:
             raise KeyboardInterrupt
         turns.append("ended")
 
-    work = FinishingWork(CompletedWork(), step, [torch.ones(1)])
+    work = FinishingWork(CompletedWork(), step, [torch.ones(1)], async_op=False)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     assert work.wait()

@@ -54,6 +54,20 @@ def meet_all(urls, *args):
         return [found.result(30) for found in met]
 
 
+def one_is_the_agent(rank, size):
+    shared = harness.current_store()
+    if rank == 0:
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        shared.set("port", str(agent.port))
+        assert agent.get("key") == b"value"
+        return
+    port = shared.get("port").decode()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+    store, _, _ = meet(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=20))
+    store.set("key", "value")
+    store.close()
+
+
 class TestTcp:
     def test_place_in_the_url(self):
         port = free_port()
@@ -192,7 +206,10 @@ class TestEnv:
         assert (rank, size) == (0, 2)
         store.close()
 
-    def test_rank_0_serves_an_address_that_is_not_the_agents(self, environ):
+    def test_the_agents_port_is_the_agents_by_whatever_name_of_its_machine(self):
+        harness.run_ranks(one_is_the_agent, 2, isolated=True)
+
+    def test_rank_0_serves_a_port_that_is_not_the_agents(self, environ):
         environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=1, TORCHELASTIC_USE_AGENT_STORE="True")
         url = f"tcp://127.0.0.1:{free_port()}"
         store, _, _ = meet(url, 0, 1, timeout=timedelta(seconds=20))

@@ -37,24 +37,6 @@ int usable_cores() noexcept {
   return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
-// Publishes what the calling thread waits for, as long as it lives.
-class Announcement {
- public:
-  Announcement(CollectiveDoorbell& bell, int publisher, std::uint64_t word, std::uint64_t value)
-      : doorbell_(bell) {
-    doorbell_.word.store(word, std::memory_order_relaxed);
-    doorbell_.value.store(value, std::memory_order_relaxed);
-    // The waiter's half of the handshake, and release of the two above.
-    doorbell_.publisher.store(static_cast<std::uint32_t>(publisher) + 1, std::memory_order_seq_cst);
-  }
-  Announcement(const Announcement&) = delete;
-  Announcement& operator=(const Announcement&) = delete;
-  ~Announcement() { doorbell_.publisher.store(0, std::memory_order_relaxed); }
-
- private:
-  CollectiveDoorbell& doorbell_;
-};
-
 }  // namespace
 
 std::string describe(const Call& call) {
@@ -195,7 +177,10 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
   Nanoseconds next_check = now + kCheckEvery;
   mine.entered.store(now, std::memory_order_relaxed);
   if (mine.site[0].load(std::memory_order_relaxed) != '\0') note_site("");
-  const Announcement announcement(bell, peer, offset_of(word), value);
+  bell.word.store(offset_of(word), std::memory_order_relaxed);
+  bell.value.store(value, std::memory_order_relaxed);
+  // The waiter's half of the handshake, and release of the two above.
+  bell.publisher.store(static_cast<std::uint32_t>(peer) + 1, std::memory_order_seq_cst);
   for (;;) {
     // Acquire: before the look at the word, and of the word where the bell has rung.
     const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);
@@ -213,6 +198,9 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
       check_unbroken();
     }
   }
+  // Not where the wait fails: that breaks the group, and the reports of other ranks say whom this one
+  // waited for.
+  waits_for(-1);
 }
 
 void RankContext::check_liveness(const Call& call, int peer) const {

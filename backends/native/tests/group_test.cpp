@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -61,6 +62,15 @@ void test_timeout_and_departure(Groups groups) {
   });
 }
 
+// Another rank that passes its own limit a moment later still says whom the first had waited for.
+void test_reports_after_a_timeout(Groups groups) {
+  Group& gave_up = *groups[1];
+  const Error error =
+      error_of([&] { gave_up.run(request_for(Opcode::barrier), 50 * kMillisecond, nullptr); });
+  CHECK(error.kind() == ErrorKind::timeout && error.rank() == 0);
+  CHECK(groups[0]->report().find("rank 1: in barrier number 1, waits for rank 0, for") != std::string::npos);
+}
+
 void test_many_groups() {
   for (int round = 0; round < 20; ++round) {
     Groups groups = attached_ranks(3);
@@ -77,6 +87,7 @@ Tests group_tests() {
       {"abort between machines", [] { test_abort(machine_ranks({{0}, {1, 2}})); }},
       {"abort", [] { test_abort(shared_ranks(3)); }},
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
+      {"reports after a timeout", [] { test_reports_after_a_timeout(shared_ranks(2)); }},
       {"many groups", [] { test_many_groups(); }},
   };
 }

@@ -36,18 +36,6 @@ bool gathers(const Fingerprint& what) {
   return opcode == Opcode::reduce || opcode == Opcode::gather;
 }
 
-// As long as it lives, reports say whom the rank waits for, the report of its own timeout among them.
-class Awaiting {
- public:
-  explicit Awaiting(const RankContext& context) : context_(context) {}
-  Awaiting(const Awaiting&) = delete;
-  Awaiting& operator=(const Awaiting&) = delete;
-  ~Awaiting() { context_.waits_for(-1); }
-
- private:
-  const RankContext& context_;
-};
-
 }  // namespace
 
 ArrivalExchange::ArrivalExchange(RankContext& context, ConnectionManager& connections)
@@ -347,7 +335,6 @@ void ArrivalExchange::exchange(const Call& call) {
   Status& status = context_.status();
   status.entered.store(now_ns(), std::memory_order_relaxed);
   if (status.site[0].load(std::memory_order_relaxed) != '\0') context_.note_site("");
-  const Awaiting awaiting(context_);
   Nanoseconds next_check = now_ns() + kCheckEvery;
   while (!done()) {
     if (!step()) wait(call);
@@ -357,7 +344,7 @@ void ArrivalExchange::exchange(const Call& call) {
     context_.check_liveness(call, peers_.front().leader);
     next_check = now + kCheckEvery;
   }
-  context_.waits_for(-1);
+  context_.waits_for(-1);  // not where the exchange fails, see `RankContext::sleep`
 }
 
 }  // namespace collectives

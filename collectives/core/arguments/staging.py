@@ -8,7 +8,7 @@ import torch
 
 from collectives.core.work import FinishingWork, Work
 
-__all__ = ["clusters", "dense", "dense_outputs", "is_dense", "repeats_elements"]
+__all__ = ["clusters", "dense", "dense_outputs", "is_dense", "repeats_elements", "write"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -57,6 +57,13 @@ def clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [sorted(cluster) for cluster in found if len(cluster) > 1]
 
 
+def write(output: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values, of any shape with as many elements, into the output of an operation."""
+    # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
+    with torch.inference_mode() if output.is_inference() else torch.no_grad():
+        output.copy_(values.view(output.shape))
+
+
 class dense_outputs:  # noqa: N801 - used like a function
     """Dense stand-ins for the outputs of one operation, and the way back.
 
@@ -79,11 +86,11 @@ class dense_outputs:  # noqa: N801 - used like a function
             copied.add(i)
         self._copied = [(self.outputs[i], self.stand_ins[i]) for i in sorted(copied)]
 
-    def finish(self, work: Work, result: Sequence[torch.Tensor] | None = None) -> Work:
-        """Returns ``work``, or a Work around it that also writes the copies back."""
+    def finish(self, work: Work, async_op: bool = True, result: Sequence[torch.Tensor] | None = None) -> Work:
+        """Returns ``work``, or a :class:`FinishingWork` around it that also writes the copies back."""
         if not self._copied:
             return work
-        return FinishingWork(work, self.write_back, self.outputs if result is None else result)
+        return FinishingWork(work, self.write_back, self.outputs if result is None else result, async_op)
 
     @property
     def last_step(self) -> Callable[[], None] | None:
@@ -93,6 +100,4 @@ class dense_outputs:  # noqa: N801 - used like a function
     def write_back(self) -> None:
         """Copies the stand-ins that are copies back; called once, when the operation is done."""
         for tensor, stand_in in self._copied:
-            # Whoever waits may be another thread than that of the call, and the mode is a thread's own.
-            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-                tensor.copy_(stand_in)
+            write(tensor, stand_in)

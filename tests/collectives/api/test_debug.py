@@ -19,7 +19,9 @@ import torch.distributed as torch_dist
 from harness import current_store, run_ranks
 
 import collectives as dist
+from collectives.core import checked_group
 from collectives.core.checked_group import CheckedGroup
+from collectives.store.waiting import wait_for_keys
 
 LONG = timedelta(seconds=30)
 
@@ -255,6 +257,34 @@ def shapes_differ(rank: int, size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["host", "round_robin", "gloo"])
 def test_shapes_are_compared_on_every_backend(backend: str) -> None:
     run_ranks(shapes_differ, 2, backend)
+
+
+def waits_alone(rank: int, size: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        waits = []
+
+        def recording(store: Any, keys: list[str], limit: timedelta) -> bool:
+            waits.append(limit)
+            return wait_for_keys(store, keys, limit)
+
+        checked_group.wait_for_keys = recording  # type: ignore[attr-defined]
+        limit = timedelta(seconds=1.25)
+        with pytest.raises(dist.CollectiveTimeoutError):
+            group.allreduce([torch.ones(1)], dist.AllreduceOptions(limit))
+        checked_group.wait_for_keys = wait_for_keys  # type: ignore[attr-defined]
+        assert len(waits) > 1
+        assert sum(waits, timedelta()) <= limit
+        current_store().set("waited", "")
+    current_store().wait(["waited"])
+
+
+def test_the_comparison_waits_no_longer_than_the_limit() -> None:
+    run_ranks(waits_alone, 2, isolated=True)
 
 
 def one_aborts(rank: int, size: int) -> None:

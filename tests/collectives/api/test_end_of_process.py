@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from harness import current_store, run_ranks
+
+import collectives as dist
 
 
 def run_script(script: str, size: int, *words: str) -> list[tuple[int, str, str]]:
@@ -102,6 +106,25 @@ def test_other_ranks_are_told_of_the_exception_that_ended_a_program(tmp_path: Pa
     assert status == 1
     assert "rank 1 aborted" in told, errors
     assert ", after KeyError: 'row 17 of the d\u00e9p\u00f4t'" in told
+
+
+def aborts_later(rank: int, size: int) -> str:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    group = dist.group.WORLD
+    if rank == 1:
+        sys.ps1, sys.last_value = ">>> ", KeyError("a slip at the prompt, an hour ago")
+        group.abort()
+        del sys.ps1, sys.last_value
+        return ""
+    with pytest.raises(dist.GroupAbortedError) as caught:
+        dist.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_an_earlier_slip_at_a_prompt_is_no_reason() -> None:
+    told = run_ranks(aborts_later, 2, isolated=True)[0]
+    assert "rank 1 aborted" in told
+    assert "slip" not in told
 
 
 LOSES = (

@@ -26,6 +26,8 @@ def _late(group, late):
     group.barrier().wait()
     if rank == late:
         store.wait([f"timed out {other}" for other in range(size) if other != late])
+        with pytest.raises(dist.DistError):  # once this machine has heard of it
+            group.recv([torch.ones(1)], (late + 1) % size, 0).wait()
         with pytest.raises(dist.GroupAbortedError, match="broken since an earlier error"):
             group.allreduce([torch.ones(1)], SYNCHRONOUS)
         return
