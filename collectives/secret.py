@@ -97,7 +97,7 @@ def _secret() -> bytes:
 def _content(path: str) -> bytes:
     """Returns what is in a file that nobody else may read or write."""
     try:
-        file_descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file_descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(file_descriptor, "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
