@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -309,12 +311,21 @@ def test_every_queued_value_is_popped_once(pair):
 @over(without(OURS, "file", "our-client-torch", "prefix-torch"))
 def test_a_push_wakes_one_waiter(pair):
     one, _ = pair
+    begun = threading.Barrier(3)
+
+    def wait(store):
+        begun.wait(10)
+        store.wait(["queue"], LONG)
+
     with ThreadPoolExecutor(2) as threads:
-        waits = [threads.submit(store.wait, ["queue"], LONG) for store in pair]
-        time.sleep(0.15)
+        waits = [threads.submit(wait, store) for store in pair]
+        begun.wait(10)
+        time.sleep(0.5)  # both wait by now
         one.queue_push("queue", "1")
-        time.sleep(0.15)
-        assert sum(wait.done() for wait in waits) == 1
+        done, _ = futures.wait(waits, 10, futures.FIRST_COMPLETED)
+        assert len(done) == 1
+        _, left = futures.wait(waits, 0.15)
+        assert len(left) == 1
         one.queue_push("queue", "2")
         for wait in waits:
             wait.result(10)

@@ -1,4 +1,4 @@
-"""Finds and loads NCCL through a provider, the package that calls it: CuPy or pynccl."""
+"""Chooses the provider of NCCL, the package that finds, loads and calls it: CuPy or pynccl."""
 
 from __future__ import annotations
 
