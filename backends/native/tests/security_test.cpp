@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "memory/descriptor.hpp"
@@ -49,8 +50,8 @@ void test_digests() {
         "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
 }
 
-const std::string kKey(32, 'k');
-const std::string kHello = "hello of rank 1";
+constexpr std::string_view kKey = "0123456789abcdef0123456789abcdef";
+constexpr std::string_view kHello = "hello of rank 1";
 
 struct Ends {
   Descriptor dialler;
@@ -63,7 +64,13 @@ Ends connected_pair() {
   return {Descriptor(sockets[0]), Descriptor(sockets[1])};
 }
 
-Handshake acceptance(const std::string& key = kKey) { return Handshake::accept(key, "hello", kHello.size()); }
+Handshake acceptance(std::string_view key = kKey) {
+  return Handshake::accept(std::string(key), "hello", kHello.size());
+}
+
+Handshake dialling(std::string_view key = kKey) {
+  return Handshake::dial(std::string(key), std::string(kHello));
+}
 
 void send_bytes(const Descriptor& socket, const std::string& bytes) {
   CHECK(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
@@ -77,7 +84,7 @@ std::string receive_bytes(const Descriptor& socket) {
 
 void test_handshake() {
   const Ends ends = connected_pair();
-  Handshake dialler = Handshake::dial(kKey, kHello);
+  Handshake dialler = dialling();
   Handshake acceptor = acceptance();
   CHECK(acceptor.step(ends.acceptor.get()) == Status::goes_on);
   CHECK(dialler.step(ends.dialler.get()) == Status::goes_on);
@@ -95,7 +102,7 @@ void test_handshake() {
 // With another key neither end takes the other, and the acceptor shows nothing that depends on its key.
 void test_handshake_with_another_key() {
   const Ends ends = connected_pair();
-  Handshake dialler = Handshake::dial(std::string(32, 'x'), kHello);
+  Handshake dialler = dialling("of another job, which is 32 long.");
   Handshake acceptor = acceptance();
   static_cast<void>(dialler.step(ends.dialler.get()));
   static_cast<void>(acceptor.step(ends.acceptor.get()));
@@ -108,7 +115,7 @@ void test_handshake_with_another_key() {
 
 // What was overheard is worth nothing later, nor an acceptor's own words.
 void test_replayed_handshakes() {
-  Handshake dialler = Handshake::dial(kKey, kHello);
+  Handshake dialler = dialling();
   const Ends overheard = connected_pair();
   static_cast<void>(dialler.step(overheard.dialler.get()));
   const std::string hello = receive_bytes(overheard.acceptor);
@@ -136,7 +143,7 @@ void test_bytes_that_are_no_handshake() {
   }
   Ends ends = connected_pair();
   Handshake acceptor = acceptance();
-  send_bytes(ends.dialler, kHello.substr(0, 3));
+  send_bytes(ends.dialler, std::string(kHello.substr(0, 3)));
   CHECK(acceptor.step(ends.acceptor.get()) == Status::goes_on);
   ends.dialler.reset();
   CHECK(acceptor.step(ends.acceptor.get()) == Status::refused && acceptor.error() == 0);

@@ -241,7 +241,8 @@ void ConnectionManager::handle(Source source, int fd, std::uint32_t events) {
       return;
     case Source::dial:
       for (Dial& each : dials_) {
-        if (each.socket.get() == fd) return each.handshake ? go_on(each) : finish_connect(each);
+        if (each.socket.get() == fd)
+          return each.handshake ? go_on(each, *each.handshake) : finish_connect(each);
       }
       return;
     case Source::watch:
@@ -400,19 +401,18 @@ void ConnectionManager::finish_connect(Dial& dial) {
       dial.handshake->step(dial.socket.get()));  // the hello; a failure shows with the next event
 }
 
-void ConnectionManager::go_on(Dial& dial) {
+void ConnectionManager::go_on(Dial& dial, Handshake& handshake) {
   // With its first bytes, because the other end may go once it has taken the connection.
   const bool trusted = dial.looked_at || may_speak_with(dial.socket);
   dial.looked_at = true;
-  const Handshake::Status status =
-      trusted ? dial.handshake->step(dial.socket.get()) : Handshake::Status::refused;
+  const Handshake::Status status = trusted ? handshake.step(dial.socket.get()) : Handshake::Status::refused;
   if (status == Handshake::Status::goes_on) return;
   remove(dial.socket.get());
   if (status == Handshake::Status::proved) {
     const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
     return deliver(key, std::move(dial.socket));
   }
-  const int error = dial.handshake->error();
+  const int error = handshake.error();
   if (error == 0) {
     dial.error_text = "what listens at " + endpoint_of(dial).text() + ", where rank " +
                       std::to_string(std::get<0>(dial.key)) +

@@ -130,7 +130,7 @@ class ConnectionManager {
   bool may_take(const Hello& hello) const;
   void start_connect(Dial& dial);
   void finish_connect(Dial& dial);
-  void go_on(Dial& dial);
+  void go_on(Dial& dial, Handshake& handshake);
   const Endpoint& endpoint_of(const Dial& dial) const;
   void retry(Dial& dial, int error);
   void fail(Dial& dial, ErrorKind kind);
