@@ -23,6 +23,7 @@ from collectives.bench.core.machine import describe_machine
 from collectives.ranks.mpirun import start_ranks
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names
+from collectives.secret import SECRET
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,7 +73,7 @@ def _settings() -> Iterator[str]:
     )
     for name in sorted({*names, *(key for key in os.environ if key.startswith("COLLECTIVES_"))}):
         if name in os.environ:
-            yield f"      {name}={os.environ[name]}"
+            yield f"      {name}={os.environ[name] if name != SECRET else '(not shown)'}"
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], str]]]:

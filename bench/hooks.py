@@ -43,6 +43,7 @@ from collectives.bench.training.hook_worker import HOOKS, TASKS, Job, Outcome, P
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
 from collectives.ranks.processes import RankFailedError, SpawnedRanks
 from collectives.registry.backends import backend_spec
+from collectives.secret import provided
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 
@@ -113,7 +114,7 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
     tasks = [task for task in options.tasks if not _missing(task, report.skipped)]
     if not tasks:
         return report
-    with ExitStack() as stack:
+    with provided(), ExitStack() as stack:
         machines: Machines | None = None
         host = LOCALHOST
         namespaces: tuple[str, ...] = ()

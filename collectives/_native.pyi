@@ -39,7 +39,8 @@ class Membership:
         hosts: Sequence[str],
         listeners: HostListeners,
         places: Sequence[Sequence[tuple[str, int]]],
-        secret: str,
+        key: bytes,
+        own_user_only: bool,
         from_lanes: bool,
     ) -> None: ...
 
@@ -190,10 +191,14 @@ class MpiFastPath:
 
 # --- store server ---
 
+def peer_process(socket: int) -> str: ...
+
 class StoreServer:
     """Serves a TCP key/value store on listening sockets, in one thread without the GIL."""
 
-    def __init__(self, listeners: Sequence[int], max_bytes: int) -> None: ...
+    def __init__(
+        self, listeners: Sequence[int], max_bytes: int, key: bytes = b"", own_user_only: bool = False
+    ) -> None: ...
     def stop(self) -> None: ...
     @property
     def running(self) -> bool: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
-from collectives.store.records import demand, read
+from collectives.store.records import demand, read, written
 from collectives.store.waiting import missing_text, wait_for_keys
 
 __all__ = ["join_group"]
@@ -79,7 +78,7 @@ def _request(record: Any) -> tuple[int, str]:
 
 def _conflict(store: Any, key: str, rank: int, request: str) -> str:
     """Returns how this rank's request differs from that of the first rank, if it does."""
-    mine = json.dumps([rank, request])
+    mine = written([rank, request], key)
     try:
         first = store.compare_set(key, "", mine)
     except (NotImplementedError, AttributeError):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import socket
 import struct
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["Life", "ProcessIdentity", "current_process"]
+__all__ = ["Life", "ProcessIdentity", "current_process", "system"]
 
 _FIXED = struct.Struct("<16s16sQQQ")
 
@@ -73,6 +74,15 @@ class ProcessIdentity:
 def current_process() -> ProcessIdentity:
     """Returns the identity of this process."""
     return _identity(os.getpid())
+
+
+def system() -> str:
+    """Returns what tells running systems and their network name spaces apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,6 @@ and ``check`` of a store.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -16,7 +15,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from collectives.errors import DistStoreError
-from collectives.store.records import Checked, fields, read
+from collectives.secret import WAY_OUT, derived_key, is_insecure
+from collectives.store.process import system
+from collectives.store.records import Checked, fields, read, written
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
@@ -24,7 +25,7 @@ __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
 KEYS = "collectives"
 """Prefix of all our keys in a store that may have other users."""
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 """Number of the key layout; ranks that differ in it refuse each other."""
 
 _READ_LIMIT = timedelta(seconds=3)
@@ -57,14 +58,18 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         timeout: time limit.
 
     Raises:
-        DistStoreError: a rank did not come in time; names all that are missing.
-        ValueError: ranks disagree about the number of ranks or the backend, or two processes claim one rank.
+        DistStoreError: a rank did not come in time; names all that are missing; or the store holds what no
+            rank of this job has written.
+        ValueError: ranks disagree about the number of ranks or the backend, two processes claim one rank, or
+            ranks on different machines have no job secret.
     """
     about = {
         "protocol": _PROTOCOL,
         "world_size": size,
         "backend": backend,
         "process": f"{socket.gethostname()}:{os.getpid()}",
+        # Only ranks with a secret in common may be on several systems.
+        "system": "" if derived_key("records") or is_insecure() else system(),
     }
     attempt = int(store.add(f"join/attempts/{rank}", 1))
     if rank == 0:
@@ -74,7 +79,7 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
     called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
     if called is not None:
         raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
-    store.set(f"join/info/{own}", json.dumps(about))
+    _publish(store, f"join/info/{own}", about)
     answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
     delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
     if "world" in answer:
@@ -84,6 +89,10 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
     raise kind(f"[rank {rank}] init_process_group: {answer['reason']}")
 
 
+def _publish(store: Any, key: str, record: Any) -> None:
+    store.set(key, written(record, key))
+
+
 def _call(record: Any) -> Checked | None:
     """Checks rank 0's call: ``None``, or why it refuses an attempt."""
     return None if record is None else fields(record, reason=str)
@@ -91,7 +100,7 @@ def _call(record: Any) -> Checked | None:
 
 def _info(record: Any) -> Checked:
     """Checks what a rank brings."""
-    return fields(record, protocol=int, world_size=int, backend=str, process=str)
+    return fields(record, protocol=int, world_size=int, backend=str, process=str, system=str)
 
 
 def _result(record: Any) -> Checked:
@@ -176,13 +185,13 @@ class _Coordinator:
             self._refuse(rank, attempt, f"a newer process has come as rank {rank}")
         if newest > self._called[rank]:
             self._called[rank] = newest
-            self._store.set(f"join/call/{rank}/{newest}", "null")
+            _publish(self._store, f"join/call/{rank}/{newest}", None)
         if self._called[rank] == self._served[rank]:
             return f"join/attempt/{rank}/{newest + 1}"
         return f"join/info/{rank}/{self._called[rank]}"
 
     def _refuse(self, rank: int, attempt: int, reason: str) -> None:
-        self._store.set(f"join/call/{rank}/{attempt}", json.dumps({"reason": reason}))
+        _publish(self._store, f"join/call/{rank}/{attempt}", {"reason": reason})
 
     def _answer(self, answer: dict[str, Any]) -> None:
         """Answers every rank, and refuses processes that came as the same rank meanwhile."""
@@ -192,7 +201,7 @@ class _Coordinator:
             for attempt in range(called + 1, served + 1):
                 taken = f"rank {r} is taken by process {self._joined[r]['process']}"
                 self._refuse(r, attempt, f"{taken}; start every rank once")
-            self._store.set(f"join/result/{r}/{called}", json.dumps(answer))
+            _publish(self._store, f"join/result/{r}/{called}", answer)
             self._store.add(f"join/served/{r}", served - self._served[r])
             delete_keys(self._store, [f"join/attempt/{r}/{called}", f"join/info/{r}/{called}"])
 
@@ -201,6 +210,8 @@ def _disagreement(mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> st
     for key in ("protocol", "world_size", "backend"):
         if mine[key] != theirs.get(key):
             return f"the ranks differ in {key}: rank 0 has {mine[key]!r}, rank {rank} has {theirs.get(key)!r}"
+    if mine["system"] != theirs["system"]:
+        return f"rank 0 and rank {rank} run on different machines and have no job secret; {WAY_OUT}"
     return ""
 
 

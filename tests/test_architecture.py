@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from sources import ROOT, modules
 
-_BASE = {"errors", "forks", "_native"}
+_BASE = {"errors", "forks", "secret", "_native"}
 _CONTRACTS = _BASE | {"store", "core", "registry"}
 
 MAY_USE = {
     "errors": set(),
     "forks": set(),
+    "secret": set(),
     "store": _BASE | {"store"},
     "core": _BASE | {"store", "core"},
     "registry": _CONTRACTS,
@@ -31,10 +32,10 @@ MAY_USE = {
     "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2"},
     "backends": _CONTRACTS | {"backends"},
     "ddp": {"errors", "core", "ddp"},
-    "ranks": {"ranks"},
+    "ranks": {"secret", "ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
-    "cli": {"registry", "core", "cli"},
+    "cli": {"secret", "registry", "core", "cli"},
     "__main__": {"cli"},
     "collectives_registration": {"torch_bridge"},
 }
@@ -200,10 +201,11 @@ def test_modules_import_no_optional_package() -> None:
 
 
 NATIVE = ROOT / "backends" / "native"
-_ORDER = ["common", "memory", "selection", "sockets", "state", "transport"]
+_ORDER = ["common", "security", "memory", "selection", "sockets", "state", "transport"]
 _UP_TO = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}
 LAYERS = {
     "common": {"common"},
+    "security": {"common", "security"},
     "memory": {"common", "memory"},
     "selection": {"common", "selection"},
     "sockets": {"common", "memory", "sockets"},
@@ -214,7 +216,7 @@ LAYERS = {
     "collectives": _UP_TO["transport"] | {"kernels", "algorithms", "collectives"},
     "engine": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine"},
     "mpi": {"common", "kernels", "algorithms", "engine", "mpi"},
-    "store": {"common", "store"},
+    "store": {"common", "security", "store"},
     "bindings": _UP_TO["transport"]
     | {"kernels", "algorithms", "collectives", "engine", "mpi", "store", "bindings"},
     "tests": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine", "store", "tests"},

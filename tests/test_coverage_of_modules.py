@@ -191,7 +191,7 @@ TESTED_THROUGH = {
     "store/tcp": (
         "store/test_tcp.py",
         "public as `TCPStore`",
-        "client listen store",
+        "listen store",
     ),
 }
 """By folder: the tests that run modules which no test names, what these are to users, and their names."""

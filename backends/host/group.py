@@ -82,7 +82,8 @@ class ProcessGroupHost(ProcessGroup):
     different machines reach each other at the address from which the store is reached;
     ``COLLECTIVES_SOCKET_IFNAME`` (or ``GLOO_SOCKET_IFNAME``) names other network interfaces, by commas where
     there are several, equally many on all ranks. Then every rank listens on a port that the system chooses,
-    and has one more thread. A secret that the store keeps protects the connections; they are not encrypted.
+    and has one more thread. Both ends of a connection prove that they know the job's secret, which ranks on
+    different machines must have (``COLLECTIVES_SECRET``); connections are not encrypted.
     ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
 
     Memory beyond the tensors: 4.1 MiB a rank (5.1 in a group of two), and up to 1 MiB for each rank that it

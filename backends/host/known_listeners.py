@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from collectives.backends.host.network import refuses
 from collectives.errors import PeerLostError
 
 __all__ = ["KnownListeners"]
@@ -44,7 +44,7 @@ class KnownListeners:
         known = [rank for rank in ranks if rank in self.places]
         first = int(now / _TURN_S) * _AT_A_TIME % max(len(known), 1)
         for rank in (known[first:] + known[:first])[:_AT_A_TIME]:
-            if not self._refuses(rank):
+            if not refuses(self.places[rank][0], _TURN_S):
                 self._refused.pop(rank, None)
             elif now - self._refused.setdefault(rank, now) >= _REFUSAL_S:
                 raise PeerLostError(
@@ -52,13 +52,3 @@ class KnownListeners:
                     f"to {self.places[rank][0]}",
                     rank,
                 )
-
-    def _refuses(self, rank: int) -> bool:
-        try:
-            # Whoever listens drops a connection that ends without a word.
-            socket.create_connection(tuple(self.places[rank][0]), timeout=_TURN_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False  # says nothing about the rank; the time limit does
-        return False

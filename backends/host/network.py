@@ -6,14 +6,14 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError
+from collectives.store.process import system
 
-__all__ = ["Addresses", "choose_addresses", "place", "system"]
+__all__ = ["Addresses", "choose_addresses", "place", "refuses"]
 
 _VARIABLES = ("COLLECTIVES_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _LABEL = "COLLECTIVES_HOST_MACHINE"
@@ -143,6 +143,18 @@ def _listed(interfaces: list[_Interface]) -> str:
     return f"the interfaces that are up: {listed or 'none'}"
 
 
+def refuses(address: Sequence[Any], limit_s: float) -> bool:
+    """Tells whether nobody listens at an address and port, as far as that shows within the limit."""
+    try:
+        # Whoever listens drops a connection that ends without a word.
+        socket.create_connection(tuple(address), timeout=limit_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False  # says nothing about the rank; the time limit does
+    return False
+
+
 def place() -> str:
     """Returns what tells machines apart, as far as attaching goes: the boot and the network name space.
 
@@ -150,12 +162,3 @@ def place() -> str:
     """
     label = os.environ.get(_LABEL, "")
     return f"{system()} {label}" if label else system()
-
-
-def system() -> str:
-    """Returns what tells running systems and their network name spaces apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
-        return socket.gethostname()

@@ -6,8 +6,10 @@ attach its shared memory (``native/state/bootstrap.hpp``). Where all do, that is
 The others publish their locations. Once every rank has connected or published one, rank 0 publishes a plan:
 who may share memory with whom. The lowest rank of each further machine, its leader, does for its ranks what
 rank 0 did for its own; a rank that cannot attach is a machine of its own. Then every rank listens for
-connections and publishes where, rank 0 publishes all addresses with the group's secret, and the leaders
-connect.
+connections and publishes where, rank 0 publishes all addresses, and the leaders connect. Both ends of each
+connection prove that they know the group's key, which comes from the job's secret. Without one it is random
+and goes through the store, ranks take no connection of another user, and ranks on several systems refuse to
+form a group. The last rank that reads the addresses deletes them.
 
 Whoever fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it was
 connected with: on its machine by the end of its process or its connection, elsewhere because nothing listens
@@ -17,8 +19,6 @@ there any more. They name it in the store. A rank that dies before can only be m
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +28,9 @@ from typing import Any, NoReturn, TypeVar
 
 import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
+from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
 from collectives.backends.host.known_listeners import KnownListeners
-from collectives.backends.host.network import choose_addresses, place, system
+from collectives.backends.host.network import choose_addresses, place
 from collectives.backends.host.rendezvous_failures import StoreLostError, error_of, record_of
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
@@ -41,7 +42,9 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
-from collectives.store.records import Checked, read
+from collectives.store.process import system
+from collectives.store.records import Checked, read, written
+from collectives.store.waiting import delete_keys
 
 __all__ = ["form"]
 
@@ -117,13 +120,13 @@ class _Attempt:
         host = _native.BootstrapLeader(list(range(self.size)), self.size)
         self.tuning = tuning_for(self.size)
         self._name_keys_after(host.address)
-        self._set(_ADDRESS, {"place": place(), "address": host.address})
+        self._set(_ADDRESS, {"place": place(), "system": system(), "address": host.address})
         locations = self._gather(host)
         self.several = bool(locations)
         if locations:
             self._publish_plan(host.members, locations)
         membership = self._share(host)
-        self._forget(_ADDRESS)
+        delete_keys(self.store, [_ADDRESS])
         return membership
 
     def follow(self) -> _native.Membership:
@@ -142,6 +145,7 @@ class _Attempt:
             if membership is not None:
                 return membership
             own = f"{own} rank {self.rank} alone"
+        check_system(first["system"])
         self.several = True
         return self._find_machine(own)
 
@@ -266,7 +270,7 @@ class _Attempt:
             )
             ranks = [self._get_listener(r) for r in range(self.size)]
             self._check_interfaces(ranks)
-            self._set(self._key("addresses"), {"ranks": ranks, "secret": secrets.token_hex(16)})
+            self._set(self._key("addresses"), {"ranks": ranks, "key": random_key()})
         else:
             self._await(
                 [self._key("addresses")],
@@ -275,6 +279,8 @@ class _Attempt:
                 lambda: self._watch_rank_0(leader),
             )
         world = self._get(self._key("addresses"), partial(records.addresses, size=self.size))
+        if self._ask("add", self._key("readers"), 1) == self.size:
+            delete_keys(self.store, [self._key(*name) for name in records.names(self.size)])
         machines: dict[int, list[int]] = {}
         for rank, one in enumerate(world["ranks"]):
             machines.setdefault(one["leader"], []).append(rank)
@@ -284,7 +290,8 @@ class _Attempt:
             [world["ranks"][first]["host"] for first in machines],
             listeners,
             [[(address, port) for address, port in one["places"]] for one in world["ranks"]],
-            world["secret"],
+            group_key(self.prefix, world["key"]),
+            own_user_only(),
             chosen.chosen,
         )
 
@@ -348,7 +355,7 @@ class _Attempt:
             raise StoreLostError(str(error)) from error
 
     def _set(self, key: str, value: Any) -> None:
-        self._ask("set", key, json.dumps(value))
+        self._ask("set", key, written(value, key))
 
     def _get(self, key: str, check: Callable[[Any], _T]) -> _T:
         return read(self._ask("get", key), key, check)
@@ -358,11 +365,6 @@ class _Attempt:
 
     def _get_listener(self, rank: int) -> Checked:
         return self._get(self._key("listener", rank), partial(records.listener, size=self.size))
-
-    def _forget(self, key: str) -> None:
-        # Not every store can delete; a group of its own prefix needs no tidying.
-        with contextlib.suppress(Exception):
-            self.store.delete_key(key)
 
     # ---- waiting and failing ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from collectives.store.records import Checked, demand, fields
@@ -12,16 +13,18 @@ __all__ = [
     "invitation",
     "listener",
     "location",
+    "names",
     "plan",
     "socket_address",
 ]
 
+_KEY = re.compile("([0-9a-f]{64})?")
 _MOST_PORTS = 2**16
 
 
 def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, and the address of its unix socket."""
-    return fields(record, place=str, address=str)
+    """Checks rank 0's record: where it runs, on which system, and the address of its unix socket."""
+    return fields(record, place=str, system=str, address=str)
 
 
 def socket_address(record: Any) -> str:
@@ -60,13 +63,20 @@ def listener(record: Any, size: int) -> Checked:
 
 
 def addresses(record: Any, size: int) -> Checked:
-    """Checks the listeners of all ranks and the group's secret."""
-    found = fields(record, ranks=list, secret=str)
+    """Checks the listeners of all ranks and the group's key, which is empty where the job has a secret."""
+    found = fields(record, ranks=list, key=str)
+    demand(_KEY.fullmatch(found["key"]) is not None, "a key of another length")
     ranks = [listener(one, size) for one in found["ranks"]]
     demand(len(ranks) == size, f"the addresses of {len(ranks)} ranks in a group of {size}")
     led = [one["leader"] for one in ranks]
     demand(all(led[leader] == leader for leader in led), f"leaders {led} that are led themselves")
     return found
+
+
+def names(size: int) -> list[tuple[str, int | None]]:
+    """Returns what ranks publish for those on other machines: the names, and of whom."""
+    own = [(name, rank) for name in ("location", "leader", "apart", "listener") for rank in range(size)]
+    return [*own, *((name, None) for name in ("locations", "aparts", "plan", "addresses", "readers"))]
 
 
 def failure(record: Any) -> Checked:

@@ -6,7 +6,6 @@ one MPI job, they make the communicators (``MPI_Comm_create_group``); no other p
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import zlib
@@ -15,7 +14,7 @@ from typing import Any
 from collectives.backends.mpi.libmpi import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.registry.backends import GroupOptions
-from collectives.store.records import Checked, demand, fields, read
+from collectives.store.records import Checked, demand, fields, read, written
 
 __all__ = ["make_communicators"]
 
@@ -64,8 +63,8 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
         "job": next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), ""),
     }
     store = options.store
-    store.set(f"mpi/{options.rank}", json.dumps(mine))
     keys = [f"mpi/{rank}" for rank in range(options.size)]
+    store.set(keys[options.rank], written(mine, keys[options.rank]))
     began = time.monotonic()
     try:
         store.wait(keys, options.timeout)

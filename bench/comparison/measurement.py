@@ -23,6 +23,7 @@ from collectives.bench.core.namespaces import Machines
 from collectives.bench.core.records import Skipped, Timing
 from collectives.ranks.mpirun import needs_mpirun, start_ranks, start_under_mpirun
 from collectives.ranks.processes import RankProcesses
+from collectives.secret import provided
 
 __all__ = ["MAX_CALLS", "MIN_CALLS", "ROUNDS", "Point", "measure", "points_of"]
 
@@ -136,7 +137,7 @@ def measure(
     report = Report(program, environment, asdict(options), skipped=skipped)
     if backends or options.limit:
         for ranks in options.ranks:
-            with ExitStack() as stack:
+            with provided(), ExitStack() as stack:
                 workload = options.workload(backends, ranks)
                 started = _start(stack, ranks, workload)
                 _measure_points(report, started, workload, options, progress or _ignore, found or _ignore)

@@ -43,5 +43,6 @@ def initialize(rank: int, size: int, port: int, backend: str, host: str = LOCALH
 
 def initialize_torch(rank: int, size: int, port: int, backend: str, host: str = LOCALHOST) -> None:
     """Makes the default group of ``torch.distributed``; arguments as of :func:`initialize`."""
-    store = c10d.PrefixStore("torch", c10d.TCPStore(host, port, is_master=False, timeout=TIMEOUT))
+    # Not torch's own client, which cannot prove the job's secret.
+    store = c10d.PrefixStore("torch", TCPStore(host, port, is_master=False, timeout=TIMEOUT))
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)

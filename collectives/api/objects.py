@@ -1,10 +1,14 @@
-"""Collectives on picklable objects.
+"""Collectives on objects: picklable ones, or plain data.
 
 An object travels as bytes: first the sizes, then the bytes themselves, in tensors of int64 and uint8 on the
 group's device. All of them block. An object that cannot be pickled raises on its rank before anything is
 sent; the other ranks wait for that rank until their time limit.
 
-Objects are unpickled on receipt, which runs code that the sender chose: use them between trusted ranks only.
+Objects are unpickled on receipt, which runs code that the sender chose. With ``weights_only=True``, or with
+``COLLECTIVES_OBJECTS=plain`` in the environment for all calls, nothing is pickled and no pickle is taken:
+objects are plain data (``None``, ``bool``, ``int``, ``float``, ``str``, ``bytes``, lists, tuples and dicts of
+these, and dense tensors, which come out on the CPU).
+
 The cost of pickling is the sender's, that of unpickling N objects the receiver's; ranks that wait meanwhile
 need a time limit that allows for it. Tensors inside objects are copied through pickle, and those of an
 accelerator come out on the device number they had: send tensors by the collectives on tensors.
@@ -12,6 +16,7 @@ accelerator come out on the device number they had: send tensors by the collecti
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +25,11 @@ import torch
 
 from collectives.api.p2p import P2POp, batch_isend_irecv, irecv, isend, not_self
 from collectives.api.world_state import group_rank, member_group, root_rank, world_rank
+from collectives.core import plain_data
 from collectives.core.arguments.validation import fail
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions
+from collectives.errors import DistBackendError
 
 __all__ = [
     "all_gather_object",
@@ -32,6 +39,8 @@ __all__ = [
     "scatter_object_list",
     "send_object_list",
 ]
+
+_VARIABLE = "COLLECTIVES_OBJECTS"
 
 
 def _device(group: ProcessGroup, device: torch.device | str | None = None) -> torch.device:
@@ -48,21 +57,48 @@ def _device(group: ProcessGroup, device: torch.device | str | None = None) -> to
     return torch.device(kind)
 
 
-def _pack(objects: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _is_plain(weights_only: bool) -> bool:
+    """Returns whether objects are plain data; raises :class:`ValueError` for an unknown setting."""
+    setting = os.environ.get(_VARIABLE) or "pickle"
+    if setting not in {"pickle", "plain"}:
+        raise ValueError(f"{_VARIABLE} must be pickle or plain, is {setting!r}")
+    return weights_only or setting == "plain"
+
+
+def _pack(
+    objects: Sequence[Any], device: torch.device, weights_only: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the bytes of all objects one after another, and the size of each."""
-    parts = [pickle.dumps(obj) for obj in objects]
+    write = plain_data.dumps if _is_plain(weights_only) else pickle.dumps
+    parts = [write(obj) for obj in objects]
     sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
     data = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8) if parts else _bytes(0, "cpu")
     return data.to(device), sizes.to(device)
 
 
-def _unpack(data: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+def _unpack(data: torch.Tensor, sizes: Sequence[int], weights_only: bool) -> list[Any]:
     view = memoryview(data.cpu().numpy().data)
+    plain = _is_plain(weights_only)
     objects, begin = [], 0
     for size in sizes:
-        objects.append(pickle.loads(view[begin : begin + size]))
+        part = view[begin : begin + size]
+        # Plain data is harmless, whatever this rank asks for.
+        if plain or bytes(part[: len(plain_data.MAGIC)]) == plain_data.MAGIC:
+            objects.append(_plain_object(part))
+        else:
+            objects.append(pickle.loads(part))
         begin += size
     return objects
+
+
+def _plain_object(part: memoryview) -> Any:
+    try:
+        return plain_data.loads(part)
+    except ValueError as error:
+        raise DistBackendError(
+            f"a rank has sent something else than plain data: {error}; pass weights_only=True, or set "
+            f"{_VARIABLE}=plain, on all ranks"
+        ) from error
 
 
 def _bytes(count: int, device: torch.device | str) -> torch.Tensor:
@@ -76,7 +112,9 @@ def _gather_sizes(group: ProcessGroup, size: torch.Tensor) -> list[int]:
     return [int(n) for n in sizes.tolist()]
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: ProcessGroup | None = None, weights_only: bool = False
+) -> None:
     """Gathers every rank's object on all ranks.
 
     Args:
@@ -84,13 +122,14 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
             the group.
         obj: this rank's object; unpickled on other ranks, so trust them.
         group: the ranks that take part; ``None`` for the default group.
+        weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
         TypeError: ``object_list`` is no list.
         ValueError: it has not an entry for each rank.
         pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
             nothing was sent.
-        DistBackendError: a rank died or passed the time limit.
+        DistBackendError: a rank died or passed the time limit, or sent a pickle where that is not taken.
 
     Example:
         With 2 ranks::
@@ -102,12 +141,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     if target is None:
         return
     _check_length(target, "all_gather_object", object_list, "object_list")
-    data, size = _pack([obj], _device(target))
+    data, size = _pack([obj], _device(target), weights_only)
     sizes = _gather_sizes(target, size)
     whole, parts = _parts(target, sizes, data.device)
     own = data if target.capabilities.uneven else _padded(data, max(sizes))
     target.allgather([parts], own, AllgatherOptions(None, False)).wait()
-    object_list[:] = _unpack_parts(whole, parts, sizes)
+    object_list[:] = _unpack_parts(whole, parts, sizes, weights_only)
 
 
 def _parts(
@@ -119,9 +158,11 @@ def _parts(
     return whole, list(torch.split(whole, counts))
 
 
-def _unpack_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[Any]:
+def _unpack_parts(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], weights_only: bool
+) -> list[Any]:
     host = torch.split(whole.cpu(), [part.numel() for part in parts])
-    return [_unpack(part, [size])[0] for part, size in zip(host, sizes, strict=True)]
+    return [_unpack(part, [size], weights_only)[0] for part, size in zip(host, sizes, strict=True)]
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -136,6 +177,7 @@ def gather_object(
     dst: int | None = None,
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Gathers every rank's object on one rank.
 
@@ -146,6 +188,7 @@ def gather_object(
         dst: rank of the default group that gathers; without both, rank 0 of the default group.
         group: the ranks that take part; ``None`` for the default group.
         group_dst: the rank that gathers, counted within the group; instead of ``dst``.
+        weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
         TypeError: ``object_gather_list`` is no list on the destination.
@@ -153,7 +196,7 @@ def gather_object(
             in the group.
         pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
             nothing was sent.
-        DistBackendError: a rank died or passed the time limit.
+        DistBackendError: a rank died or passed the time limit, or sent a pickle where that is not taken.
 
     Example:
         With 2 ranks::
@@ -174,14 +217,14 @@ def gather_object(
             "gather_object",
             f"object_gather_list is for the root, rank {root}; give None on this rank",
         )
-    data, size = _pack([obj], _device(target))
+    data, size = _pack([obj], _device(target), weights_only)
     sizes = _gather_sizes(target, size)
     own = _padded(data, max(sizes))
     whole = _bytes(own.numel() * target.size(), data.device) if at_root else None
     parts = None if whole is None else list(whole.view(target.size(), -1).unbind(0))
     target.gather(None if parts is None else [parts], own, GatherOptions(None, False, root)).wait()
     if whole is not None and parts is not None and object_gather_list is not None:
-        object_gather_list[:] = _unpack_parts(whole, parts, sizes)
+        object_gather_list[:] = _unpack_parts(whole, parts, sizes, weights_only)
 
 
 def broadcast_object_list(
@@ -190,6 +233,7 @@ def broadcast_object_list(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Copies one rank's objects to all ranks.
 
@@ -200,13 +244,14 @@ def broadcast_object_list(
         group: the ranks that take part; ``None`` for the default group.
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_src: the source, counted within the group; instead of ``src``.
+        weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
         TypeError: ``object_list`` is no list.
         ValueError: the source is not in the group.
         pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
             nothing was sent.
-        DistBackendError: a rank died or passed the time limit.
+        DistBackendError: a rank died or passed the time limit, or sent a pickle where that is not taken.
 
     Example:
         With 2 ranks::
@@ -222,7 +267,7 @@ def broadcast_object_list(
     _check_list(target, what, object_list, "object_list")
     place = _device(target, device)
     if target.rank() == root:
-        data, sizes = _pack(object_list, place)
+        data, sizes = _pack(object_list, place, weights_only)
         _broadcast(target, sizes, root)
         _broadcast(target, data, root)
         return
@@ -231,7 +276,7 @@ def broadcast_object_list(
     counts = sizes.tolist()
     data = _bytes(sum(counts), place)
     _broadcast(target, data, root)
-    object_list[:] = _unpack(data, counts)
+    object_list[:] = _unpack(data, counts, weights_only)
 
 
 def _broadcast(group: ProcessGroup, tensor: torch.Tensor, root: int) -> None:
@@ -244,6 +289,7 @@ def scatter_object_list(
     src: int | None = None,
     group: ProcessGroup | None = None,
     group_src: int | None = None,
+    weights_only: bool = False,
 ) -> None:
     """Gives each rank one object of a list that one rank has.
 
@@ -254,13 +300,14 @@ def scatter_object_list(
         src: the source, a rank of the default group; without both, rank 0 of the default group.
         group: the ranks that take part; ``None`` for the default group.
         group_src: the source, counted within the group; instead of ``src``.
+        weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
         TypeError: a list is none.
         ValueError: the source gives not an object for each rank, or is not in the group.
         pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
             nothing was sent.
-        DistBackendError: a rank died or passed the time limit.
+        DistBackendError: a rank died or passed the time limit, or sent a pickle where that is not taken.
 
     Example:
         With 2 ranks::
@@ -283,14 +330,14 @@ def scatter_object_list(
     sizes = torch.zeros(target.size(), dtype=torch.int64, device=place)
     if at_root:
         objects = _check_length(target, what, scatter_object_input_list, "scatter_object_input_list")
-        parts = [_pack([obj], place) for obj in objects]
+        parts = [_pack([obj], place, weights_only) for obj in objects]
         sizes = torch.cat([size for _, size in parts])
         rows = [_padded(data, int(sizes.max())) for data, _ in parts]
     _broadcast(target, sizes, root)
     counts = sizes.tolist()
     own = _bytes(max(counts), place)
     target.scatter(own, None if rows is None else [rows], ScatterOptions(None, False, root)).wait()
-    scatter_object_output_list[0] = _unpack(own, [counts[target.rank()]])[0]
+    scatter_object_output_list[0] = _unpack(own, [counts[target.rank()]], weights_only)[0]
 
 
 def send_object_list(
@@ -300,6 +347,7 @@ def send_object_list(
     device: torch.device | None = None,
     group_dst: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> None:
     """Sends objects to a rank, which calls :func:`recv_object_list` with a list of equal length.
 
@@ -311,13 +359,14 @@ def send_object_list(
         group_dst: the receiver, counted within the group; instead of ``dst``.
         use_batch: send by ``batch_isend_irecv``, for backends whose plain sends make connections of their
             own.
+        weights_only: nothing but plain data, and no pickle; the same on all ranks.
 
     Raises:
         TypeError: ``object_list`` is no list.
         ValueError: the receiver is this rank, or not in the group.
         pickle.PicklingError: an object cannot be pickled (or :class:`TypeError`, :class:`AttributeError`);
             nothing was sent.
-        DistBackendError: a rank died or passed the time limit.
+        DistBackendError: a rank died or passed the time limit, or sent a pickle where that is not taken.
 
     Example:
         With 2 ranks::
@@ -334,7 +383,7 @@ def send_object_list(
     peer = group_rank(target, "send_object_list", dst, group_dst, "dst")
     not_self(target, "send_object_list", peer, "destination", "a copy")
     _check_list(target, "send_object_list", object_list, "object_list")
-    data, sizes = _pack(object_list, _device(target, device))
+    data, sizes = _pack(object_list, _device(target, device), weights_only)
     for tensor in (sizes, data):
         _message(isend, target, tensor, peer, use_batch)
 
@@ -346,6 +395,7 @@ def recv_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
     use_batch: bool = False,
+    weights_only: bool = False,
 ) -> int:
     """Receives the objects of one :func:`send_object_list`.
 
@@ -356,6 +406,7 @@ def recv_object_list(
         device: where the bytes travel; ``None`` for the CPU where the group takes it.
         group_src: the sender, counted within the group; instead of ``src``.
         use_batch: as the sender has it.
+        weights_only: nothing but plain data, and no pickle.
 
     Returns:
         The sender as a rank of the default group, or of ``group`` where ``init_process_group`` and
@@ -384,7 +435,7 @@ def recv_object_list(
     counts = sizes.tolist()
     data = _bytes(sum(counts), place)
     _message(irecv, target, data, peer, use_batch)
-    object_list[:] = _unpack(data, counts)
+    object_list[:] = _unpack(data, counts, weights_only)
     return world_rank(target, peer)
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from collectives.cli import mpi_job
+from collectives.secret import provided
 
 __all__ = ["CommandError", "main"]
 
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser(words).parse_args(words)
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        status: int = arguments.run(arguments) if _leads() else 0
+        with provided():  # the ranks that it starts are of one job
+            status: int = arguments.run(arguments) if _leads() else 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("collectives: interrupted", file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import sys
@@ -37,7 +36,7 @@ from collectives.errors import (
     DistBackendError,
     DistStoreError,
 )
-from collectives.store.records import demand, fields, read
+from collectives.store.records import demand, fields, read, written
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
@@ -129,7 +128,7 @@ class CheckedGroup(ForwardingGroup):
         turn = next(self._turns)
         keys = [f"check/{turn}/{r}" for r in range(self._size)]
         mine = {"function": operation, **about}
-        self._store.set(keys[self._rank], json.dumps([mine, _call_site()]))
+        self._store.set(keys[self._rank], written([mine, _call_site()], keys[self._rank]))
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         left = limit

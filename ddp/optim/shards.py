@@ -35,9 +35,8 @@ def gather_shards(
     padded[: mine.numel()] = mine
     rows = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == to else []
     group.gather(rows, [padded], GatherOptions(rootRank=to)).wait()
-    # Bytes of ranks of this job, which run the same program, so that they may be unpickled.
     shards = [
-        torch.load(io.BytesIO(row[:length].cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
+        torch.load(io.BytesIO(row[:length].cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
         for row, length in zip(rows, lengths.tolist(), strict=False)
     ]
     return shards or None

@@ -11,6 +11,9 @@ set -euo pipefail
 program=${SLURM_SUBMIT_DIR:-.}/torch_ddp.py
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS=1
+# All ranks of the job, and nobody else, know this secret; srun passes it on.
+COLLECTIVES_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export COLLECTIVES_SECRET
 # export COLLECTIVES_SOCKET_IFNAME=ib0  # where the default route is not the fast network
 
 # One launcher on each node; torchrun starts the ranks there and restarts them together.

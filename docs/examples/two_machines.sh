@@ -21,6 +21,10 @@ for machine in "$a" "$b"; do
   ip -n "$machine" link set cable up
 done
 
+# Both machines get the same secret through the environment, which no other user sees.
+COLLECTIVES_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export COLLECTIVES_SECRET
+
 run() {  # run MACHINE NODE_RANK
   ip netns exec "$1" env OMP_NUM_THREADS=1 COLLECTIVES_SOCKET_IFNAME=cable \
     torchrun --nnodes 2 --node-rank "$2" --nproc-per-node 1 \

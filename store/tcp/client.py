@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import random
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
+from collectives.secret import SECRET, WAY_OUT
+from collectives.store.tcp.proof import PROOF_WANTED, UnprovedError, prove
 from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
-__all__ = ["Client", "Connection"]
+__all__ = ["Client", "Connection", "Trust"]
 
 logger = logging.getLogger("collectives")
 
@@ -38,6 +44,21 @@ _ANSWER_S = 10.0
 _REASON_S = 2.0
 """How long a server that has hung up may take to say why."""
 _REASON_BYTES = 1024
+_UNPROVED_S = 2.0
+"""How long a server may break handshakes off: one that is about to end does it, too."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which servers a client trusts.
+
+    Attributes:
+        key: what both ends prove that they know; ``None`` without a proof.
+        own_user_only: whether only servers of this user on this machine are trusted.
+    """
+
+    key: bytes | None = None
+    own_user_only: bool = False
 
 
 class Connection:
@@ -104,18 +125,20 @@ class Client:
     has lost the data.
     """
 
-    def __init__(self, host: str, port: int, shown_as: str, timeout: float) -> None:
+    def __init__(self, host: str, port: int, shown_as: str, trust: Trust, timeout: float) -> None:
         """Connects for the first time.
 
         Args:
             host: name or address to connect to; empty or a wildcard means this machine.
             port: port of the server.
             shown_as: ``host:port`` as error messages name it.
+            trust: which servers are trusted.
             timeout: seconds to keep trying.
         """
         self._host = "localhost" if host in {"", "0.0.0.0", "::"} else host  # noqa: S104
         self._port = port
         self._shown_as = shown_as
+        self._trust = trust
         self._lock = threading.RLock()
         self._idle: list[Connection] = []
         self._in_use: set[Connection] = set()
@@ -216,17 +239,24 @@ class Client:
         start = time.monotonic()
         delay = _FIRST_RETRY_S
         attempts = 0
+        end = start + timeout
         told = timeout <= _SILENT_S
         while True:
             attempts += 1
             try:
-                return self._connect_once(start + timeout)
+                return self._connect_once(end)
             except OSError as error:
+                if isinstance(error, UnprovedError):
+                    end = min(end, time.monotonic() + _UNPROVED_S)
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
                 # The jitter keeps many ranks that were started together from connecting together.
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
-                left = start + timeout - _LAST_TRY_S - time.monotonic()
+                left = end - _LAST_TRY_S - time.monotonic()
                 if left <= 0:
+                    if isinstance(error, UnprovedError):
+                        raise DistNetworkError(
+                            f"the store server at {self._shown_as} is not trusted: {error}"
+                        ) from error
                     raise DistNetworkError(
                         f"no store server answers at {self._shown_as}: gave up after "
                         f"{time.monotonic() - start:.1f} s (limit {timeout:g} s) and "
@@ -252,6 +282,13 @@ class Client:
             addresses = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
             raise ValueError(f"{self._host!r} cannot be the name of a machine: {error}") from error
+        if self._trust.own_user_only:
+            known, addresses = addresses, [one for one in addresses if _is_of_this_machine(str(one[4][0]))]
+            if known and not addresses:
+                raise DistNetworkError(
+                    f"the store server at {self._shown_as} is on another machine, and this process has "
+                    f"no job secret; {WAY_OUT}"
+                )
         errors: list[OSError] = []
         try:
             for family, kind, protocol, _, address in addresses:
@@ -282,13 +319,25 @@ class Client:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         nonce = u32(random.getrandbits(32))
         connection = Connection(sock, nonce)
+        if self._trust.key is not None:
+            prove(connection, self._trust.key, answer_by)
         connection.send(bytes([Command.VALIDATE]) + u32(MAGIC) + bytes([Command.PING]) + nonce, answer_by)
         answer = connection.receive(4, answer_by)
+        if answer == PROOF_WANTED != nonce:
+            raise DistNetworkError(
+                f"the store server at {self._shown_as} takes only processes that know its job's secret, and "
+                f"this one has none: set {SECRET}, or {SECRET}_FILE, as it is there"
+            )
         if answer != nonce:
             _raise_turned_away(connection, answer, answer_by)
             raise DistNetworkError(
                 f"what listens at {self._shown_as} is no store server: it answered {answer!r}. "
                 "Is MASTER_PORT the port of another service?"
+            )
+        if self._trust.own_user_only and (where := _native.peer_process(sock.fileno())) != "of this user":
+            raise UnprovedError(
+                f"without a job secret its process must be one of user {os.geteuid()} on this machine, but "
+                f"as far as the kernel says, it is {where}; {WAY_OUT}"
             )
         return connection
 
@@ -318,6 +367,17 @@ def _remaining(deadline: float) -> float:
     if remaining <= 0:
         raise TimeoutError("timed out")
     return min(remaining, 1e6)
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Tells whether this machine has a network address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address.partition("%")[0], 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _reason(error: OSError) -> str:

@@ -12,8 +12,9 @@ from datetime import timedelta
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
+from collectives.secret import derived_key, is_insecure
 from collectives.store.base import DEFAULT_TIMEOUT, Store
-from collectives.store.tcp.client import Client, Connection
+from collectives.store.tcp.client import Client, Connection, Trust
 from collectives.store.tcp.limits import max_server_bytes
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
@@ -50,12 +51,15 @@ class _RefusedError(Exception):
 class _Server:
     """A native server in this process, with the port that it listens on."""
 
-    def __init__(self, host: str, port: int, listen_fd: int | None) -> None:
+    def __init__(self, host: str, port: int, listen_fd: int | None, trust: Trust) -> None:
         most = max_server_bytes()
         sockets = open_listeners(host, port) if listen_fd is None else [adopt_listener(listen_fd, port)]
         self.address, self.port = sockets[0].getsockname()[:2]
         self.loopback_only = is_loopback(self.address)
-        self.native = _native.StoreServer([sock.detach() for sock in sockets], most)
+        self.trust = trust
+        self.native = _native.StoreServer(
+            [sock.detach() for sock in sockets], most, trust.key or b"", trust.own_user_only
+        )
 
 
 _shared_lock = threading.Lock()
@@ -72,6 +76,9 @@ class TCPStore(Store):
     The server ends with the last store object of its process that uses it (the one made with
     ``is_master=True``, its clones, and those that share it by ``multi_tenant``); clients then get
     :class:`~collectives.DistNetworkError`.
+
+    **Access.** Where the job has a secret (``COLLECTIVES_SECRET``), server and clients prove to each other
+    that they know it, before any request. Without one, both must be processes of one user on one machine.
 
     **Limits.** The server holds at most 1 GiB for its clients: keys, values, requests that are not complete,
     replies that are not read. ``COLLECTIVES_STORE_BYTES`` in the environment of its process changes that. A
@@ -99,7 +106,7 @@ class TCPStore(Store):
         use_libuv: accepted for torch's sake; our server is always event-driven (:attr:`libuvBackend`).
 
     Raises:
-        DistNetworkError: the port is in use, or no server answers.
+        DistNetworkError: the port is in use, or no server answers, or only one that is not to be trusted.
         DistStoreError: not all workers came in time.
     """
 
@@ -124,7 +131,13 @@ class TCPStore(Store):
         if world_size == 0:
             raise ValueError("world_size of a TCPStore cannot be 0; None means that it is not fixed")
         self._host = host_name
-        self._server = _start_server(host_name, port, multi_tenant, master_listen_fd) if is_master else None
+        trust = _trust()
+        self._server = (
+            _start_server(host_name, port, multi_tenant, master_listen_fd, trust) if is_master else None
+        )
+        if self._server is None and _is_of_agent(port):
+            trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
+        self._trust = trust if self._server is None else self._server.trust
         self._port = port if self._server is None else self._server.port
         self._client = self._make_client()
         if wait_for_workers and world_size is not None and world_size > 0:
@@ -162,6 +175,7 @@ class TCPStore(Store):
         copy = TCPStore.__new__(TCPStore)
         Store.__init__(copy, self.timeout)
         copy._host, copy._port, copy._server = self._host, self._port, self._server
+        copy._trust = self._trust
         copy._client = copy._make_client()
         return copy
 
@@ -172,7 +186,7 @@ class TCPStore(Store):
     def _make_client(self) -> Client:
         # The server's own process need not resolve the name, which may lead through a router and back.
         host = self._host if self._server is None else self._server.address
-        return Client(host, self._port, self._address(), self._seconds(None))
+        return Client(host, self._port, self._address(), self._trust, self._seconds(None))
 
     def _wait_for_workers(self, world_size: int) -> None:
         limit = self._seconds(None)
@@ -384,21 +398,36 @@ class TCPStore(Store):
         return self._count(_stored(key), -1)
 
 
-def _start_server(host: str, port: int, multi_tenant: bool, listen_fd: int | None) -> _Server | None:
+def _trust() -> Trust:
+    """Returns who may come in, and where this process may go, by the environment."""
+    if is_insecure():
+        return Trust()
+    key = derived_key("store")
+    return Trust(key, own_user_only=key is None)
+
+
+def _is_of_agent(port: int) -> bool:
+    """Returns whether torchrun's agent serves its store on a port."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(
+        port
+    )
+
+
+def _start_server(
+    host: str, port: int, multi_tenant: bool, listen_fd: int | None, trust: Trust
+) -> _Server | None:
     try:
         if not multi_tenant:
-            return _Server(host, port, listen_fd)
+            return _Server(host, port, listen_fd, trust)
         with _shared_lock:
             server = _shared_servers.get(port) if listen_fd is None else None
             if server is None or (server.loopback_only and not is_loopback(host)):
-                server = _Server(host, port, listen_fd)
+                server = _Server(host, port, listen_fd, trust)
                 _shared_servers[server.port] = server
             return server
     except DistNetworkError:
         # Under torchrun the agent has the port, and serves the store for all ranks.
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(
-            port
-        ):
+        if _is_of_agent(port):
             return None
         raise
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -56,6 +57,7 @@ SESSION_VARIABLE = "COLLECTIVES_TEST_SESSION"
 """Environment variable that marks all descendants of this pytest process."""
 
 _MACHINE_LABEL = "COLLECTIVES_HOST_MACHINE"
+SECRET = "COLLECTIVES_SECRET"
 
 
 class _Rank(RankProcess):
@@ -155,14 +157,21 @@ class _Harness:
         self._numbers = itertools.count()
         self.calls = itertools.count()
 
-    def address_on(self, host: str) -> tuple[str, int]:
-        """Returns where a store can be reached by those that reach this process at ``host``."""
+    def address_on(self, host: str, secret: str) -> tuple[str, int]:
+        """Returns where those who know the secret find a store, if they reach this process at ``host``."""
         from collectives.store import TCPStore
 
         self._close_store_elsewhere()
-        self._store_elsewhere = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        before = os.environ.get(SECRET)
+        os.environ[SECRET] = secret
+        try:
+            self._store_elsewhere = TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+        finally:
+            del os.environ[SECRET]
+            if before is not None:
+                os.environ[SECRET] = before
         return host, self._store_elsewhere.port
 
     def _close_store_elsewhere(self) -> None:
@@ -237,8 +246,10 @@ def run_ranks(
         isolated: runs in new processes that end afterwards; for tests that kill or spoil them.
         lost: ranks that need not answer, with ``isolated``: they die, or are stopped when all others
             answered. Results: :class:`Died`.
-        env: environment variables during the call; ``None`` unsets one.
-        machines: namespaces that play machines, and which of them each rank is on; needs ``isolated``.
+        env: environment variables during the call; ``None`` unsets one. With a job secret among them, the
+            store of the call has it, too.
+        machines: namespaces that play machines, and which of them each rank is on; needs ``isolated``. Their
+            ranks have a job secret.
         placement: a letter for each rank; host groups take ranks of different letters for ranks of different
             machines, which reach each other over the loopback interface.
         **options: further fields of :class:`collectives.registry.backends.GroupOptions`, such as
@@ -298,7 +309,11 @@ def _run(
     if placement and len(placement) != world_size:
         raise ValueError(f"placement {placement!r} is for {len(placement)} ranks, but there are {world_size}")
     running = _running()
-    store = running.address if machines is None else running.address_on(machines[0].host)
+    if machines is not None:
+        about["env"] = {SECRET: secrets.token_hex(32), **about["env"]}
+    secret = about["env"].get(SECRET)
+    host = "127.0.0.1" if machines is None else machines[0].host
+    store = running.address if secret is None else running.address_on(host, secret)
     namespaces = None if machines is None else [machines[0].namespace(place) for place in machines[1]]
     tasks = _tasks(function, world_size, args, about, store, namespaces, placement)
     ranks = running.take(world_size, isolated)

@@ -10,6 +10,9 @@ from multiprocessing import forkserver
 import pytest
 
 from collectives.ranks import processes
+from collectives.secret import SECRET
+
+_SECRET = "of all ranks that are forked here"
 
 PRELOADED = [
     "torch",
@@ -26,6 +29,7 @@ def loaded_process() -> Iterator[None]:
     """A process that has loaded all that ranks need; it ends before the harness looks for strays."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET, _SECRET)
         patch.setenv("OMP_NUM_THREADS", "1")  # no thread of torch's or numpy's before the fork
         forkserver.ensure_running()
     yield
@@ -42,4 +46,5 @@ def quick_ranks(loaded_process: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         start = functools.partial(processes.start_processes, start_method="forkserver")
         patch.setattr(processes, "start_processes", start)
+        patch.setenv(SECRET, _SECRET)  # which a launcher would give its ranks
         yield

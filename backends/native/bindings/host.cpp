@@ -196,10 +196,11 @@ void bind_network(nb::module_& module) {
       .def(
           "span",
           [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
-             Listeners& listeners, const std::vector<std::vector<Place>>& places, std::string secret,
-             bool from_lanes) {
+             Listeners& listeners, const std::vector<std::vector<Place>>& places, nb::bytes key,
+             bool own_user_only, bool from_lanes) {
             Network network;
-            network.secret = std::move(secret);
+            network.key.assign(key.c_str(), key.size());
+            network.own_user_only = own_user_only;
             network.from_lanes = from_lanes;
             network.listeners = std::move(listeners.all);
             for (const std::vector<Place>& rank : places) {
@@ -209,8 +210,8 @@ void bind_network(nb::module_& module) {
             membership.span(make_topology(std::move(machines), std::move(hosts), membership.rank),
                             std::move(network));
           },
-          nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("secret"),
-          nb::arg("from_lanes"));
+          nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("key"),
+          nb::arg("own_user_only"), nb::arg("from_lanes"));
 }
 
 void bind_bootstrap(nb::module_& module) {

@@ -2,10 +2,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
+#include <string>
 #include <system_error>
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "security/peer_process.hpp"
 #include "store/server.hpp"
 
 namespace nb = nanobind;
@@ -14,22 +16,32 @@ namespace collectives {
 
 void bind_store(nanobind::module_& module) {
   using store::Server;
+  module.def(
+      "peer_process",
+      [](int socket) {
+        const PeerProcess found = peer_process(socket);
+        if (found == PeerProcess::elsewhere) return "elsewhere";
+        return found == PeerProcess::of_this_user ? "of this user" : "of another user";
+      },
+      nb::arg("socket"), "Whose process has the other end of a TCP connection on this machine.");
   nb::class_<Server>(module, "StoreServer",
                      "Serves a TCP key/value store on listening sockets, in one thread without the GIL.")
       .def(
           "__init__",
-          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes) {
+          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes, nb::bytes key,
+             bool own_user_only) {
             try {
-              new (self) Server(listeners, max_bytes);
+              new (self) Server(listeners, max_bytes, {std::string(key.c_str(), key.size()), own_user_only});
             } catch (const std::system_error& error) {
               errno = error.code().value();
               PyErr_SetFromErrno(PyExc_OSError);
               throw nb::python_error();
             }
           },
-          nb::arg("listeners"), nb::arg("max_bytes"),
+          nb::arg("listeners"), nb::arg("max_bytes"), nb::arg("key") = nb::bytes("", 0),
+          nb::arg("own_user_only") = false,
           "Takes over descriptors of sockets that are bound and listening; holds at most so many bytes for "
-          "clients.")
+          "clients; see Admission for the rest.")
       // Keeps the GIL, so that nobody asks for a property meanwhile; the thread ends within its current turn.
       .def("stop", &Server::stop, "Closes all connections and ends the thread; idempotent.")
       .def_prop_ro("running", &Server::running)

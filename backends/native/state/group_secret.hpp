@@ -1,12 +1,10 @@
-// The secret of a group, which every connection shows first: whoever does not know it is dropped unanswered.
-//
-// Between processes of a machine it is part of the address of the leader's socket (bootstrap.cpp); between
-// machines ranks take it from the group's store (transport/connection_manager.cpp).
+// The secret in the address of a leader's unix socket (bootstrap.cpp), which every follower shows first:
+// whoever does not know it is dropped unanswered, and takes no rank by mistake. What keeps others out is the
+// kernel's word on the user at the other end.
 #pragma once
 
 #include <cstddef>
 #include <string>
-#include <string_view>
 
 namespace collectives {
 
@@ -14,8 +12,5 @@ inline constexpr std::size_t kGroupSecretCharacters = 32;
 
 // A new one: hexadecimal digits.
 std::string make_group_secret();
-
-// Takes the same time wherever they differ.
-bool same_secret(std::string_view given, std::string_view secret) noexcept;
 
 }  // namespace collectives

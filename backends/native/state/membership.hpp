@@ -16,8 +16,9 @@ namespace collectives {
 
 // What a rank needs to reach those on other machines.
 struct Network {
-  std::string secret;  // of the group, 32 characters; proves that a connection comes from one of its ranks
-  bool from_lanes = false;  // connect from the listeners' addresses, because the user chose them
+  std::string key;             // of the group; both ends of a connection prove that they know it
+  bool own_user_only = false;  // only processes of this user on this machine are spoken with
+  bool from_lanes = false;     // connect from the listeners' addresses, because the user chose them
   std::vector<std::vector<Endpoint>> endpoints;  // by rank, then by lane
   std::vector<Listener> listeners;               // this rank's, by lane
 };

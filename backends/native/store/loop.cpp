@@ -30,7 +30,7 @@ constexpr std::size_t kWokenSpare = static_cast<std::size_t>(kRoundsPerTurn) * S
 constexpr int kAcceptsPerTurn = 64;
 constexpr int kRetryAcceptMs = 100;
 constexpr std::size_t kEvents = 64;
-constexpr std::chrono::seconds kGreetWithin{2};
+constexpr std::chrono::seconds kGreetWithin{2};  // the proof included
 
 // epoll's data: the wake descriptor, then the listeners, then clients.
 constexpr std::uint64_t kWakeTag = 0;
@@ -43,8 +43,12 @@ rlim_t reserve(rlim_t limit) { return std::min<rlim_t>(limit / 4, 128); }
 
 }  // namespace
 
-Loop::Loop(const std::vector<int>& listeners, std::size_t max_bytes)
-    : listeners_(listeners), budget_(max_bytes), table_(budget_), input_(kInputBytes) {
+Loop::Loop(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission)
+    : listeners_(listeners),
+      admission_(std::move(admission)),
+      budget_(max_bytes),
+      table_(budget_),
+      input_(kInputBytes) {
   for (const int fd : listeners_) descriptors_.open([fd] { return fd; });
   epoll_ = descriptors_.open([] { return ::epoll_create1(EPOLL_CLOEXEC); });
   if (epoll_ < 0) fail("epoll_create1");
@@ -109,6 +113,10 @@ void Loop::accept_from(std::size_t listener) noexcept {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) pause_accepting(true);
       return;
     }
+    if (!admission_.admits(fd)) {
+      descriptors_.close(fd);
+      continue;
+    }
     const int kept = below_reserve(fd);
     if (kept < 0) continue;
     try {
@@ -131,12 +139,15 @@ int Loop::below_reserve(int fd) {
   }
   if (fd < 0 || static_cast<rlim_t>(fd) < most) return fd;
   std::array<char, 512> text{};
-  const int size = std::snprintf(
-      text.data(), text.size(),
-      "%s%zu clients are connected to the store's server, and its process may open %llu "
-      "descriptors, of which %llu are kept for other uses; raise `ulimit -n` where the server runs",
-      kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.rlim_cur),
-      static_cast<unsigned long long>(reserve(limit.rlim_cur)));
+  const int size =
+      admission_.asks_proof()  // who has proved nothing learns no numbers
+          ? std::snprintf(text.data(), text.size(), "%s%s", kTurnedAway, kNoRoom)
+          : std::snprintf(
+                text.data(), text.size(),
+                "%s%zu clients are connected to the store's server, and its process may open %llu "
+                "descriptors, of which %llu are kept for other uses; raise `ulimit -n` where the server runs",
+                kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.rlim_cur),
+                static_cast<unsigned long long>(reserve(limit.rlim_cur)));
   static_cast<void>(::send(fd, text.data(), static_cast<std::size_t>(size), MSG_NOSIGNAL | MSG_DONTWAIT));
   descriptors_.close(fd);
   return -1;
@@ -147,10 +158,13 @@ void Loop::admit(int fd) {
   static_cast<void>(::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)));
   // Finds clients whose machine is gone without a word, so that their waits do not stay for ever.
   static_cast<void>(::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on)));
+  std::optional<Handshake> handshake = admission_.handshake();
   woken_.reserve(clients_.size() + 1 + kWokenSpare);
   const ClientId client = next_client_++;
   newcomers_.emplace_back(Clock::now() + kGreetWithin, client);
-  Connection& connection = clients_.try_emplace(client, fd, client, budget_, table_, refusals_).first->second;
+  Connection& connection =
+      clients_.try_emplace(client, fd, std::move(handshake), client, budget_, table_, refusals_)
+          .first->second;
   connection.events = EPOLLIN;
   epoll_event event{};
   event.events = connection.events;
@@ -205,6 +219,7 @@ void Loop::on_event(ClientId client, std::uint32_t events) {
 }
 
 bool Loop::serve(Connection& connection, std::uint32_t events) {
+  if (connection.handshake) return go_on(connection.fd, connection.handshake);
   Session& session = connection.session;
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0 && session.room() > 0 && !receive(connection)) {
     return false;

@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "store/admission.hpp"
 #include "store/budget.hpp"
 #include "store/descriptors.hpp"
 #include "store/session.hpp"
@@ -21,7 +23,7 @@ namespace collectives::store {
 
 class Loop {
  public:
-  Loop(const std::vector<int>& listeners, std::size_t max_bytes);
+  Loop(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission);
 
   void run() noexcept;  // until request_stop(); called by one thread
   void request_stop();  // from any thread
@@ -34,12 +36,14 @@ class Loop {
   using Clock = std::chrono::steady_clock;
 
   struct Connection {
-    Connection(int descriptor, ClientId client, Budget& budget, Table& table, const Refusals& refusals)
-        : session(client, budget, table, refusals), fd(descriptor) {}
+    Connection(int descriptor, std::optional<Handshake> proof, ClientId client, Budget& budget, Table& table,
+               const Refusals& refusals)
+        : session(client, budget, table, refusals), fd(descriptor), handshake(std::move(proof)) {}
 
     Session session;
     int fd;
-    std::uint32_t events = 0;  // what epoll watches for
+    std::optional<Handshake> handshake;  // until the client has proved itself
+    std::uint32_t events = 0;            // what epoll watches for
   };
   using Connections = std::unordered_map<ClientId, Connection>;
 
@@ -64,6 +68,7 @@ class Loop {
   int epoll_ = -1;
   int wake_ = -1;  // an eventfd: written to stop the loop
   std::vector<int> listeners_;
+  Admission admission_;
   bool accepting_ = true;
   Budget budget_;  // outlives all that is charged to it
   Refusals refusals_;
@@ -71,7 +76,8 @@ class Loop {
   Woken woken_;  // has room for every client: to wake them takes no memory
   Connections clients_;
   ClientId next_client_ = 0;
-  std::deque<std::pair<Clock::time_point, ClientId>> newcomers_;  // until when each must have greeted
+  std::deque<std::pair<Clock::time_point, ClientId>>
+      newcomers_;  // until when each must have proved itself and greeted
   std::vector<char> input_;
   // Counters for observers; they order nothing.
   std::atomic<std::size_t> connection_count_{0};

@@ -32,6 +32,10 @@
 // answer (0) was already under way, the client reads 0 and then 1. Integers under Add and Barrier are stored
 // as decimal text. A request that does not parse, passes a limit, or adds to something that is no integer
 // ends the connection: the protocol has no error reply (but see kRefusalKey).
+//
+// Beyond torch's protocol: where there is a job secret, every connection begins with a handshake
+// (security/handshake.hpp), whose hello is kHello. Who sends a request instead gets kProofWanted, which a
+// client takes for a wrong answer to its first ping, and is hung up on.
 #pragma once
 
 #include <cstddef>
@@ -69,6 +73,9 @@ enum class Command : std::uint8_t {
 inline constexpr char kServerKey[] = "collectives";
 inline constexpr char kServerVersion[] = "1";
 
+inline constexpr char kHello[] = "collectives auth";
+inline constexpr char kProofWanted[] = "auth";
+
 // Followed by the four bytes of a connection's first ping, it reads as the reason for which the server ended
 // that connection; empty if it did not, or has forgotten.
 inline constexpr char kRefusalKey[] = "collectives/refused/";
@@ -76,6 +83,10 @@ inline constexpr char kRefusalKey[] = "collectives/refused/";
 // What a client is sent, in the place of any reply, whose connection the server cannot keep; the reason
 // follows.
 inline constexpr char kTurnedAway[] = "collectives: ";
+
+// The only reason where a proof is asked for. Both together are longer than the nonce of a handshake, in
+// whose place they come.
+inline constexpr char kNoRoom[] = "no room for another connection";
 
 inline constexpr std::uint8_t kAllThere = 0;      // answer of Check
 inline constexpr std::uint8_t kNotAllThere = 1;   // answer of Check

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "store/loop.hpp"
 
@@ -53,8 +54,8 @@ class ForkGuard {
   std::set<Server*> servers_;
 };
 
-Server::Server(const std::vector<int>& listeners, std::size_t max_bytes)
-    : loop_(std::make_unique<Loop>(listeners, max_bytes)) {
+Server::Server(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission)
+    : loop_(std::make_unique<Loop>(listeners, max_bytes, std::move(admission))) {
   // Signals are for the threads of the program that owns the server.
   sigset_t all;
   sigset_t before;

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "store/admission.hpp"
+
 namespace collectives::store {
 
 class Loop;
@@ -21,7 +23,7 @@ class Server {
  public:
   // Serves on sockets that are bound and listening already; takes them over, also if it throws
   // std::system_error. `max_bytes` limits what it holds for its clients.
-  Server(const std::vector<int>& listeners, std::size_t max_bytes);
+  Server(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission = {});
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;

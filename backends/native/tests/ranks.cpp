@@ -93,7 +93,7 @@ Groups machine_ranks(const Machines& machines, bool connected,
       membership.processes.resize(static_cast<std::size_t>(size));
       membership.leader_event = Descriptor(::fcntl(event.get(), F_DUPFD_CLOEXEC, 0));
       Network network;
-      network.secret = std::string(32, 's');
+      network.key = std::string(32, 's');
       network.endpoints = endpoints;
       network.listeners.push_back(std::move(listeners[rank]));
       std::vector<std::string> hosts(machines.size(), "here");

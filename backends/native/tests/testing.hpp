@@ -14,6 +14,7 @@ namespace collectives {
 using Tests = std::vector<std::pair<const char*, std::function<void()>>>;
 
 // Of each file; core_test.cpp runs them all.
+Tests security_tests();
 Tests selection_tests();
 Tests state_tests();
 Tests transport_tests();

@@ -1,23 +1,24 @@
-// The control channel of leaders, against a peer that this test plays.
+// The connections of a leader, against peers that this test plays.
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
 
 #include "memory/event.hpp"
+#include "security/handshake.hpp"
 #include "tests/ranks.hpp"
 
 namespace collectives {
 namespace {
 
-constexpr std::string_view kSecret = "0123456789abcdef0123456789abcdef";
+constexpr std::string_view kKey = "0123456789abcdef0123456789abcdef";
 
 // Rank 0 of two machines with one rank each.
 std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {
@@ -29,7 +30,7 @@ std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {
   membership.processes.resize(2);
   membership.leader_event = make_event();
   Network network;
-  network.secret = kSecret;
+  network.key = kKey;
   network.endpoints = {{own.endpoint}, {other.endpoint}};
   network.listeners.push_back(std::move(own));
   membership.span(make_topology({{0}, {1}}, {"here", "there"}, 0), std::move(network));
@@ -46,21 +47,58 @@ void send_all(const Descriptor& socket, const void* bytes, std::size_t size) {
   CHECK(::send(socket.get(), bytes, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size));
 }
 
-// The control connection of rank 1, which says hello as ConnectionManager expects it.
-Descriptor dial(const Endpoint& endpoint) {
+struct Hello {
+  std::uint64_t magic = kMagic;
+  std::uint64_t version = kLayoutVersion;
+  std::int32_t from = 1;
+  std::int32_t to = 0;
+  std::int32_t size = 2;
+  std::uint32_t purpose = 0;
+  std::int32_t index = 0;
+  std::uint32_t reserved = 0;
+};
+
+// A connection of rank 1, as ConnectionManager expects it; empty where that drops it.
+Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, std::string_view key = kKey) {
   Descriptor socket = begin_connect(endpoint, "");
-  struct {
-    std::uint64_t magic = kMagic;
-    std::uint64_t version = kLayoutVersion;
-    char secret[32] = {};
-    std::int32_t rank = 1;
-    std::int32_t size = 2;
-    std::uint32_t purpose = 0;
-    std::int32_t index = 0;
-  } hello;
-  std::memcpy(hello.secret, kSecret.data(), sizeof(hello.secret));
-  send_all(socket, &hello, sizeof(hello));
-  return socket;
+  wait_for(socket, POLLOUT);
+  Handshake handshake =
+      Handshake::dial(std::string(key), std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+  for (;;) {
+    const Handshake::Status status = handshake.step(socket.get());
+    if (status == Handshake::Status::proved) return socket;
+    if (status == Handshake::Status::refused) return {};
+    wait_for(socket, POLLIN);
+  }
+}
+
+// Whoever has no proof gets into no slot, and into no slot twice; the group goes on.
+void test_strangers_at_the_port() {
+  Listener own = listen_tcp("127.0.0.1", 16);
+  const Endpoint endpoint = own.endpoint;
+  const Listener other = listen_tcp("127.0.0.1", 16);
+  const std::unique_ptr<Group> group = first_leader(std::move(own), other);
+  const Descriptor silent = begin_connect(endpoint, "");
+  CHECK(!dial(endpoint, {}, std::string(32, 'x')));
+  for (const Hello& wrong :
+       {Hello{.from = 0}, Hello{.from = 7}, Hello{.from = -1}, Hello{.to = 1}, Hello{.size = 3},
+        Hello{.purpose = 9}, Hello{.index = -1}, Hello{.index = 1000}, Hello{.version = 1}}) {
+    CHECK(!dial(endpoint, wrong));
+  }
+  const Descriptor garbage = begin_connect(endpoint, "");
+  const std::string noise(100'000, '\x7f');
+  wait_for(garbage, POLLOUT);
+  static_cast<void>(::send(garbage.get(), noise.data(), noise.size(), MSG_NOSIGNAL));
+  const Descriptor peer = dial(endpoint);
+  CHECK(static_cast<bool>(peer));
+  CHECK(group->connect(deadline_after(kLimit)).empty());
+  CHECK(!dial(endpoint));  // the slot is taken
+  for (const Descriptor* stranger : {&silent, &garbage}) {
+    wait_for(*stranger, POLLIN);  // the silent one after its two seconds
+    std::array<char, 8> bytes{};
+    CHECK(::recv(stranger->get(), bytes.data(), bytes.size(), 0) <= 0);
+  }
+  group->abort("the test is over");
 }
 
 // A leader that has announced its departure still gets pings, which it can answer no more: for a sanitizer.
@@ -93,6 +131,7 @@ void test_pings_after_departure() {
 Tests transport_tests() {
   return {
       {"pings after departure", test_pings_after_departure},
+      {"strangers at the port", test_strangers_at_the_port},
   };
 }
 

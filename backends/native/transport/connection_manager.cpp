@@ -13,16 +13,16 @@
 
 #include "memory/close_on_fork.hpp"
 #include "memory/event.hpp"
-#include "state/group_secret.hpp"
+#include "security/peer_process.hpp"
 #include "state/rank_context.hpp"
 #include "transport/control_channel.hpp"
 
 namespace collectives {
 namespace {
 
-// A connection without a hello for this long comes from no rank of the group.
-constexpr Nanoseconds kHelloLimit = 2 * kSecond;
-// Connections that may wait for their hello; the one that waited longest is dropped for the next.
+// A connection without a proof for this long comes from no rank of the group.
+constexpr Nanoseconds kProofLimit = 2 * kSecond;
+// Connections that may wait for their proof; the one that waited longest is dropped for the next.
 constexpr std::size_t kMostPending = 256;
 // A rank's listener lives as long as its group, so where nobody listens the rank has gone. A connection may
 // be refused by chance for this long.
@@ -212,8 +212,13 @@ void ConnectionManager::poll_once() {
   }
   const Nanoseconds now = now_ns();
   for (const Key& key : wanted) {
-    dials_.push_back(
-        Dial{.key = key, .asked = now, .give_up_at = now + kDialLimit, .socket = {}, .error_text = {}});
+    dials_.push_back(Dial{.key = key,
+                          .asked = now,
+                          .give_up_at = now + kDialLimit,
+                          .socket = {},
+                          .handshake = {},
+                          .looked_at = false,
+                          .error_text = {}});
     start_connect(dials_.back());
   }
   handle_timers(now_ns());
@@ -232,11 +237,12 @@ void ConnectionManager::handle(Source source, int fd, std::uint32_t events) {
       return accept_connections(fd);
     case Source::pending:
       if (const auto found = pending_connections_.find(fd); found != pending_connections_.end())
-        read_hello(found->second);
+        go_on(found->second);
       return;
     case Source::dial:
       for (Dial& each : dials_) {
-        if (each.socket.get() == fd) return finish_connect(each);
+        if (each.socket.get() == fd)
+          return each.handshake ? go_on(each, *each.handshake) : finish_connect(each);
       }
       return;
     case Source::watch:
@@ -301,6 +307,7 @@ void ConnectionManager::accept_connections(int listener) {
         accept_again_at_ = now_ns() + kDialAgain;
         return;
       }
+      if (!may_speak_with(socket)) continue;
       if (pending_connections_.size() >= kMostPending) {
         const auto oldest =
             std::min_element(pending_connections_.begin(), pending_connections_.end(),
@@ -309,37 +316,47 @@ void ConnectionManager::accept_connections(int listener) {
       }
       const int fd = socket.get();
       add(Source::pending, fd, EPOLLIN);
-      pending_connections_[fd] =
-          PendingConnection{.socket = std::move(socket), .deadline = now_ns() + kHelloLimit};
+      const Hello expected;
+      pending_connections_.insert_or_assign(
+          fd, PendingConnection{
+                  .socket = std::move(socket),
+                  .deadline = now_ns() + kProofLimit,
+                  .handshake = Handshake::accept(network_.key,
+                                                 {reinterpret_cast<const char*>(&expected),
+                                                  sizeof(expected.magic) + sizeof(expected.version)},
+                                                 sizeof(Hello))});
     }
   }
 }
 
-void ConnectionManager::read_hello(PendingConnection& pending) {
+bool ConnectionManager::may_speak_with(const Descriptor& socket) const {
+  return !network_.own_user_only || peer_process(socket.get()) == PeerProcess::of_this_user;
+}
+
+void ConnectionManager::go_on(PendingConnection& pending) {
   const int fd = pending.socket.get();
-  const ssize_t got =
-      ::recv(fd, pending.bytes.data() + pending.received, pending.bytes.size() - pending.received, 0);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-  if (got > 0) pending.received += static_cast<std::size_t>(got);
-  if (got > 0 && pending.received < pending.bytes.size()) return;
-  Hello hello;
-  std::memcpy(&hello, pending.bytes.data(), sizeof(hello));
-  Descriptor socket = std::move(pending.socket);
+  const Handshake::Status status = pending.handshake.step(fd);
+  if (status == Handshake::Status::goes_on) return;
+  const auto node = pending_connections_.extract(fd);
+  Descriptor socket = std::move(node.mapped().socket);
   remove(fd);
-  pending_connections_.erase(fd);
-  // Dropped without an answer.
-  if (got <= 0 || hello.magic != kMagic ||
-      !same_secret({hello.secret, sizeof(hello.secret)}, network_.secret))
-    return;
+  if (status != Handshake::Status::asks) return;  // dropped without an answer
+  Hello hello;
+  std::memcpy(&hello, node.mapped().handshake.hello().data(), sizeof(hello));
+  const Key key{hello.from, hello.purpose, hello.index};
+  if (!may_take(hello) || !accepted_.insert(key).second) return;
+  if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket));
+}
+
+bool ConnectionManager::may_take(const Hello& hello) const {
   const Topology& topology = context_.topology();
-  const bool known = hello.version == kLayoutVersion && hello.size == context_.size() && hello.rank >= 0 &&
-                     hello.rank < hello.size && !topology.is_local(hello.rank) && hello.index >= 0 &&
-                     hello.index < kMostIndex && hello.purpose <= Purpose::mail;
-  if (!known) return;
-  const bool leaders = topology.leads(hello.rank) && topology.leads(context_.rank());
+  if (hello.to != context_.rank() || hello.size != context_.size() || hello.from < 0 ||
+      hello.from >= hello.size || topology.is_local(hello.from) || hello.index < 0 ||
+      hello.index >= kMostIndex || hello.purpose > Purpose::mail)
+    return false;
+  const bool leaders = topology.leads(hello.from) && topology.leads(context_.rank());
   const bool of_leaders = hello.purpose == Purpose::control || hello.purpose == Purpose::arrival;
-  if (of_leaders && !leaders) return;
-  deliver({hello.rank, hello.purpose, hello.index}, std::move(socket));
+  return leaders || !of_leaders;
 }
 
 // ---- dialling
@@ -347,8 +364,9 @@ void ConnectionManager::read_hello(PendingConnection& pending) {
 void ConnectionManager::start_connect(Dial& dial) {
   const auto [rank, purpose, index] = dial.key;
   const std::size_t lane = static_cast<std::size_t>(index % lanes());
+  dial.handshake.reset();
   try {
-    dial.socket = begin_connect(network_.endpoints[static_cast<std::size_t>(rank)][lane],
+    dial.socket = begin_connect(endpoint_of(dial),
                                 network_.from_lanes ? network_.listeners[lane].endpoint.address : "");
     add(Source::dial, dial.socket.get(), EPOLLOUT);
   } catch (const Error& error) {
@@ -359,38 +377,67 @@ void ConnectionManager::start_connect(Dial& dial) {
 }
 
 void ConnectionManager::finish_connect(Dial& dial) {
+  const int error = connect_error(dial.socket);
+  if (error != 0) {
+    remove(dial.socket.get());
+    dial.socket.reset();
+    return retry(dial, error);
+  }
+  const auto [rank, purpose, index] = dial.key;
+  Hello hello;
+  hello.from = context_.rank();
+  hello.to = rank;
+  hello.size = context_.size();
+  hello.purpose = purpose;
+  hello.index = index;
+  dial.handshake =
+      Handshake::dial(network_.key, std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+  // The other rank may be stopped; that its machine goes is noticed.
+  dial.give_up_at = kNever;
+  keep_alive(dial.socket);
+  dial.looked_at = false;
+  add(Source::dial, dial.socket.get(), EPOLLIN);
+  static_cast<void>(
+      dial.handshake->step(dial.socket.get()));  // the hello; a failure shows with the next event
+}
+
+void ConnectionManager::go_on(Dial& dial, Handshake& handshake) {
+  // With its first bytes, because the other end may go once it has taken the connection.
+  const bool trusted = dial.looked_at || may_speak_with(dial.socket);
+  dial.looked_at = true;
+  const Handshake::Status status = trusted ? handshake.step(dial.socket.get()) : Handshake::Status::refused;
+  if (status == Handshake::Status::goes_on) return;
   remove(dial.socket.get());
-  int error = connect_error(dial.socket);
+  if (status == Handshake::Status::proved) {
+    const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
+    return deliver(key, std::move(dial.socket));
+  }
+  const int error = handshake.error();
   if (error == 0) {
-    const auto [rank, purpose, index] = dial.key;
-    Hello hello;
-    std::memcpy(hello.secret, network_.secret.data(), std::min(sizeof(hello.secret), network_.secret.size()));
-    hello.rank = context_.rank();
-    hello.size = context_.size();
-    hello.purpose = purpose;
-    hello.index = index;
-    // A new connection has room for it.
-    if (::send(dial.socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) == sizeof(hello)) {
-      const Key key = std::exchange(dial.key, Key{-1, Purpose::control, 0});
-      return deliver(key, std::move(dial.socket));
-    }
-    error = errno;
+    dial.error_text = "what listens at " + endpoint_of(dial).text() + ", where rank " +
+                      std::to_string(std::get<0>(dial.key)) +
+                      " should be, and this rank have not proved to each other that they are of this group; "
+                      "give all ranks the same job secret (COLLECTIVES_SECRET)";
   }
   dial.socket.reset();
+  dial.give_up_at = dial.asked + kDialLimit;
   retry(dial, error);
+}
+
+const Endpoint& ConnectionManager::endpoint_of(const Dial& dial) const {
+  const auto [rank, purpose, index] = dial.key;
+  return network_.endpoints[static_cast<std::size_t>(rank)][static_cast<std::size_t>(index % lanes())];
 }
 
 void ConnectionManager::retry(Dial& dial, int error) {
   const Nanoseconds now = now_ns();
   const auto [rank, purpose, index] = dial.key;
-  const std::size_t lane = static_cast<std::size_t>(index % lanes());
   const Topology& topology = context_.topology();
-  const std::string where = network_.endpoints[static_cast<std::size_t>(rank)][lane].text();
   if (error != 0) {
     dial.error_text =
         with_errno("rank " + std::to_string(context_.rank()) + " on '" + topology.host_of(context_.rank()) +
                        "' cannot connect to rank " + std::to_string(rank) + " on '" + topology.host_of(rank) +
-                       "' at " + where,
+                       "' at " + endpoint_of(dial).text(),
                    error);
   }
   {

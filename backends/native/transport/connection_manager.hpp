@@ -2,14 +2,13 @@
 //
 // Every rank of a group that spans machines listens, and has one thread that dials and accepts connections,
 // watches idle sockets of point-to-point messages, and, on a leader, serves the control channel. A connection
-// has a purpose and an index. Whoever dials sends a hello first: version, the group's secret, rank, purpose,
-// index. A connection without a hello within two seconds is dropped, as is one with another secret. A lane is
-// one address of every rank; connection `index` takes lane index % lanes.
+// has a purpose and an index. Both ends first prove that they know the group's key (security/handshake.hpp);
+// who has not done so two seconds after it connected is dropped. Each rank, purpose and index is taken once.
+// A lane is one address of every rank; connection `index` takes lane index % lanes.
 //
 // Thread safety: every method may be called from any thread.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -26,6 +26,7 @@
 #include "common/error.hpp"
 #include "common/thread.hpp"
 #include "memory/descriptor.hpp"
+#include "security/handshake.hpp"
 #include "state/membership.hpp"
 
 namespace collectives {
@@ -85,24 +86,24 @@ class ConnectionManager {
   friend class ControlChannel;
   using Key = std::tuple<int, Purpose, int>;
 
-  // What the dialling rank sends first.
+  // What a connection is for, as the dialling rank says it; the proof of both ends covers it.
   struct Hello {
     std::uint64_t magic = kMagic;
     std::uint64_t version = kLayoutVersion;
-    char secret[32] = {};
-    std::int32_t rank = 0;
+    std::int32_t from = 0;
+    std::int32_t to = 0;
     std::int32_t size = 0;
     Purpose purpose = Purpose::control;
     std::int32_t index = 0;
+    std::uint32_t reserved = 0;
   };
-  static_assert(sizeof(Hello) == 64);
+  static_assert(sizeof(Hello) == 40);
 
-  // Accepted, and its hello has not come yet.
+  // Accepted, and not proved yet.
   struct PendingConnection {
     Descriptor socket;
     Nanoseconds deadline = 0;
-    std::size_t received = 0;
-    std::array<std::byte, sizeof(Hello)> bytes{};
+    Handshake handshake;
   };
   // A connection that is being made.
   struct Dial {
@@ -112,6 +113,8 @@ class ConnectionManager {
     Nanoseconds again_at = 0;  // when to try again, where there is no socket
     Nanoseconds give_up_at = 0;
     Descriptor socket;
+    std::optional<Handshake> handshake;  // once it is connected
+    bool looked_at = false;              // whose process has taken it
     std::string error_text;
   };
   // What an event of epoll is about.
@@ -122,9 +125,13 @@ class ConnectionManager {
   void poll_once();
   void handle(Source source, int fd, std::uint32_t events);
   void accept_connections(int listener);
-  void read_hello(PendingConnection& pending);
+  void go_on(PendingConnection& pending);
+  bool may_speak_with(const Descriptor& socket) const;
+  bool may_take(const Hello& hello) const;
   void start_connect(Dial& dial);
   void finish_connect(Dial& dial);
+  void go_on(Dial& dial, Handshake& handshake);
+  const Endpoint& endpoint_of(const Dial& dial) const;
   void retry(Dial& dial, int error);
   void fail(Dial& dial, ErrorKind kind);
   void handle_timers(Nanoseconds now);
@@ -140,6 +147,7 @@ class ConnectionManager {
   Descriptor wake_;  // of this rank alone; a leader has the leader event of its machine, too
   std::map<int, PendingConnection> pending_connections_;  // by descriptor
   std::list<Dial> dials_;
+  std::set<Key> accepted_;
   std::unique_ptr<ControlChannel> control_;  // of a leader
   Nanoseconds accept_again_at_ = 0;
 

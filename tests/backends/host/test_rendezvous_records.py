@@ -18,7 +18,7 @@ from collectives.store.records import read
 PLAN = {"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
 OTHER = {**LISTENER, "leader": 1}
-ADDRESSES = {"ranks": [LISTENER, OTHER, LISTENER], "secret": "00"}
+ADDRESSES = {"ranks": [LISTENER, OTHER, LISTENER], "key": ""}
 
 plan = partial(records.plan, size=3)
 listener = partial(records.listener, size=3)
@@ -34,7 +34,7 @@ def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], recor
     ("check", "record", "found"),
     [
         (records.invitation, [], r"\[\] instead of a record"),
-        (records.invitation, {"place": "here"}, "address = None"),
+        (records.invitation, {"place": "here", "system": "this"}, "address = None"),
         (records.socket_address, 5, "the address 5"),
         (plan, {**PLAN, "machines": [[0, 2], [1, 2]]}, r"ranks \[0, 1, 2, 2\] in a group of 3"),
         (plan, {**PLAN, "machines": [[0, 2]]}, r"ranks \[0, 2\] in a group of 3"),
@@ -50,7 +50,8 @@ def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], recor
         (listener, {**LISTENER, "places": [["127.0.0.1", 2**16]]}, "the port 65536"),
         (addresses, {**ADDRESSES, "ranks": [LISTENER, OTHER]}, "the addresses of 2 ranks"),
         (addresses, {**ADDRESSES, "ranks": [LISTENER, LISTENER, OTHER]}, "leaders"),
-        (addresses, {**ADDRESSES, "secret": 7}, "secret = 7"),
+        (addresses, {**ADDRESSES, "key": 7}, "key = 7"),
+        (addresses, {**ADDRESSES, "key": "00"}, "a key of another length"),
         (records.failure, {"kind": "DistError", "rank": "0", "text": ""}, "rank = '0'"),
     ],
 )

@@ -129,3 +129,78 @@ def wrong_objects(rank: int, size: int) -> None:
 
 def test_wrong_arguments_end_before_anything_is_sent() -> None:
     run_world(wrong_objects, 2)
+
+
+sprung: list[str] = []
+
+
+def spring(where: str) -> None:
+    sprung.append(where)
+
+
+class Trap:
+    """An object that runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return spring, ("here",)
+
+
+def plain_objects(rank: int, size: int, weights_only: bool) -> None:
+    options = {"weights_only": True} if weights_only else {}
+    mine = {"rank": rank, "tensor": torch.full((2,), float(rank))}
+    everyone: list[object] = [None] * size
+    dist.all_gather_object(everyone, mine, **options)
+    assert [one["rank"] for one in everyone] == [0, 1]
+    assert [one["tensor"].tolist() for one in everyone] == [[0.0, 0.0], [1.0, 1.0]]
+    gathered: list[object] | None = [None] * size if rank == 0 else None
+    dist.gather_object((rank, b"x"), gathered, **options)
+    assert gathered == ([(0, b"x"), (1, b"x")] if rank == 0 else None)
+    copies: list[object] = [[1.5], None] if rank == 0 else [None, None]
+    dist.broadcast_object_list(copies, **options)
+    assert copies == [[1.5], None]
+    own: list[object] = [None]
+    dist.scatter_object_list(own, ["a", {}] if rank == 0 else None, **options)
+    assert own == ["a" if rank == 0 else {}]
+    if rank == 0:
+        dist.send_object_list([True, -1], 1, **options)
+    else:
+        assert dist.recv_object_list(pair := [None, None], 0, **options) == 0
+        assert pair == [True, -1]
+    for refused in (Thing(1), print, {1, 2}):
+        with pytest.raises(TypeError, match="is no plain data"):
+            dist.all_gather_object(everyone, refused, **options)  # before anything is sent
+
+
+def test_plain_objects_by_argument() -> None:
+    run_world(plain_objects, 2, True)
+
+
+def test_plain_objects_by_environment() -> None:
+    run_world(plain_objects, 2, False, env={"COLLECTIVES_OBJECTS": "plain"})
+
+
+def trapped(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.send_object_list([Trap()], 1)
+        dist.send_object_list([{"harmless": 1}], 1, weights_only=True)
+        return
+    received = [None]
+    with pytest.raises(dist.DistBackendError, match="something else than plain data"):
+        dist.recv_object_list(received, 0, weights_only=True)
+    assert received == [None]
+    assert sprung == []
+    dist.recv_object_list(received, 0)  # plain data is taken anyway
+    assert received == [{"harmless": 1}]
+
+
+def test_a_pickle_is_not_opened_where_only_plain_data_is_taken() -> None:
+    run_world(trapped, 2)
+
+
+def wrong_setting(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="COLLECTIVES_OBJECTS must be pickle or plain, is 'none'"):
+        dist.all_gather_object([None], rank)
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    run_world(wrong_setting, 1, env={"COLLECTIVES_OBJECTS": "none"})

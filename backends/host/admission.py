@@ -1,0 +1,48 @@
+"""By which key the ranks of a host group recognise each other between machines."""
+
+from __future__ import annotations
+
+import secrets
+
+from collectives.errors import DistNetworkError
+from collectives.secret import WAY_OUT, derived_key, is_insecure
+from collectives.store.process import system
+
+__all__ = ["check_system", "group_key", "own_user_only", "random_key"]
+
+_KEY_BYTES = 32
+
+
+def check_system(first: str) -> None:
+    """Refuses a group of ranks on several systems that have no secret in common.
+
+    Args:
+        first: the system of rank 0.
+
+    Raises:
+        DistNetworkError: this rank runs on another one, without a secret, and the user has not chosen that.
+    """
+    if first != system() and derived_key("mesh") is None and not is_insecure():
+        raise DistNetworkError(
+            f"this rank and rank 0 run on different machines and have no job secret; {WAY_OUT}"
+        )
+
+
+def own_user_only() -> bool:
+    """Returns whether connections of other users, and of other machines, are refused."""
+    return derived_key("mesh") is None and not is_insecure()
+
+
+def random_key() -> str:
+    """Returns what rank 0 publishes: a new key where there is no secret, else nothing."""
+    return secrets.token_hex(_KEY_BYTES) if derived_key("mesh") is None else ""
+
+
+def group_key(attempt: str, published: str) -> bytes:
+    """Returns the key of a group.
+
+    Args:
+        attempt: what tells this group, and this attempt to form it, from all others.
+        published: of :func:`random_key`, on rank 0.
+    """
+    return derived_key(f"mesh {attempt}") or bytes.fromhex(published)

@@ -1,0 +1,41 @@
+#include "store/admission.hpp"
+
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "security/peer_process.hpp"
+#include "store/protocol.hpp"
+
+namespace collectives::store {
+
+static_assert(sizeof(kTurnedAway) - 1 + sizeof(kNoRoom) - 1 >= kNonceBytes);
+
+bool Admission::admits(int socket) const {
+  return !own_user_only || peer_process(socket) == PeerProcess::of_this_user;
+}
+
+std::optional<Handshake> Admission::handshake() const {
+  if (!asks_proof()) return std::nullopt;
+  return Handshake::accept(key, kHello, std::strlen(kHello));
+}
+
+bool go_on(int socket, std::optional<Handshake>& handshake) {
+  switch (handshake->step(socket)) {
+    case Handshake::Status::goes_on:
+      return true;
+    case Handshake::Status::asks: {
+      const bool taken = handshake->confirm(socket);
+      handshake.reset();
+      return taken;
+    }
+    default:
+      if (!handshake->greeted()) {
+        static_cast<void>(
+            ::send(socket, kProofWanted, std::strlen(kProofWanted), MSG_NOSIGNAL | MSG_DONTWAIT));
+      }
+      return false;
+  }
+}
+
+}  // namespace collectives::store

@@ -1,0 +1,29 @@
+// Who may be a client of a server.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "security/handshake.hpp"
+
+namespace collectives::store {
+
+// The rule; without a key and `own_user_only`, everybody may.
+struct Admission {
+  std::string key;             // clients prove that they know it, and the server does; empty without a proof
+  bool own_user_only = false;  // only processes of this user on this machine
+
+  bool asks_proof() const { return !key.empty(); }
+
+  // Whether a connection may stay, as far as shows before a proof.
+  bool admits(int socket) const;
+
+  // What a new client has to go through before its first request; empty where no proof is asked for.
+  std::optional<Handshake> handshake() const;
+};
+
+// Goes on with the handshake of a connection, and empties it once the client is taken. Returns whether the
+// connection may stay. Until then no more is kept of it than a hello and a proof.
+bool go_on(int socket, std::optional<Handshake>& handshake);
+
+}  // namespace collectives::store

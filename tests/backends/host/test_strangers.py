@@ -1,0 +1,79 @@
+"""Who is no rank of a group gets into none of its connections between machines."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+import torch
+from harness import current_store, run_ranks
+from strangers import NOBODY, own_ports, visit
+
+from collectives.backends.host import ProcessGroupHost
+
+SECRET = "a secret that all ranks of this job share"
+MAGIC, VERSION, MAIL = 0x636F6C6C65637431, 4, 3
+
+
+def hello(purpose: int, index: int) -> bytes:
+    """Returns what rank 1 says to rank 0 of 2, with a nonce."""
+    return struct.pack("<QQiiiIiI", MAGIC, VERSION, 1, 0, 2, purpose, index, 0) + bytes(32)
+
+
+def former_hello(purpose: int, index: int) -> bytes:
+    """Returns what was enough where the group's secret lay in the store."""
+    return struct.pack("<QQ32siiIi", MAGIC, VERSION, b"0" * 32, 1, 2, purpose, index)
+
+
+def _attacked(rank: int, size: int, user: int) -> list[bytes]:
+    store = current_store()
+    group = ProcessGroupHost(store, rank, size)
+    got = []
+    if rank == 0:
+        (port,) = own_ports()
+        attempts = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, hello(MAIL, 1) + bytes(32)]
+        attempts += [former_hello(MAIL, 1), hello(MAIL, 1), hello(0, 0) + bytes(64)]
+        got = visit(port, *attempts, user=user)
+        store.set("attacked", b"")
+    store.wait(["attacked"])
+    tensor = torch.full((3,), float(rank + 1))
+    if rank == 0:  # over the connection that the stranger was after
+        group.recv(tensor, 1).wait()
+        assert tensor.tolist() == [2.0] * 3
+    else:
+        group.send(tensor, 0).wait()
+    sums = torch.ones(100_000)
+    group.allreduce(sums).wait()
+    assert sums.eq(size).all()
+    group.shutdown()
+    return got
+
+
+def test_a_stranger_learns_nothing_and_takes_no_slot() -> None:
+    got = run_ranks(_attacked, 2, os.getuid(), placement="ab", env={"COLLECTIVES_SECRET": SECRET})[0]
+    # A nonce for what looks like a hello, and never a proof.
+    assert [len(answer) for answer in got] == [0, 0, 0, 32, 0, 32, 32]
+    assert len(set(got[3:4] + got[5:])) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+def test_without_a_secret_another_user_is_turned_away_at_once() -> None:
+    got = run_ranks(_attacked, 2, NOBODY, placement="ab")[0]
+    assert got == [b""] * 7
+
+
+def _keys_after_forming(rank: int, size: int) -> list[str]:
+    store = current_store()
+    group = ProcessGroupHost(store, rank, size)
+    group.barrier().wait()
+    keys = [key for key in store.list_keys() if "host/" in key]
+    group.barrier().wait()
+    group.shutdown()
+    return keys
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_neither_keys_nor_addresses_stay_in_the_store(secret: str | None) -> None:
+    keys = run_ranks(_keys_after_forming, 3, placement="aab", env={"COLLECTIVES_SECRET": secret})
+    assert keys == [[], [], []]

@@ -1,0 +1,91 @@
+"""Records that ranks publish in a store, and their proof where the job has a secret."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from store_pairs import LONG
+
+from collectives.errors import DistStoreError
+from collectives.store import HashStore, world_rendezvous
+from collectives.store.records import fields, read, written
+from collectives.store.world_rendezvous import join_world
+
+SECRET = "a secret that all processes of this job share"
+RECORD = {"world": 3}
+
+
+def check(record: Any) -> dict[str, Any]:
+    return fields(record, world=int)
+
+
+def test_without_a_secret_a_record_is_json() -> None:
+    assert written(RECORD, "key") == '{"world": 3}'
+    assert read(b'{"world": 3}', "key", check) == RECORD
+
+
+def test_with_a_secret_a_record_carries_a_proof_for_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    record = written(RECORD, "key").encode()
+    assert read(record, "key", check) == RECORD
+    forged = [
+        b'{"world": 3}',
+        b'{"world": 3}\n',
+        record.replace(b"3", b"4", 1),
+        record[:-1] + (b"0" if record[-1:] != b"0" else b"1"),
+        record + b"\n",
+        b"",
+        "\u00e4\n\u00e4".encode(),
+    ]
+    for value in forged:
+        with pytest.raises(DistStoreError, match="under 'key' is not proved by this process's job secret"):
+            read(value, "key", check)
+    with pytest.raises(DistStoreError, match="under 'other' is not proved"):
+        read(record, "other", check)
+    monkeypatch.setenv("COLLECTIVES_SECRET", "the secret of quite another job")
+    with pytest.raises(DistStoreError, match="not proved"):
+        read(record, "key", check)
+    monkeypatch.delenv("COLLECTIVES_SECRET")
+    with pytest.raises(DistStoreError, match="not proved"):
+        read(record, "key", check)
+
+
+def join_on_threads(store: HashStore, size: int) -> list[Any]:
+    results: list[Any] = [None] * size
+
+    def join(rank: int) -> None:
+        try:
+            results[rank] = join_world(store, rank, size, "host", LONG)
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            results[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,), name=f"rank{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    store = HashStore()
+    assert join_on_threads(store, 2) == [1, 1]
+    store.set("join/call/1/2", "null")  # an attacker's word for rank 1's next attempt
+    with pytest.raises(DistStoreError, match="'join/call/1/2' is not proved"):
+        join_world(store, 1, 2, "host", LONG)
+
+
+@pytest.mark.parametrize("setting", ["none", "COLLECTIVES_SECRET", "COLLECTIVES_INSECURE"])
+def test_ranks_on_several_machines_need_a_secret(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setattr(world_rendezvous, "system", lambda: threading.current_thread().name)
+    if setting != "none":
+        monkeypatch.setenv(setting, SECRET if setting.endswith("SECRET") else "1")
+        assert join_on_threads(HashStore(), 2) == [1, 1]
+        return
+    for error in join_on_threads(HashStore(), 2):
+        assert isinstance(error, ValueError)
+        assert "rank 0 and rank 1 run on different machines and have no job secret" in str(error)
+        assert "export COLLECTIVES_SECRET_FILE=~/.collectives_secret" in str(error)
