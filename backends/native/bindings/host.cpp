@@ -196,7 +196,7 @@ void bind_network(nb::module_& module) {
       .def(
           "span",
           [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
-             Listeners& listeners, const std::vector<std::vector<Place>>& places, nb::bytes key,
+             Listeners& listeners, const std::vector<std::vector<Place>>& places, const nb::bytes& key,
              bool own_user_only, bool from_lanes) {
             Network network;
             network.key.assign(key.c_str(), key.size());

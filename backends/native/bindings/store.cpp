@@ -28,7 +28,7 @@ void bind_store(nanobind::module_& module) {
                      "Serves a TCP key/value store on listening sockets, in one thread without the GIL.")
       .def(
           "__init__",
-          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes, nb::bytes key,
+          [](Server* self, const std::vector<int>& listeners, std::size_t max_bytes, const nb::bytes& key,
              bool own_user_only) {
             try {
               new (self) Server(listeners, max_bytes, {std::string(key.c_str(), key.size()), own_user_only});

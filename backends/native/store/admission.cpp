@@ -20,22 +20,20 @@ std::optional<Handshake> Admission::handshake() const {
   return Handshake::accept(key, kHello, std::strlen(kHello));
 }
 
-bool go_on(int socket, std::optional<Handshake>& handshake) {
-  switch (handshake->step(socket)) {
-    case Handshake::Status::goes_on:
-      return true;
-    case Handshake::Status::asks: {
-      const bool taken = handshake->confirm(socket);
-      handshake.reset();
-      return taken;
-    }
-    default:
-      if (!handshake->greeted()) {
-        static_cast<void>(
-            ::send(socket, kProofWanted, std::strlen(kProofWanted), MSG_NOSIGNAL | MSG_DONTWAIT));
-      }
-      return false;
+bool go_on(int socket, std::optional<Handshake>& pending) {
+  if (!pending) return true;
+  Handshake& handshake = *pending;
+  const Handshake::Status status = handshake.step(socket);
+  if (status == Handshake::Status::goes_on) return true;
+  if (status == Handshake::Status::asks) {
+    const bool taken = handshake.confirm(socket);
+    pending.reset();
+    return taken;
   }
+  if (!handshake.greeted()) {
+    static_cast<void>(::send(socket, kProofWanted, std::strlen(kProofWanted), MSG_NOSIGNAL | MSG_DONTWAIT));
+  }
+  return false;
 }
 
 }  // namespace collectives::store

@@ -24,6 +24,6 @@ struct Admission {
 
 // Goes on with the handshake of a connection, and empties it once the client is taken. Returns whether the
 // connection may stay. Until then no more is kept of it than a hello and a proof.
-bool go_on(int socket, std::optional<Handshake>& handshake);
+bool go_on(int socket, std::optional<Handshake>& pending);
 
 }  // namespace collectives::store
