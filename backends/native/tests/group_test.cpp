@@ -71,6 +71,31 @@ void test_reports_after_a_timeout(Groups groups) {
   CHECK(groups[0]->report().find("rank 1: in barrier number 1, waits for rank 0, for") != std::string::npos);
 }
 
+// Keeps a thread in an operation for a while after its group was shut down.
+class SlowInterrupt final : public Interrupt {
+ public:
+  void blocks() override {}
+  std::string site() override { return {}; }
+  bool requested() override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    return false;
+  }
+};
+
+// A leader leaves, and takes its time to end its connections: to its machine, the ranks elsewhere live on.
+void test_leader_that_takes_its_time(Groups groups) {
+  std::thread waiting([&] {
+    SlowInterrupt slow;
+    error_of([&] { groups[1]->run(request_for(Opcode::barrier), kLimit, &slow); });
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::thread leaving([&] { groups[1]->shutdown(false); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  CHECK(groups[2]->lost_ranks().empty());
+  waiting.join();
+  leaving.join();
+}
+
 void test_many_groups() {
   for (int round = 0; round < 20; ++round) {
     Groups groups = attached_ranks(3);
@@ -88,6 +113,7 @@ Tests group_tests() {
       {"abort", [] { test_abort(shared_ranks(3)); }},
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
       {"reports after a timeout", [] { test_reports_after_a_timeout(shared_ranks(2)); }},
+      {"leader that takes its time", [] { test_leader_that_takes_its_time(machine_ranks({{0}, {1, 2}})); }},
       {"many groups", [] { test_many_groups(); }},
   };
 }

@@ -167,6 +167,7 @@ void ControlChannel::report_exit(Local& local, Presence how, Nanoseconds now) {
   // failure yet.
   send_failure();
   local.gone = how;
+  if (local.rank == context_.rank()) own_exit_reported_ = true;
   for (auto& [fd, link] : links_) send_exit(link, local.rank, how, now);
 }
 
@@ -251,7 +252,7 @@ void ControlChannel::check_link(Link& link) {
 void ControlChannel::link_ended(Link& link, int error) {
   if (link.closing) return;
   link.closing = true;
-  if (departure_announced_) return;
+  if (own_exit_reported_) return;  // the other leader closes its end when it hears of that
   const Topology& topology = context_.topology();
   if (!says_vanished(error)) {
     // Only this process is known to have ended; of the others of its machine nothing is known any more.
