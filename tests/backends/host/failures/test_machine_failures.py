@@ -143,6 +143,8 @@ def _abort(group, aborter):
         threading.Timer(0.3, group.abort).start()
     elif rank == 2:  # comes too late
         store.wait(["aborted"])
+        with pytest.raises(dist.DistError):  # once this machine has heard of it
+            group.recv([torch.ones(1)], 3, 0).wait()
     with pytest.raises(dist.GroupAbortedError, match=f"rank {aborter} aborted it"):
         group.allreduce([torch.ones(1)], SYNCHRONOUS if rank % 2 else None).wait()
     if rank == aborter:
