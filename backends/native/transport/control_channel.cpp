@@ -167,7 +167,6 @@ void ControlChannel::report_exit(Local& local, Presence how, Nanoseconds now) {
   // failure yet.
   send_failure();
   local.gone = how;
-  if (local.rank == context_.rank()) own_exit_reported_ = true;
   for (auto& [fd, link] : links_) send_exit(link, local.rank, how, now);
 }
 
@@ -252,7 +251,10 @@ void ControlChannel::check_link(Link& link) {
 void ControlChannel::link_ended(Link& link, int error) {
   if (link.closing) return;
   link.closing = true;
-  if (own_exit_reported_) return;  // the other leader closes its end when it hears of that
+  const bool told_own_exit = std::any_of(locals_.begin(), locals_.end(), [this](const Local& local) {
+    return local.rank == context_.rank() && local.gone;
+  });
+  if (told_own_exit) return;  // at which the other leader closes its end
   const Topology& topology = context_.topology();
   if (!says_vanished(error)) {
     // Only this process is known to have ended; of the others of its machine nothing is known any more.

@@ -108,7 +108,6 @@ class ControlChannel {
   std::vector<Local> locals_;
   bool failure_known_ = false;
   bool failure_sent_ = false;  // by this leader to all
-  bool own_exit_reported_ = false;
   bool departure_announced_ = false;
   Nanoseconds next_check_ = 0;
   Nanoseconds next_tick_ = 0;
