@@ -20,9 +20,10 @@ namespace {
 
 constexpr std::string_view kKey = "0123456789abcdef0123456789abcdef";
 
-// Rank 0 of two machines with one rank each.
-std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {
+// One of two ranks, each on a machine of its own.
+std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
   Membership membership;
+  membership.rank = rank;
   membership.size = 2;
   membership.layout = SegmentLayout(shape_for(2, true));
   membership.segment = std::make_shared<Segment>(Segment::create_private(membership.layout.total_bytes()));
@@ -32,8 +33,9 @@ std::unique_ptr<Group> first_leader(Listener own, const Listener& other) {
   Network network;
   network.key = kKey;
   network.endpoints = {{own.endpoint}, {other.endpoint}};
+  if (rank == 1) std::swap(network.endpoints.front(), network.endpoints.back());
   network.listeners.push_back(std::move(own));
-  membership.span(make_topology({{0}, {1}}, {"here", "there"}, 0), std::move(network));
+  membership.span(make_topology({{0}, {1}}, {"first", "second"}, rank), std::move(network));
   return std::make_unique<Group>(std::move(membership), "leaders", kLimit);
 }
 
@@ -77,7 +79,7 @@ void test_strangers_at_the_port() {
   Listener own = listen_tcp("127.0.0.1", 16);
   const Endpoint endpoint = own.endpoint;
   const Listener other = listen_tcp("127.0.0.1", 16);
-  const std::unique_ptr<Group> group = first_leader(std::move(own), other);
+  const std::unique_ptr<Group> group = leader(0, std::move(own), other);
   const Descriptor silent = begin_connect(endpoint, "");
   CHECK(!dial(endpoint, {}, std::string(32, 'x')));
   for (const Hello& wrong :
@@ -101,12 +103,32 @@ void test_strangers_at_the_port() {
   group->abort("the test is over");
 }
 
+// Whoever takes connections and drops them, such as a rank that is too busy for a proof, is not dead.
+void test_dropped_handshakes() {
+  Listener own = listen_tcp("127.0.0.1", 16);
+  const Listener other = listen_tcp("127.0.0.1", 16);
+  const std::unique_ptr<Group> group = leader(1, std::move(own), other);
+  Descriptor socket;
+  const Nanoseconds until = now_ns() + 2 * kSecond;
+  do {
+    socket.reset();  // with its hello unread
+    wait_for(other.socket, POLLIN);
+    socket = accept_tcp(other.socket);
+    wait_for(socket, POLLIN);
+  } while (now_ns() < until);
+  Handshake handshake = Handshake::accept(std::string(kKey), "", sizeof(Hello));
+  while (handshake.step(socket.get()) == Handshake::Status::goes_on) wait_for(socket, POLLIN);
+  CHECK(handshake.confirm(socket.get()));
+  CHECK(group->connect(deadline_after(kLimit)).empty());
+  group->abort("the test is over");
+}
+
 // A leader that has announced its departure still gets pings, which it can answer no more: for a sanitizer.
 void test_pings_after_departure() {
   Listener own = listen_tcp("127.0.0.1", 16);
   const Endpoint endpoint = own.endpoint;
   const Listener other = listen_tcp("127.0.0.1", 16);
-  const std::unique_ptr<Group> group = first_leader(std::move(own), other);
+  const std::unique_ptr<Group> group = leader(0, std::move(own), other);
   const Descriptor peer = dial(endpoint);
   CHECK(group->connect(deadline_after(kLimit)).empty());
   std::thread leaving([&] { group->shutdown(false); });
@@ -130,6 +152,7 @@ void test_pings_after_departure() {
 
 Tests transport_tests() {
   return {
+      {"dropped handshakes", test_dropped_handshakes},
       {"pings after departure", test_pings_after_departure},
       {"strangers at the port", test_strangers_at_the_port},
   };

@@ -383,6 +383,7 @@ void ConnectionManager::finish_connect(Dial& dial) {
     dial.socket.reset();
     return retry(dial, error);
   }
+  dial.refused = 0;  // somebody listens
   const auto [rank, purpose, index] = dial.key;
   Hello hello;
   hello.from = context_.rank();
