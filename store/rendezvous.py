@@ -29,6 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from collectives.store.base import TorchStore
 from collectives.store.file import FileStore
 from collectives.store.tcp import TCPStore
+from collectives.store.tcp.store import is_of_agent
 
 __all__ = ["Handler", "Rendezvous", "register_rendezvous_handler", "rendezvous"]
 
@@ -102,7 +103,7 @@ def _env_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
     wanted = {"RANK": query.get("rank"), "WORLD_SIZE": query.get("world_size")}
     found = {name: given or os.environ.get(name) for name, given in wanted.items()}
     found.update({name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")})
-    if not found["MASTER_ADDR"] and found["RANK"] == "0" and not _agent_runs_store():
+    if not found["MASTER_ADDR"] and found["RANK"] == "0" and not is_of_agent(found["MASTER_PORT"]):
         found["MASTER_ADDR"] = socket.gethostname()  # only the others need to be told
     missing = [name for name, value in found.items() if not value]
     if missing:
@@ -170,15 +171,9 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timede
         raise ValueError(
             f"{host} is a multicast address, which rendezvous does not support: name rank 0's machine"
         )
-    # By the port alone: a machine has several names.
-    if _agent_runs_store() and str(port) == os.environ.get("MASTER_PORT"):
+    if is_of_agent(port):
         return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
-
-
-def _agent_runs_store() -> bool:
-    """Tells whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _query(parts: SplitResult) -> dict[str, str]:

@@ -135,7 +135,7 @@ class TCPStore(Store):
         self._server = (
             _start_server(host_name, port, multi_tenant, master_listen_fd, trust) if is_master else None
         )
-        if self._server is None and _is_of_agent(port):
+        if self._server is None and is_of_agent(port):
             trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
         self._trust = trust if self._server is None else self._server.trust
         self._port = port if self._server is None else self._server.port
@@ -406,11 +406,10 @@ def _trust() -> Trust:
     return Trust(key, own_user_only=key is None)
 
 
-def _is_of_agent(port: int) -> bool:
-    """Returns whether torchrun's agent serves its store on a port."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(
-        port
-    )
+def is_of_agent(port: int | str | None) -> bool:
+    """Returns whether torchrun's agent serves its store on a port; its machine may have several names."""
+    agents = os.environ.get("MASTER_PORT"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    return agents == (str(port), "True")
 
 
 def _start_server(
@@ -427,7 +426,7 @@ def _start_server(
             return server
     except DistNetworkError:
         # Under torchrun the agent has the port, and serves the store for all ranks.
-        if _is_of_agent(port):
+        if is_of_agent(port):
             return None
         raise
 
