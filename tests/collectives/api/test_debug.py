@@ -259,12 +259,17 @@ def test_shapes_are_compared_on_every_backend(backend: str) -> None:
     run_ranks(shapes_differ, 2, backend)
 
 
-def waits_alone(rank: int, size: int) -> None:
+def checked_world(rank: int, size: int) -> dist.ProcessGroup:
+    """Makes a world that compares calls, whatever is made after it."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
     dist.set_debug_level(dist.DebugLevel.OFF)
-    group = dist.group.WORLD
-    assert group is not None
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def waits_alone(rank: int, size: int) -> None:
+    group = checked_world(rank, size)
     if rank == 0:
         waits = []
 
@@ -288,11 +293,7 @@ def test_the_comparison_waits_no_longer_than_the_limit() -> None:
 
 
 def one_aborts(rank: int, size: int) -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
-    dist.set_debug_level(dist.DebugLevel.OFF)
-    group = dist.group.WORLD
-    assert group is not None
+    group = checked_world(rank, size)
     dist.barrier()
     if rank == 1:
         group.abort()
