@@ -34,7 +34,7 @@ MAY_USE = {
     "ranks": {"ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
-    "cli": {"registry", "core", "cli"},
+    "cli": {"errors", "_native", "registry", "core", "cli"},
     "__main__": {"cli"},
     "collectives_registration": {"torch_bridge"},
 }
