@@ -13,8 +13,8 @@ namespace collectives {
 
 struct ObservedRank {
   RankSnapshot known;
-  bool local = false;                // on this machine; of others, what their machines have told last
-  bool inside = false;               // of the collective that it arrived at
+  bool local = false;               // on this machine; of others, what their machines have told last
+  bool inside = false;              // of the collective that it arrived at
   std::uint64_t process_space = 0;  // the name space in which its process id counts
 };
 
