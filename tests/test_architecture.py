@@ -35,7 +35,7 @@ MAY_USE = {
     "ranks": {"secret", "ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
-    "cli": {"secret", "registry", "core", "cli"},
+    "cli": {"errors", "secret", "_native", "registry", "core", "cli"},
     "__main__": {"cli"},
     "collectives_registration": {"torch_bridge"},
 }

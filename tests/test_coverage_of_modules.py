@@ -106,7 +106,7 @@ TESTED_THROUGH = {
     "collectives/cli": (
         "collectives/cli",
         "subcommands",
-        "backends mpi_job",
+        "backends mpi_job segments",
     ),
     "collectives/conformance": (
         "collectives/conformance",

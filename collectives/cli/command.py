@@ -1,4 +1,4 @@
-"""The command ``collectives``: demo, bench, backends, doctor, tune.
+"""The command ``collectives``: demo, bench, backends, doctor, ps, tune.
 
 Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
 and only the one that is asked for is loaded, so that nothing here depends on them.
@@ -33,6 +33,10 @@ PROGRAMS = {
     "doctor": (
         "collectives.bench.doctor",
         "test what this machine offers and that two ranks can communicate",
+    ),
+    "ps": (
+        "collectives.cli.ps",
+        "show what every rank of the jobs on this machine does now, also of those that hang",
     ),
     "tune": (
         "collectives.bench.tune",

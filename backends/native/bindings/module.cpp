@@ -11,5 +11,6 @@ NB_MODULE(_native, module) {
   collectives::bind_kernels(module);
   collectives::bind_host(module);
   collectives::bind_mpi(module);
+  collectives::bind_observer(module);
   collectives::bind_store(module);
 }

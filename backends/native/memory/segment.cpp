@@ -20,10 +20,22 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
   throw Error(ErrorKind::backend, with_errno("shared memory: " + what, error));
 }
 
+// The size of a segment that another process made.
+std::size_t sealed_bytes(const Descriptor& file) {
+  struct stat status{};
+  if (::fstat(file.get(), &status) != 0) fail("cannot look at a descriptor", errno);
+  const int seals = ::fcntl(file.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals) {
+    throw Error(ErrorKind::backend, "shared memory: the descriptor is no sealed segment");
+  }
+  return static_cast<std::size_t>(status.st_size);
+}
+
 }  // namespace
 
-Segment::Segment(Descriptor file, std::size_t bytes, int flags) : file_(std::move(file)), bytes_(bytes) {
-  void* address = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
+Segment::Segment(Descriptor file, std::size_t bytes, int protection, int flags)
+    : file_(std::move(file)), bytes_(bytes) {
+  void* address = ::mmap(nullptr, bytes, protection, flags, file_.get(), 0);
   if (address == MAP_FAILED) fail("cannot map " + std::to_string(bytes) + " bytes", errno);
   data_ = static_cast<std::byte*>(address);
 }
@@ -35,21 +47,21 @@ Segment Segment::create(std::size_t bytes) {
     fail("cannot size a segment of " + std::to_string(bytes) + " bytes", errno);
   }
   if (::fcntl(file.get(), F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) fail("cannot seal a segment", errno);
-  return Segment(std::move(file), bytes, MAP_SHARED);
+  return Segment(std::move(file), bytes, PROT_READ | PROT_WRITE, MAP_SHARED);
 }
 
 Segment Segment::create_private(std::size_t bytes) {
-  return Segment(Descriptor(), bytes, MAP_PRIVATE | MAP_ANONYMOUS);
+  return Segment(Descriptor(), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
 }
 
 Segment Segment::attach(Descriptor file) {
-  struct stat status{};
-  if (::fstat(file.get(), &status) != 0) fail("cannot look at a received descriptor", errno);
-  const int seals = ::fcntl(file.get(), F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals) {
-    throw Error(ErrorKind::backend, "shared memory: the received descriptor is no sealed segment");
-  }
-  return Segment(std::move(file), static_cast<std::size_t>(status.st_size), MAP_SHARED);
+  const std::size_t bytes = sealed_bytes(file);
+  return Segment(std::move(file), bytes, PROT_READ | PROT_WRITE, MAP_SHARED);
+}
+
+Segment Segment::observe(Descriptor file) {
+  const std::size_t bytes = sealed_bytes(file);
+  return Segment(std::move(file), bytes, PROT_READ, MAP_SHARED);
 }
 
 Segment::Segment(Segment&& other) noexcept

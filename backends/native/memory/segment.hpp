@@ -21,6 +21,9 @@ class Segment {
   // Maps the segment that a peer made; the size is the file's. Throws if its seals are missing.
   static Segment attach(Descriptor file);
 
+  // Maps it to read only, as `attach` does otherwise.
+  static Segment observe(Descriptor file);
+
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();
@@ -34,7 +37,7 @@ class Segment {
   const Descriptor& file() const noexcept { return file_; }
 
  private:
-  Segment(Descriptor file, std::size_t bytes, int flags);
+  Segment(Descriptor file, std::size_t bytes, int protection, int flags);
   void unmap() noexcept;
 
   Descriptor file_;

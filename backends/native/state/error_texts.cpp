@@ -44,21 +44,7 @@ std::string mail_of(const RankSnapshot& rank) {
 
 }  // namespace
 
-RankSnapshot RankContext::snapshot(int rank) const {
-  const ControlPage& theirs = page(rank);
-  RankSnapshot known = snapshot_of(theirs);
-  const RemoteStatus& remote = theirs.remote;
-  const std::uint64_t arrived = remote.arrived.load(std::memory_order_acquire);
-  // An arrival is newer than what the control channel sent, but does not tell what the rank waits for.
-  if (arrived < known.arrived || (arrived == known.arrived && is_local(rank))) return known;
-  known.arrived = arrived;
-  std::array<std::uint64_t, 3> words{};
-  for (std::size_t i = 0; i < words.size(); ++i) words[i] = remote.what[i].load(std::memory_order_relaxed);
-  known.what = std::bit_cast<Fingerprint>(words);
-  known.own_count = remote.own_count.load(std::memory_order_relaxed);
-  known.waits_for = remote.waits_for.load(std::memory_order_relaxed);
-  return known;
-}
+RankSnapshot RankContext::snapshot(int rank) const { return snapshot_of(page(rank)); }
 
 std::string RankContext::name_of_rank(int rank) const {
   std::string text = "rank " + std::to_string(rank);

@@ -57,6 +57,17 @@ std::string describe(const Fingerprint& what, std::uint64_t own_count) {
   return text + ")";
 }
 
+std::optional<Failure> failure_of(const FailureRecord& record, int size) {
+  // Acquire: the fields.
+  if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
+  const int rank = copy_once(record.rank);
+  // A text without an end is as long as there is room for it.
+  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
+                 .rank = rank < size ? std::max(rank, -1) : -1,
+                 .writer = copy_once(record.writer),
+                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
+}
+
 RankContext::RankContext(Membership membership, std::string label)
     : membership_(std::move(membership)),
       label_(std::move(label)),
@@ -66,6 +77,12 @@ RankContext::RankContext(Membership membership, std::string label)
       crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
       spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
   if (spans_machines()) poll_event_ = make_event();
+  if (topology().leads(rank())) {
+    auto& label = reinterpret_cast<SegmentHeader*>(base_)->label;
+    for (std::size_t i = 0; i < std::min(label_.size(), kLabelBytes - 1); ++i) {
+      label[i].store(label_[i], std::memory_order_relaxed);
+    }
+  }
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);
@@ -285,17 +302,7 @@ void RankContext::fail_group(ErrorKind kind, int rank, const std::string& text) 
   ring_everyone();
 }
 
-std::optional<Failure> RankContext::failure() const {
-  const FailureRecord& record = failure_record();
-  // Acquire: the fields.
-  if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
-  const int rank = copy_once(record.rank);
-  // A text without an end is as long as there is room for it.
-  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
-                 .rank = rank < size() ? std::max(rank, -1) : -1,
-                 .writer = copy_once(record.writer),
-                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
-}
+std::optional<Failure> RankContext::failure() const { return failure_of(failure_record(), size()); }
 
 void RankContext::record_remote_failure(const Failure& failure) const {
   write_failure(failure);

@@ -38,6 +38,9 @@ struct Failure {
   std::string text;
 };
 
+// What a record of a group of `size` ranks holds; nothing before a failure.
+std::optional<Failure> failure_of(const FailureRecord& record, int size);
+
 inline void relax_processor() noexcept {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();

@@ -57,6 +57,16 @@ RankSnapshot snapshot_of(const ControlPage& page) {
   now.waits_for = page.collective_doorbell.publisher.load(std::memory_order_relaxed);
   const std::string site = site_of(status);
   std::memcpy(now.site, site.data(), std::min(site.size(), sizeof(now.site) - 1));
+  const RemoteStatus& remote = page.remote;
+  const std::uint64_t arrived = remote.arrived.load(std::memory_order_acquire);
+  // An arrival is newer than what the control channel sent, but does not tell what the rank waits for.
+  if (arrived == 0 || arrived < now.arrived) return now;
+  now.arrived = arrived;
+  std::array<std::uint64_t, 3> words{};
+  for (std::size_t i = 0; i < words.size(); ++i) words[i] = remote.what[i].load(std::memory_order_relaxed);
+  now.what = std::bit_cast<Fingerprint>(words);
+  now.own_count = remote.own_count.load(std::memory_order_relaxed);
+  now.waits_for = remote.waits_for.load(std::memory_order_relaxed);
   return now;
 }
 

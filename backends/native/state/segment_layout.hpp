@@ -1,6 +1,6 @@
 // What lies where in the shared segment of a group:
 //
-//   header             magic, version, shape, tuning, the group's first failure
+//   header             magic, version, shape, tuning, the group's first failure, its label
 //   per rank           control page
 //                      split table: 2 parities x 2n numbers
 //                      mail counters: n bytes-written, n bytes-read
@@ -59,14 +59,17 @@ struct SegmentParameters {
   Tuning tuning;
 };
 
+inline constexpr std::size_t kLabelBytes = 192;
+
 struct SegmentHeader {
   SegmentParameters parameters;
   FailureRecord failure;
+  std::atomic<char> label[kLabelBytes];  // names the group to observers; zero-terminated, relaxed
 };
 static_assert(sizeof(SegmentHeader) <= kPage);
 
 inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
-inline constexpr std::uint64_t kLayoutVersion = 4;
+inline constexpr std::uint64_t kLayoutVersion = 5;
 
 // Offsets in the segment.
 class SegmentLayout {
