@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from collectives.store.error_records import error_of
 from collectives.store.records import Checked, demand, fields
 
 __all__ = [
@@ -20,7 +21,9 @@ _MOST_PORTS = 2**16
 
 
 def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, and the address of its unix socket."""
+    """Checks rank 0's record: where it runs, and the address of its unix socket; or why it failed before."""
+    if isinstance(record, dict) and "failed" in record:
+        return {"failed": failure(record["failed"])}
     return fields(record, place=str, address=str)
 
 
@@ -70,8 +73,9 @@ def addresses(record: Any, size: int) -> Checked:
 
 
 def failure(record: Any) -> Checked:
-    """Checks the failure of a rank: the name of its error's class, the lost rank or -1, and the text."""
-    return fields(record, kind=str, rank=int, text=str)
+    """Checks the error of a rank."""
+    error_of(record)
+    return dict(record)
 
 
 def _rank(rank: Any, size: int) -> int:

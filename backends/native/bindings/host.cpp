@@ -344,10 +344,10 @@ void bind_group(nb::module_& module) {
            nb::arg("tag"), nb::arg("timeout_ns"))
       .def(
           "abort",
-          [](OwnedGroup& group, const std::string& reason) {
-            if (!group.inherited()) without_gil([&] { group->abort(reason); });
+          [](OwnedGroup& group, const std::string& reason, const std::string& behind) {
+            if (!group.inherited()) without_gil([&] { group->abort(reason, behind); });
           },
-          nb::arg("reason"))
+          nb::arg("reason"), nb::arg("behind") = "")
       .def(
           "shutdown",
           [](OwnedGroup& group, bool finish) {

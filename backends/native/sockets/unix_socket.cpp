@@ -18,7 +18,10 @@ namespace {
 constexpr Nanoseconds kRetry = 2 * kMillisecond;
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error(ErrorKind::network, with_errno("unix socket: " + what, error));
+  const std::string text = with_errno("unix socket: " + what, error);
+  if (error == EMFILE || error == ENFILE)
+    throw Error(ErrorKind::resources, text + "; raise the limit on open files (ulimit -n)");
+  throw Error(error == ENOMEM || error == ENOBUFS ? ErrorKind::resources : ErrorKind::network, text);
 }
 
 socklen_t address_of(const std::string& name, sockaddr_un& address) {
@@ -82,6 +85,8 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline) {
   sockaddr_un address;
   const socklen_t size = address_of(name, address);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    if (errno == ECONNREFUSED)
+      throw Error(ErrorKind::peer_lost, with_errno("unix socket: nobody listens", errno));
     if (errno != EAGAIN && errno != EINTR) fail("cannot connect", errno);
     if (now_ns() >= deadline)
       throw Error(ErrorKind::timeout, "unix socket: no connection before the deadline");
@@ -158,10 +163,10 @@ Received receive_message(const Descriptor& socket, void* bytes, std::size_t capa
         received.descriptors.emplace_back(fd);
       }
     }
-    if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
-      throw Error(ErrorKind::network,
-                  "unix socket: a message did not fit; a limit on open files (ulimit -n) is one cause");
-    }
+    if ((message.msg_flags & MSG_CTRUNC) != 0 && received.descriptors.size() < kMostDescriptors)
+      fail("a descriptor came that cannot be kept", EMFILE);
+    if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+      throw Error(ErrorKind::network, "unix socket: a message did not fit");
     return received;
   }
 }

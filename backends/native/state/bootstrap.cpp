@@ -115,7 +115,8 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
     try {
       // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
       admit(std::move(socket), now_ns() + kHelloLimit);
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::resources) throw;
       continue;  // the connection is dropped; a rank that is still missing will be named
     }
   }
@@ -123,7 +124,7 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
 
 void BootstrapLeader::throw_peer_lost(int rank, const std::string& how) const {
   throw Error(ErrorKind::peer_lost,
-              "rank " + std::to_string(rank) + " " + how + " while the group was formed", rank);
+              "rank " + std::to_string(rank) + " " + how + " while the group was formed", {.rank = rank});
 }
 
 BootstrapLeader::Events BootstrapLeader::await_events(bool connections, Nanoseconds deadline) {

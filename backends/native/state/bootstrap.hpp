@@ -92,7 +92,7 @@ class BootstrapLeader {
 
 class BootstrapFollower {
  public:
-  // Connects to the leader and says hello. Throws ErrorKind::network where nothing listens under that name
+  // Connects to the leader and says hello. Throws ErrorKind::peer_lost where nothing listens under that name
   // here.
   BootstrapFollower(const std::string& address, int rank, int size, Nanoseconds deadline);
 

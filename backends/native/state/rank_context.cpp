@@ -43,6 +43,11 @@ std::string describe(const Call& call) {
   return describe(call.what, call.own_count) + " number " + std::to_string(call.sequence);
 }
 
+ErrorDetails details_of(const Call& call) {
+  return {.operation = name_of(static_cast<Opcode>(call.what.opcode)),
+          .sequence = static_cast<std::int64_t>(call.sequence)};
+}
+
 std::string describe(const Fingerprint& what, std::uint64_t own_count) {
   const auto opcode = static_cast<Opcode>(what.opcode);
   std::string text = name_of(opcode);
@@ -203,7 +208,7 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
   waits_for(-1);
 }
 
-void RankContext::check_liveness(const Call& call, int peer) const {
+void RankContext::check_liveness(const Call& call, int peer, const std::string& aside) const {
   check_unbroken();
   const auto needed = [&](int r) {
     return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
@@ -211,13 +216,13 @@ void RankContext::check_liveness(const Call& call, int peer) const {
   const auto throw_if_gone = [&](int r) {
     if (r == rank() || !needed(r) || !(departed(r) || dead(r))) return;
     // What a rank published last may have become visible between the two checks.
-    if (needed(r)) throw_peer_lost(r, describe(call));
+    if (needed(r)) throw_peer_lost(r, describe(call), details_of(call));
   };
   // This machine's own first: when a leader goes, the other machines lose their connection to it and with it
   // their local ranks, which would be taken for the cause.
   for (const int r : topology().local()) throw_if_gone(r);
   for (int r = 0; r < size(); ++r) throw_if_gone(r);
-  if (now_ns() >= call.deadline) throw_timeout(call, peer);
+  if (now_ns() >= call.deadline) throw_timeout(call, peer, aside);
   if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') {
     if (call.interrupt != nullptr) {
       note_site(call.interrupt->site());
@@ -227,8 +232,10 @@ void RankContext::check_liveness(const Call& call, int peer) const {
   }
   if (call.interrupt != nullptr && call.interrupt->requested()) {
     const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " + describe(call);
-    fail_group(ErrorKind::aborted, rank(), text);
-    throw Error(ErrorKind::interrupted, text);
+    ErrorDetails about = details_of(call);
+    about.rank = rank();
+    fail_group(ErrorKind::aborted, text, about);
+    throw Error(ErrorKind::interrupted, text, about);
   }
 }
 
@@ -266,22 +273,24 @@ void RankContext::write_failure(const Failure& failure) const noexcept {
   const std::uint32_t writing = FailureRecord::kFirstWriter + static_cast<std::uint32_t>(rank());
   // Acquire-release: one writer wins, and all can see which one writes the fields below.
   if (!record.state.compare_exchange_strong(state, writing, std::memory_order_acq_rel)) return;
-  record.kind = static_cast<std::uint32_t>(failure.kind);
-  record.rank = failure.rank;
-  record.writer = failure.writer;
   const std::size_t length = std::min(failure.text.size(), kFailureText - 1);
+  record.details = packed(failure);
+  // Of a text that is cut, the end is no more what it was.
+  if (length < failure.text.size()) record.details.behind = 0;
   std::memcpy(record.text, failure.text.data(), length);
   record.text[length] = '\0';
   record.state.store(FailureRecord::kFailureComplete, std::memory_order_release);
 }
 
-void RankContext::record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept {
-  write_failure({kind, rank, this->rank(), text});
+void RankContext::record_failure(ErrorKind kind, const std::string& text,
+                                 const ErrorDetails& about) const noexcept {
+  write_failure({.kind = kind, .writer = rank(), .text = text, .about = about});
   wake_leader();
 }
 
-void RankContext::fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept {
-  record_failure(kind, rank, text);
+void RankContext::fail_group(ErrorKind kind, const std::string& text,
+                             const ErrorDetails& about) const noexcept {
+  record_failure(kind, text, about);
   ring_everyone();
 }
 
@@ -289,12 +298,9 @@ std::optional<Failure> RankContext::failure() const {
   const FailureRecord& record = failure_record();
   // Acquire: the fields.
   if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
-  const int rank = copy_once(record.rank);
   // A text without an end is as long as there is room for it.
-  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
-                 .rank = rank < size() ? std::max(rank, -1) : -1,
-                 .writer = copy_once(record.writer),
-                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
+  return unpacked(copy_once(record.details), std::string(record.text, ::strnlen(record.text, kFailureText)),
+                  size());
 }
 
 void RankContext::record_remote_failure(const Failure& failure) const {
@@ -309,20 +315,12 @@ void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
   presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
 }
 
-int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
-  if (!spans_machines()) return peer;
-  for (int r = 0; r < size(); ++r) {
-    const ControlPage& theirs = page(r);
-    const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
-                                            theirs.arrivals[1].sequence.load(std::memory_order_acquire),
-                                            theirs.remote.arrived.load(std::memory_order_acquire)});
-    if (arrived < call.sequence) return r;
-  }
-  return peer;
-}
-
-void RankContext::abort(const std::string& reason) noexcept {
-  record_failure(ErrorKind::aborted, rank(), reason);
+void RankContext::abort(const std::string& reason, const std::string& behind) noexcept {
+  write_failure({.writer = rank(),
+                 .text = behind.empty() ? reason : reason + ", after " + behind,
+                 .behind = behind.size(),
+                 .about = {.rank = rank()}});
+  wake_leader();
   int running = kRunning;
   stop_.compare_exchange_strong(running, kAborted, std::memory_order_release);
   ring_everyone();
@@ -332,11 +330,6 @@ void RankContext::leave() noexcept {
   if (stop_.exchange(kLeft, std::memory_order_release) == kLeft) return;
   own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
   ring_everyone();
-}
-
-std::string RankContext::cause() const {
-  const std::optional<Failure> known = failure();
-  return known ? known->text : "";
 }
 
 void RankContext::note_site(const std::string& site) const noexcept {
