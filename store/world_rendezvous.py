@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as _torch_distributed
+
 from collectives.errors import DistStoreError
 from collectives.store.records import Checked, demand, fields, read
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
@@ -57,7 +59,7 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         timeout: time limit.
 
     Raises:
-        DistStoreError: a rank did not come in time; names all that are missing.
+        DistStoreError: a rank did not come in time; names all that are missing; or rank 0 has ended.
         ValueError: ranks disagree about the number of ranks or the backend, or two processes claim one rank.
     """
     about = {
@@ -74,8 +76,15 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
     called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
     if called is not None:
         raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
-    store.set(f"join/info/{own}", json.dumps(about))
-    answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
+    try:
+        store.set(f"join/info/{own}", json.dumps(about))
+        answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
+    except _torch_distributed.DistNetworkError as error:
+        # Not a former world's store, with which another attempt may find the next one.
+        raise DistStoreError(
+            f"[rank {rank}] init_process_group: rank 0 has called it, and ended its store: {error}",
+            0,
+        ) from error
     delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
     if "world" in answer:
         return int(answer["world"])
@@ -152,6 +161,8 @@ class _Coordinator:
         if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
             reason = f"another process has come as rank 0, beside {self._about['process']}"
         world = int(self._store.add("join/worlds", 1))
+        if not reason:  # nobody reads the keys of the world before
+            delete_keys(self._store, [f"{world - 1}/leave/{r}" for r in range(self._size)])
         self._answer({"reason": reason, "missing": missing} if reason else {"world": world})
         if reason:
             read = [f"join/read/{r}/{self._called[r]}" for r in self._joined]

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import choose_addresses, place, system
-from collectives.backends.host.rendezvous_failures import StoreLostError, await_readers
+from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -129,7 +129,8 @@ class _Attempt:
         if locations:
             self._publish_plan(host.members, locations)
         membership = self._share(host)
-        self._forget(_ADDRESS)
+        for key in (_ADDRESS, self._key("locations")) if not self.several else (_ADDRESS,):
+            self._forget(key)
         return membership
 
     def follow(self) -> _native.Membership:
@@ -251,12 +252,25 @@ class _Attempt:
         except PeerLostError as error:
             if error.rank >= 0:  # from elsewhere
                 raise
-            raise PeerLostError(
-                f"rank {leader} has died or given up while the group was formed: {error}", leader
-            ) from error
+            self._lose_leader(guest, leader)
+            raise PeerLostError(f"rank {leader} has died while the group was formed", leader) from error
         if self.several:
             self._register(membership, leader)
         return membership
+
+    def _lose_leader(self, guest: _native.BootstrapFollower, leader: int) -> None:
+        """Returns once the leader, who has closed the connection, is dead; raises what it says otherwise."""
+        end = time.monotonic() + READERS_S
+        while not guest.leader_ended:
+            with contextlib.suppress(StoreLostError):
+                self._check_failures()
+            if time.monotonic() >= end:
+                raise DistNetworkError(
+                    f"rank {leader} has closed its connection while the group was formed, and says nothing "
+                    "of why",
+                    leader,
+                )
+            time.sleep(_FIRST_SLICE_S)
 
     # ---- who reaches whom ------------------------------------------------------------------------------
 
@@ -299,7 +313,7 @@ class _Attempt:
     def _check_interfaces(self, ranks: list[dict[str, Any]]) -> None:
         for rank, one in enumerate(ranks):
             if len(one["places"]) != len(ranks[0]["places"]):
-                self._fail(
+                raise DistNetworkError(
                     f"rank {rank} on {one['host']!r} offers {len(one['places'])} network addresses and "
                     f"rank 0 on {ranks[0]['host']!r} {len(ranks[0]['places'])}; "
                     "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks"
@@ -333,9 +347,8 @@ class _Attempt:
             )
         except BaseException as error:
             if isinstance(error, PeerLostError) and error.rank >= 0:
-                group.report_lost_rank(
-                    error.rank, str(error)
-                )  # those who have linked up learn it by their first operation
+                # those who have linked up learn it by their first operation
+                group.report_lost_rank(error.rank, str(error))
             else:
                 group.abort(f"rank {self.rank} could not link up", f"{type(error).__name__}: {error}")
             group.shutdown(False)
@@ -391,9 +404,7 @@ class _Attempt:
             except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
                 if look is not None:
                     look()
-                return [
-                    owner for key, owner in zip(keys, owners, strict=True) if not self._ask("check", [key])
-                ]
+                return [rank for key, rank in zip(keys, owners, strict=True) if not self._ask("check", [key])]
             return []
 
         self.began = time.monotonic()
@@ -487,6 +498,3 @@ class _Attempt:
         return DistNetworkError(
             f"the store failed while the group was formed; whoever kept it may have died: {error}"
         )
-
-    def _fail(self, reason: str) -> NoReturn:
-        raise DistNetworkError(f"[rank {self.rank}] {self.label}: {reason}")

@@ -8,9 +8,9 @@ from typing import Any
 
 from collectives.errors import DistError, PeerLostError
 
-__all__ = ["StoreLostError", "await_readers"]
+__all__ = ["READERS_S", "StoreLostError", "await_readers"]
 
-_READERS_S = 2.0
+READERS_S = 2.0
 """How long a rank that fails stays for the others to read why."""
 _LOOK_AGAIN_S = 0.002
 
@@ -29,7 +29,7 @@ def await_readers(ask: Callable[..., Any], key: str, size: int, failed: DistErro
         failed: why; those that are lost or missing read nothing.
     """
     gone = {*failed.missing_ranks, *([failed.rank] if isinstance(failed, PeerLostError) else [])}
-    end = time.monotonic() + _READERS_S
+    end = time.monotonic() + READERS_S
     readers = ask("add", key, 1)
     while readers < size - len(gone) and time.monotonic() < end:
         time.sleep(_LOOK_AGAIN_S)

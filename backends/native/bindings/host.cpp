@@ -260,6 +260,7 @@ void bind_bootstrap(nb::module_& module) {
             new (follower) BootstrapFollower(address, rank, size, deadline_in(seconds));
           },
           nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))
+      .def_prop_ro("leader_ended", &BootstrapFollower::leader_ended)
       .def(
           "answered",
           [](BootstrapFollower& follower, double seconds) {

@@ -34,9 +34,15 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       timeout_(timeout),
       tuning_(membership.tuning),
       context_(std::make_unique<RankContext>(std::move(membership), label_)),
-      machines_(context_->spans_machines() ? std::make_unique<MachineTransport>(*context_) : nullptr),
-      messenger_(std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr)),
-      sources_(static_cast<std::size_t>(size_)) {}
+      sources_(static_cast<std::size_t>(size_)) {
+  try {
+    if (context_->spans_machines()) machines_ = std::make_unique<MachineTransport>(*context_);
+    messenger_ = std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr);
+  } catch (const Error& error) {
+    context_->fail_to_join(error);
+    throw;
+  }
+}
 
 Group::~Group() { shutdown(false); }
 

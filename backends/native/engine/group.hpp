@@ -108,7 +108,7 @@ class Group {
   std::unique_ptr<MachineTransport> machines_;  // of a group that spans machines
   mutable std::mutex context_mutex_;
   std::optional<Failure> failure_;  // what had broken the group when it ended
-  const std::shared_ptr<Messenger> messenger_;
+  std::shared_ptr<Messenger> messenger_;
   // Only for the thread that executes collectives: the number of the last one begun, and scratch space.
   std::uint64_t sequence_ = 0;
   std::vector<const void*> sources_;

@@ -63,6 +63,7 @@ void Messenger::fail_on_dead_leader() {
 void Messenger::check_transfers() {
   try {
     context_->check_unbroken();
+    context_->look_for_replaced();
     const auto ranks = static_cast<std::size_t>(context_->size());
     std::vector<bool> departed(ranks);
     std::vector<bool> dead(ranks);

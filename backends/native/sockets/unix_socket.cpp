@@ -39,6 +39,14 @@ Descriptor make_socket() {
   return socket;
 }
 
+ucred peer_credentials(const Descriptor& socket) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
+    fail("no peer credentials", errno);
+  return peer;
+}
+
 bool poll_until(pollfd* watched, std::size_t count, Nanoseconds deadline) {
   for (;;) {
     const Nanoseconds left = deadline == kNever ? kNever : deadline - now_ns();
@@ -96,13 +104,9 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline) {
   return socket;
 }
 
-uid_t peer_user(const Descriptor& socket) {
-  ucred peer{};
-  socklen_t size = sizeof(peer);
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
-    fail("no peer credentials", errno);
-  return peer.uid;
-}
+uid_t peer_user(const Descriptor& socket) { return peer_credentials(socket).uid; }
+
+int peer_process(const Descriptor& socket) { return peer_credentials(socket).pid; }
 
 void send_message(const Descriptor& socket, const void* bytes, std::size_t size,
                   const std::vector<int>& descriptors, Nanoseconds deadline) {

@@ -33,6 +33,8 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline);
 
 // User id of the process at the other end, as the kernel tells it.
 uid_t peer_user(const Descriptor& socket);
+// Its process id as counted here; 0 where it has none.
+int peer_process(const Descriptor& socket);
 
 // Sends one message whole, with `descriptors` attached. Throws ErrorKind::peer_lost where the peer is gone,
 // and ErrorKind::timeout after the deadline.

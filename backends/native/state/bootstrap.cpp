@@ -17,6 +17,7 @@
 #include "memory/event.hpp"
 #include "sockets/unix_socket.hpp"
 #include "state/group_secret.hpp"
+#include "state/process_state.hpp"
 
 namespace collectives {
 namespace {
@@ -276,7 +277,7 @@ Membership BootstrapLeader::release(Nanoseconds deadline) {
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::peer_lost || !each.process) throw;
     }
-    membership.processes.push_back(std::move(each.process));
+    membership.processes.push_back(share_process(std::move(each.process)));
   }
   membership.processes[static_cast<std::size_t>(membership.rank)].reset();
   followers_.clear();
@@ -292,12 +293,17 @@ BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int s
   }
   socket_ = connect_abstract(address.substr(0, space), deadline);
   check_user(socket_);
+  leader_process_ = peer_process(socket_);
   Message hello;
   hello.rank = rank;
   hello.size = size;
   std::memcpy(hello.secret, address.data() + space + 1, kGroupSecretCharacters);
   const Descriptor process = own_process();
   say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+}
+
+bool BootstrapFollower::leader_ended() const noexcept {
+  return leader_process_ > 0 && state_of_process(leader_process_).ended;
 }
 
 bool BootstrapFollower::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }
@@ -340,7 +346,7 @@ bool BootstrapFollower::attach(Nanoseconds deadline) {
     for (std::uint32_t i = 0; i < batch.count; ++i) {
       const auto owner = static_cast<std::size_t>(batch.ranks[i]);
       if (owner < membership_.processes.size())
-        membership_.processes[owner] = std::move(processes.descriptors[i]);
+        membership_.processes[owner] = share_process(std::move(processes.descriptors[i]));
     }
     seen += batch.count;
   }

@@ -8,11 +8,11 @@
 #include <bit>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #include "common/dtype.hpp"
 #include "common/opcode.hpp"
+#include "sockets/unix_socket.hpp"
 #include "state/rank_context.hpp"
 #include "state/rank_snapshot.hpp"
 
@@ -160,24 +160,9 @@ std::string RankContext::report_of(int rank) const {
   return text;
 }
 
-bool RankContext::stopped(int rank) const {
-  const Status& theirs = page(rank).status;
-  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
-  if (!is_local(rank) || id <= 0 || process_space_ == 0 ||
-      theirs.process_space.load(std::memory_order_relaxed) != process_space_)
-    return false;
-  std::ifstream file("/proc/" + std::to_string(id) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  // The second field is the program's name in parentheses, and may itself hold spaces and parentheses.
-  const std::size_t name_end = line.rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= line.size()) return false;
-  const char state = line[name_end + 2];
-  return state == 'T' || state == 't';
-}
-
 void RankContext::throw_peer_lost(int rank, const std::string& operation, ErrorDetails about) const {
-  const char* how = " has died";
+  const bool runs = is_local(rank) && process(rank) && !readable_until(*process(rank), 0);
+  const char* how = runs ? " runs another program since exec" : " has died";
   if (departed(rank)) how = " has left the group";
   if (unreachable(rank))
     how = " cannot be reached any more, because its machine or the network between is gone,";

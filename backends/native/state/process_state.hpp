@@ -6,6 +6,7 @@
 namespace collectives {
 
 struct ProcessState {
+  bool ended = false;
   bool stopped = false;     // by a signal or a debugger
   std::uint64_t image = 0;  // tells the program that it runs from one that it runs after exec; 0 unknown
 };

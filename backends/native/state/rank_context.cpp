@@ -23,6 +23,8 @@ namespace {
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 // A sleeper that is woken again and again checks the others this often all the same.
 constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
+// How often a waiting rank looks whether others run another program.
+constexpr Nanoseconds kLookEvery = kSecond;
 // How often a rank leaves the core that it shares with a peer, at most.
 constexpr Nanoseconds kCoreChangeEvery = 10 * kMillisecond;
 
@@ -70,12 +72,18 @@ RankContext::RankContext(Membership membership, std::string label)
       process_space_(process_space()),
       crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
       spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
-  if (spans_machines()) poll_event_ = make_event();
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);
+  mine.image.store(state_of_process(::getpid()).image, std::memory_order_relaxed);
   mine.entered.store(now_ns(), std::memory_order_relaxed);
   mine.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+  try {
+    if (spans_machines()) poll_event_ = make_event();
+  } catch (const Error& error) {
+    fail_to_join(error);
+    throw;
+  }
 }
 
 RankContext::~RankContext() = default;
@@ -210,6 +218,7 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
 
 void RankContext::check_liveness(const Call& call, int peer, const std::string& aside) const {
   check_unbroken();
+  look_for_replaced();
   const auto needed = [&](int r) {
     return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
   };
@@ -244,9 +253,12 @@ bool RankContext::dead(int rank) const noexcept {
     const std::uint32_t presence = page(rank).status.presence.load(std::memory_order_acquire);
     return presence >= static_cast<std::uint32_t>(Presence::dead);
   }
-  const Descriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
+  if (page(rank).status.presence.load(std::memory_order_acquire) ==
+      static_cast<std::uint32_t>(Presence::dead))
+    return true;
+  const ProcessDescriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
   if (process) {
-    pollfd ended{.fd = process.get(), .events = POLLIN, .revents = 0};
+    pollfd ended{.fd = process->get(), .events = POLLIN, .revents = 0};
     return ::poll(&ended, 1, 0) > 0;
   }
   // A process id says something only among those that count alike.
@@ -265,6 +277,35 @@ bool RankContext::departed(int rank) const noexcept {
 bool RankContext::unreachable(int rank) const noexcept {
   return page(rank).status.presence.load(std::memory_order_acquire) ==
          static_cast<std::uint32_t>(Presence::unreachable);
+}
+
+ProcessState RankContext::process_state(int rank) const noexcept {
+  const Status& theirs = page(rank).status;
+  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
+  // A process id says something only among those that count alike.
+  const bool known = is_local(rank) && id > 0 && process_space_ != 0 &&
+                     theirs.process_space.load(std::memory_order_relaxed) == process_space_;
+  return known ? state_of_process(id) : ProcessState{};
+}
+
+bool RankContext::stopped(int rank) const noexcept { return process_state(rank).stopped; }
+
+void RankContext::look_for_replaced() const noexcept {
+  const Nanoseconds now = now_ns();
+  Nanoseconds due = next_look_.load(std::memory_order_relaxed);
+  if (now < due || !next_look_.compare_exchange_strong(due, now + kLookEvery, std::memory_order_relaxed))
+    return;
+  for (const int r : topology().local()) {
+    if (r == rank()) continue;
+    Status& theirs = page(r).status;
+    const std::uint64_t image = theirs.image.load(std::memory_order_relaxed);
+    const std::uint64_t found = process_state(r).image;
+    if (image == 0 || found == 0 || image == found) continue;
+    // A rank that has left runs what it likes. Release: pairs with the acquire of who looks.
+    auto present = static_cast<std::uint32_t>(Presence::present);
+    theirs.presence.compare_exchange_strong(present, static_cast<std::uint32_t>(Presence::dead),
+                                            std::memory_order_acq_rel);
+  }
 }
 
 void RankContext::write_failure(const Failure& failure) const noexcept {
@@ -301,6 +342,11 @@ std::optional<Failure> RankContext::failure() const {
   // A text without an end is as long as there is room for it.
   return unpacked(copy_once(record.details), std::string(record.text, ::strnlen(record.text, kFailureText)),
                   size());
+}
+
+void RankContext::fail_to_join(const Error& error) const noexcept {
+  fail_group(error.kind(), "rank " + std::to_string(rank()) + " could not join: " + error.message(),
+             {.rank = rank()});
 }
 
 void RankContext::record_remote_failure(const Failure& failure) const {

@@ -25,6 +25,7 @@
 #include "common/error.hpp"
 #include "state/call.hpp"
 #include "state/membership.hpp"
+#include "state/process_state.hpp"
 #include "state/rank_snapshot.hpp"
 #include "state/segment_layout.hpp"
 #include "state/spin_policy.hpp"
@@ -181,11 +182,16 @@ class RankContext {
   bool departed(int rank) const noexcept;
   bool unreachable(int rank) const noexcept;
   // Whether a rank of this machine is stopped, as by a signal or a debugger; as far as can be told.
-  bool stopped(int rank) const;
+  bool stopped(int rank) const noexcept;
+  // Looks, once a second at most, for ranks of this machine that run another program since `exec`; they count
+  // as dead from then on.
+  void look_for_replaced() const noexcept;
   // Breaks the group for all ranks; the first failure stays.
   void record_failure(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
   // The same, and wakes everyone to notice.
   void fail_group(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
+  // The same where this rank cannot make what it needs of the group, of which others may be members already.
+  void fail_to_join(const Error& error) const noexcept;
   // Breaks the group because of a word in shared memory that rank `owner` writes: it is `value`, and can only
   // be what is `allowed`.
   void fail_on_word(int owner, const std::string& word, std::uint64_t value,
@@ -245,7 +251,7 @@ class RankContext {
 
   // For the control channel: the process of a local rank, empty where there is no descriptor; and what other
   // machines reported.
-  const Descriptor& process(int rank) const noexcept {
+  const ProcessDescriptor& process(int rank) const noexcept {
     return membership_.processes[static_cast<std::size_t>(rank)];
   }
   void record_remote_failure(const Failure& failure) const;
@@ -263,6 +269,7 @@ class RankContext {
   }
   static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void wake_leader() const noexcept;
+  ProcessState process_state(int rank) const noexcept;
   bool last_seen_on_this_core(int peer) const noexcept;
   void block(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
              std::uint64_t value);
@@ -278,6 +285,8 @@ class RankContext {
   std::byte* base_;
   ControlPage* own_;
   std::uint64_t process_space_;
+  mutable std::atomic<Nanoseconds> next_look_{
+      0};                            // for `exec`; relaxed, as any thread may be the one to look
   std::atomic<int> stop_{kRunning};  // release of the failure that was recorded before; see `broken`
   std::uint64_t buffer_position_ = 0;
   const bool crowded_;         // there are more ranks here than cores

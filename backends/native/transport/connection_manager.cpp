@@ -175,7 +175,8 @@ void ConnectionManager::serve() noexcept {
           control_->announce_departure();
           give_up_at = now_ns() + kDepartureLimit;
         }
-        if (control_->no_links() || now_ns() >= give_up_at) return;
+        // Leaders that have not linked up yet are to hear of it, too.
+        if ((control_->complete() && control_->no_links()) || now_ns() >= give_up_at) return;
       }
       poll_once();
     } catch (const std::exception& error) {

@@ -47,8 +47,8 @@ ControlChannel::ControlChannel(RankContext& context, const ConnectionManager& co
     : context_(context), connections_(connections) {
   for (const int rank : context_.topology().local()) {
     locals_.push_back({.rank = rank, .last = {}, .sent = {}, .gone = {}});
-    const Descriptor& process = context_.process(rank);
-    if (process) connections_.add(ConnectionManager::Source::control, process.get(), EPOLLIN | EPOLLONESHOT);
+    const ProcessDescriptor& process = context_.process(rank);
+    if (process) connections_.add(ConnectionManager::Source::control, process->get(), EPOLLIN | EPOLLONESHOT);
   }
 }
 
@@ -191,6 +191,7 @@ void ControlChannel::check(Nanoseconds now) {
 }
 
 void ControlChannel::check_ranks(Nanoseconds now, bool tick) {
+  if (tick) context_.look_for_replaced();
   for (Local& local : locals_) {
     if (local.gone) continue;
     const bool self = local.rank == context_.rank();

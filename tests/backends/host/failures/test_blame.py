@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from harness import Died, current_store, run_ranks
 from ports import free_port
 
 import collectives as dist
+from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous as host_rendezvous
+from collectives.store import PrefixStore
 
 LIMIT = timedelta(seconds=30)
 SOON_S = 15.0
@@ -56,6 +61,23 @@ class Fails:
             setattr(host_rendezvous._Attempt, self.step, fail)
 
 
+class HasFewDescriptors:
+    """Leaves a rank, or all (``None``), room for few more open files."""
+
+    def __init__(self, victim, more):
+        self.victim, self.more = victim, more
+
+    def __call__(self, rank):
+        if self.victim in {None, rank}:
+            highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+            for _ in range(highest):  # fill the gaps below
+                if (fd := os.dup(0)) > highest:
+                    os.close(fd)
+                    break
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + self.more, hard))
+
+
 @pytest.mark.parametrize(
     ("placement", "victim", "step"),
     [
@@ -94,6 +116,39 @@ def form_world_or_os_error(rank, size, port, spoil):
         return type(error).__name__
 
 
+def form_group(rank, size, spoil):
+    store = current_store()
+    store.check(["x"])  # opens the connection
+    spoil(rank)
+
+    def meet():
+        group = ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT)
+        try:
+            group.allreduce([torch.ones(3)]).wait()
+        finally:
+            group.shutdown()
+
+    return outcome(meet)
+
+
+@pytest.mark.parametrize("victim", [0, 1, None])
+@pytest.mark.parametrize("more", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("placement", ["aaa", "aab"])
+@pytest.mark.full
+def test_nobody_is_called_dead_for_lack_of_descriptors(victim, more, placement):
+    spoil = HasFewDescriptors(victim, more)
+    results = run_ranks(form_group, 3, spoil, isolated=True, placement=placement)
+    assert None not in results or set(results) == {None}, results
+    for found in results:
+        if found is not None:  # so few may be enough
+            kind, named, text, _, soon = found
+            assert kind is not dist.PeerLostError, text
+            assert soon, text
+            assert "died" not in text, text
+            assert "open files" in text, text
+            assert victim in {None, named}, text
+
+
 def die_while_forming(rank, size, port, step):
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +175,7 @@ def test_nobody_waits_for_a_rank_that_dies_with_the_store(placement, step):
         assert found is not None
         kind, named, text, _, soon = found
         assert soon, text
-        assert issubclass(kind, dist.errors.DistNetworkError | dist.PeerLostError), text
+        assert issubclass(kind, dist.DistNetworkError | dist.DistStoreError | dist.PeerLostError), text
         assert named in {0, -1} or kind is not dist.PeerLostError, text
 
 
@@ -173,3 +228,42 @@ def test_peers_hear_that_a_program_has_ended():
     assert second.returncode == 3
     assert said.startswith("1 the end of its program | "), said
     assert "rank 1 aborted it, after the end of its program" in said
+
+
+def replaced(group):
+    group.barrier().wait()
+    if group.rank() == 1:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(30)"])
+    return outcome(lambda: group.allreduce([torch.ones(5)], dist.AllreduceOptions(asyncOp=False)))
+
+
+@pytest.mark.parametrize("placement", ["aaa", "aab", "abb"])
+@pytest.mark.full
+def test_a_rank_that_runs_another_program_is_lost(placement):
+    arguments = {"backend": "host", "isolated": True, "lost": [1], "placement": placement}
+    for rank, found in enumerate(run_ranks(replaced, 3, **arguments)):
+        if rank != 1:
+            kind, named, text, _, soon = found
+            assert (kind, named, soon) == (dist.PeerLostError, 1, True), text
+
+
+def descriptors_of_groups(rank, size):
+    store = current_store()
+    groups = []
+
+    def make():
+        name = str(len(groups))
+        groups.append(ProcessGroupHost(PrefixStore(name, store), rank, size, LIMIT, group_name=name))
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = [make() for _ in range(4)]
+    for group in groups:
+        group.allreduce([torch.ones(3)]).wait()
+        group.shutdown()
+    return counts
+
+
+def test_groups_share_the_descriptors_of_processes():
+    for counts in run_ranks(descriptors_of_groups, 4):
+        more = [after - before for before, after in itertools.pairwise(counts)]
+        assert all(count < 3 for count in more), more
