@@ -9,18 +9,24 @@ torch catch ours::
         ├── DistBackendError (torch.distributed.DistBackendError)
         │   ├── CollectiveTimeoutError      an operation passed its time limit
         │   ├── CollectiveMismatchError     ranks issued different operations
-        │   ├── PeerLostError               a rank died or left (``.rank``)
+        │   ├── PeerLostError               a rank died or left
         │   ├── GroupAbortedError           the group was aborted or broken by an earlier error
         │   └── UnsupportedOperationError   (NotImplementedError) the group cannot do this
         ├── DistNetworkError (torch.distributed.DistNetworkError)
         └── DistStoreError   (torch.distributed.DistStoreError)
             └── QueueEmptyError (torch.distributed.QueueEmptyError)
 
+All say in attributes of :class:`DistError` what a program may want to know: which rank is at fault, which
+did not come, in which operation that was found, and which error came first.
+
 Wrong arguments raise :class:`ValueError` or :class:`TypeError` before anything is sent; group and process
 stay usable.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as _torch_distributed
 
@@ -39,7 +45,47 @@ __all__ = [
 
 
 class DistError(_torch_distributed.DistError):
-    """Base of all errors that the runtime raises beyond wrong arguments."""
+    """Base of all errors that the runtime raises beyond wrong arguments.
+
+    Ranks are counted within the group that raises. Attributes have their defaults where nothing is known:
+    what a backend can tell, the guide says. They survive :mod:`pickle`.
+
+    Attributes:
+        rank: the rank at fault: that died, aborted, failed, or for which the others waited until their time
+            limit; -1 where it is not known.
+        missing_ranks: the ranks that had not come when a time limit passed, ascending; the first 64.
+        operation: name of the operation in which the failure was found, such as ``"all_reduce"``.
+        sequence: its number within the group, as the message has it; -1 for operations without one.
+        cause: the error that came first, with attributes of its own, where this one comes of it: of a
+            :class:`GroupAbortedError` what broke the group, or the exception for which a rank aborted, as
+            :class:`DistError` with its class and text.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        rank: int = -1,
+        *,
+        missing_ranks: Iterable[int] = (),
+        operation: str = "",
+        sequence: int = -1,
+        cause: DistError | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.missing_ranks = tuple(missing_ranks)
+        self.operation = operation
+        self.sequence = sequence
+        self.cause = cause
+
+    def details(self) -> dict[str, Any]:
+        """Returns rank, missing ranks, operation and sequence by name, as JSON can hold them."""
+        return {
+            "rank": self.rank,
+            "missing_ranks": list(self.missing_ranks),
+            "operation": self.operation,
+            "sequence": self.sequence,
+        }
 
 
 class DistBackendError(DistError, _torch_distributed.DistBackendError):
@@ -67,16 +113,9 @@ class PeerLostError(DistBackendError):
     the caller took part in the operation that found the loss. After :meth:`ProcessGroup.abort` or
     ``shutdown`` on this rank they raise :class:`GroupAbortedError`. The others go on with a new group.
 
-    Attributes:
-        rank: the lost rank, counted within the group; -1 where the backend cannot tell.
+    A rank that runs and belongs to the group is never named here; the rank is -1 where the backend cannot
+    tell which one is lost.
     """
-
-    def __init__(self, message: str = "", rank: int = -1) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int]]:
-        return type(self), (str(self), self.rank)
 
 
 class GroupAbortedError(DistBackendError):

@@ -11,7 +11,7 @@ import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
 from collectives.store.records import demand, read, written
-from collectives.store.waiting import missing_text, wait_for_keys
+from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["join_group"]
 
@@ -32,6 +32,7 @@ def join_group(
     request: str,
     timeout: timedelta,
     lost_ranks: Callable[[], Sequence[int]] = tuple,
+    callers: Sequence[int] = (),
 ) -> None:
     """Checks that all ranks ask for the same group; members wait until all members are here.
 
@@ -46,6 +47,7 @@ def join_group(
         request: what this rank asks for; must be equal on all ranks that take part.
         timeout: time limit.
         lost_ranks: which ranks are known to have died; asked again and again while members are missing.
+        callers: all ranks that call this, members or not, the last of which deletes the keys.
 
     Raises:
         CollectiveMismatchError: another rank asks for a different group.
@@ -68,6 +70,8 @@ def join_group(
         raise CollectiveMismatchError(
             f"[rank {rank}] new_group: {conflict}; all ranks must create the same groups in the same order"
         )
+    if callers and int(store.add(f"{key}/done", 1)) == len(callers):
+        delete_keys(store, [f"{key}/{name}" for name in ("first", "done", *(f"here/{r}" for r in callers))])
 
 
 def _request(record: Any) -> tuple[int, str]:
@@ -121,6 +125,8 @@ def _wait_for_members(
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
     if not all_here:
         absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
-        raise DistStoreError(f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}")
+        raise DistStoreError(
+            f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}", missing_ranks=absent
+        )
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
     return next((value.decode() for value in values if value.decode() != _AGREES), "")

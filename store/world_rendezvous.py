@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as _torch_distributed
+
 from collectives.errors import DistStoreError
 from collectives.secret import WAY_OUT, derived_key, is_insecure
 from collectives.store.process import system
-from collectives.store.records import Checked, fields, read, written
+from collectives.store.records import Checked, demand, fields, read, written
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
@@ -58,8 +60,8 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         timeout: time limit.
 
     Raises:
-        DistStoreError: a rank did not come in time; names all that are missing; or the store holds what no
-            rank of this job has written.
+        DistStoreError: a rank did not come in time; names all that are missing; or rank 0 has ended; or the
+            store holds what no rank of this job has written.
         ValueError: ranks disagree about the number of ranks or the backend, two processes claim one rank, or
             ranks on different machines have no job secret.
     """
@@ -79,14 +81,25 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
     called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
     if called is not None:
         raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
-    _publish(store, f"join/info/{own}", about)
-    answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
+    try:
+        _publish(store, f"join/info/{own}", about)
+        answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
+    except _torch_distributed.DistNetworkError as error:
+        # Not a former world's store, with which another attempt may find the next one.
+        raise DistStoreError(
+            f"[rank {rank}] init_process_group: rank 0 has called it, and ended its store: {error}",
+            0,
+        ) from error
     delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
     if "world" in answer:
         return int(answer["world"])
     store.set(f"join/read/{own}", "")
-    kind = DistStoreError if answer["missing"] else ValueError
-    raise kind(f"[rank {rank}] init_process_group: {answer['reason']}")
+    raise _error(rank, answer["reason"], answer["missing"])
+
+
+def _error(rank: int, reason: str, missing: list[int]) -> Exception:
+    text = f"[rank {rank}] init_process_group: {reason}"
+    return DistStoreError(text, missing[0], missing_ranks=missing) if missing else ValueError(text)
 
 
 def _publish(store: Any, key: str, record: Any) -> None:
@@ -107,7 +120,9 @@ def _result(record: Any) -> Checked:
     """Checks the outcome: the world's number, or why there is none."""
     if isinstance(record, dict) and "world" in record:
         return fields(record, world=int)
-    return fields(record, reason=str, missing=bool)
+    found = fields(record, reason=str, missing=list)
+    demand(all(type(rank) is int for rank in found["missing"]), "missing ranks that are no numbers")
+    return found
 
 
 def _await_answer(store: Any, key: str, rank: int, timeout: timedelta, check: Callable[[Any], _T]) -> _T:
@@ -116,7 +131,8 @@ def _await_answer(store: Any, key: str, rank: int, timeout: timedelta, check: Ca
         raise DistStoreError(
             f"[rank {rank}] init_process_group: rank 0 did not answer within {timeout.total_seconds():g} s; "
             f"either it did not come, or it has taken another process as rank {rank}: look at rank 0, and "
-            "start every rank once"
+            "start every rank once",
+            0,
         )
     return read(store.get(key), key, check)
 
@@ -147,19 +163,20 @@ class _Coordinator:
 
     def join(self) -> int:
         """Returns the new world's number, or raises on all ranks."""
-        reason, missing = self._call_all(), False
+        reason, missing = self._call_all(), []
         absent = [r for r in range(1, self._size) if r not in self._joined]
         if not reason and absent:
-            reason, missing = missing_text(absent, self._timeout), True
+            reason, missing = missing_text(absent, self._timeout), absent
         if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
             reason = f"another process has come as rank 0, beside {self._about['process']}"
         world = int(self._store.add("join/worlds", 1))
+        if not reason:  # nobody reads the keys of the world before
+            delete_keys(self._store, [f"{world - 1}/leave/{r}" for r in range(self._size)])
         self._answer({"reason": reason, "missing": missing} if reason else {"world": world})
         if reason:
             read = [f"join/read/{r}/{self._called[r]}" for r in self._joined]
             wait_for_keys(self._store, read, _READ_LIMIT)
-            kind = DistStoreError if missing else ValueError
-            raise kind(f"[rank 0] init_process_group: {reason}")
+            raise _error(0, reason, missing)
         return world
 
     def _call_all(self) -> str:

@@ -18,7 +18,7 @@ TESTED_THROUGH = {
     "backends/_shared": (
         "conformance",
         "parts of every group",
-        "exit_reasons operation tensor_memory",
+        "operation tensor_memory",
     ),
     "backends/gloo": (
         "backends/gloo",

@@ -1,38 +1,40 @@
 """Exit reasons: why a rank left a group, as it publishes in the store, and the errors that other ranks raise.
 
 For backends whose library tells one rank nothing of another's end
-(:mod:`collectives.backends._shared.process_records`). The texts are compared between ranks.
+(:mod:`collectives.backends._shared.process_records`). A reason is an error, whose text says what the rank
+did; ``None`` stands for a rank that shut the group down in order.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+import threading
+from typing import Any, NamedTuple, NoReturn
 
-from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError, PeerLostError
+from collectives.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
 
 __all__ = [
-    "ABORTED",
-    "FAILED",
-    "PASSED_LIMIT",
-    "SHUT_DOWN",
+    "Departure",
+    "abort_cause",
+    "aborted_by",
     "blamed",
     "exception_behind",
+    "limit_reason",
     "refuse_broken",
     "stopped_by",
 ]
 
-ABORTED = "it aborted the group"
-"""Beginning of the exit reason of a rank that aborts; what follows is :func:`exception_behind`."""
 
-SHUT_DOWN = "it shut the group down"
-"""Exit reason of a rank that ends the group in order."""
+class Departure(NamedTuple):
+    """A rank that is gone.
 
-PASSED_LIMIT = "passed its time limit"
-"""End of the exit reason of a rank whose operation passed its limit."""
+    Attributes:
+        rank: the rank.
+        reason: why, a :class:`PeerLostError` where it died; ``None`` where it shut the group down.
+    """
 
-FAILED = "failed"
-"""In the exit reason of a rank whose call failed, between the operation and the library's message."""
+    rank: int
+    reason: DistError | None
 
 
 _LONGEST = 400
@@ -40,7 +42,7 @@ _LONGEST = 400
 
 
 def exception_behind() -> str:
-    """Returns the exception for which this rank aborts, as words to append; empty where there is none.
+    """Returns class and text of the exception for which this rank aborts; empty where there is none.
 
     It is the one that the calling thread handles, or the one that ended the program.
     """
@@ -50,51 +52,83 @@ def exception_behind() -> str:
     if error is None:
         return ""
     text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
-    return f", after {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def blamed(what: str, rank: int, how: str, aside: str = "") -> Exception:
+def abort_cause() -> str:
+    """Returns for what this rank aborts: :func:`exception_behind`, or that its program has ended."""
+    ended = not threading.main_thread().is_alive()  # as after sys.exit, of which nothing else is left
+    return exception_behind() or ("the end of its program" if ended else "")
+
+
+def aborted_by(where: str, rank: int) -> tuple[GroupAbortedError, GroupAbortedError]:
+    """Returns what breaks the group for this rank, which aborts, and its exit reason.
+
+    Args:
+        where: rank and group.
+        rank: this rank.
+    """
+    behind = abort_cause()
+    cause = DistError(behind, rank) if behind else None
+    told = "aborted the group" + (behind and f", after {behind}")
+    broken = GroupAbortedError(f"{where} the group was aborted by this rank", rank, cause=cause)
+    return broken, GroupAbortedError(told, rank, cause=cause)
+
+
+def limit_reason(expired: CollectiveTimeoutError) -> CollectiveTimeoutError:
+    """Returns the exit reason of this rank, of which an operation passed its time limit."""
+    text = f"its {expired.operation} #{expired.sequence} passed its time limit"
+    return CollectiveTimeoutError(text, **expired.details())
+
+
+def blamed(what: str, found: Departure | None, about: dict[str, Any], aside: str = "") -> DistError:
     """Returns what to raise for another rank that is gone or has given up.
 
     Args:
         what: the operation, with rank and group in front.
-        rank: the rank; -1 where it is not known.
-        how: how it left.
+        found: which rank and why; ``None`` where that is not known.
+        about: attributes of the error that tell the operation.
         aside: what else is known of a loss.
     """
-    if how.startswith(ABORTED):
-        after = how.removeprefix(ABORTED)
-        return GroupAbortedError(f"{what} did not finish, because rank {rank} aborted the group{after}")
-    if how.endswith(PASSED_LIMIT):
-        return CollectiveTimeoutError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    if f" {FAILED}: " in how:
-        return DistBackendError(f"{what} did not finish, because rank {rank} gave up: {how}")
-    who = f"rank {rank} is lost: {how}" if rank >= 0 else "a rank is lost"
-    return PeerLostError(f"{what} {who}{aside}", rank)
+    if found is None:
+        return PeerLostError(f"{what} a rank is lost{aside}", **about)
+    rank, reason = found
+    if reason is None:
+        return PeerLostError(f"{what} rank {rank} is lost: it shut the group down{aside}", rank, **about)
+    if isinstance(reason, PeerLostError):
+        return PeerLostError(f"{what} rank {rank} is lost: {reason}{aside}", rank, **about)
+    does = str(reason) if isinstance(reason, GroupAbortedError) else f"gave up: {reason}"
+    details = reason.details() if reason.operation else {**reason.details(), **about}
+    text = f"{what} did not finish, because rank {rank} {does}"
+    return type(reason)(text, **details, cause=reason.cause)
 
 
-def stopped_by(what: str, cause: Exception) -> Exception:
+def stopped_by(what: str, first: DistError, *, elsewhere: bool = False) -> DistError:
     """Returns the error of an operation that the end of its group stopped; a lost rank is named by all.
 
     Args:
         what: the operation, with rank and group in front.
-        cause: what broke the group.
+        first: what broke the group.
+        elsewhere: whether another rank has given up; a time limit that passed there has the same class here.
     """
-    text = f"{what} did not finish, because {cause}"
-    if isinstance(cause, PeerLostError):
-        return PeerLostError(text, cause.rank)
-    return GroupAbortedError(text)
+    same = PeerLostError, CollectiveTimeoutError if elsewhere else PeerLostError
+    kind = type(first) if isinstance(first, same) else GroupAbortedError
+    return _come_of(kind, f"{what} did not finish, because {first}", first)
 
 
-def refuse_broken(what: str, cause: Exception, ended: bool) -> NoReturn:
+def refuse_broken(what: str, first: DistError, ended: bool) -> NoReturn:
     """Raises, because something broke the group.
 
     Args:
         what: the operation that is about to begin, with rank and group in front.
-        cause: what broke the group.
+        first: what broke the group.
         ended: whether this rank has ended the group besides, so that no rank is to blame any more.
     """
-    text = f"{what} the group is broken; first cause: {cause}"
-    if isinstance(cause, PeerLostError) and not ended:
-        raise PeerLostError(text, cause.rank) from cause
-    raise GroupAbortedError(text) from cause
+    lost = isinstance(first, PeerLostError) and not ended
+    kind = PeerLostError if lost else GroupAbortedError
+    raise _come_of(kind, f"{what} the group is broken; first cause: {first}", first) from first
+
+
+def _come_of(kind: type[DistError], text: str, first: DistError) -> DistError:
+    """Returns an error that says what the first one says; its cause is that, or the cause of one alike."""
+    return kind(text, **first.details(), cause=first.cause if type(first) is kind else first)

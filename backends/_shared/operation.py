@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 __all__ = ["Operation"]
+
+
+_NEEDS_ALL = ("all_", "barrier", "reduce_scatter")
 
 
 class Operation:
@@ -42,8 +46,23 @@ class Operation:
         self._dtype = tensors[0].dtype if tensors else None
         self._shape = tensors[0].shape if tensors else ()
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """The attributes of an error that tell the operation."""
+        return {"operation": self.name, "sequence": self.number}
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether no rank leaves it before all have come."""
+        return self.name.startswith(_NEEDS_ALL)
+
+    @property
+    def short(self) -> str:
+        """Name and number."""
+        return f"{self.name} #{self.number}"
+
     def __str__(self) -> str:
         tensor = f"{self._dtype} {list(self._shape)}" if self._count else ""
         more = f" and {self._count - 1} more" if self._count > 1 else ""
         about = ", ".join(part for part in (self.detail, tensor + more) if part)
-        return f"{self.name} #{self.number}" + (f" ({about})" if about else "")
+        return self.short + (f" ({about})" if about else "")

@@ -7,11 +7,17 @@ which recorded processes have ended, as far as it can see them, and which ranks 
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
+import threading
 import time
 from typing import Any
 
+from collectives.backends._shared.exit_reasons import Departure
+from collectives.errors import DistError, PeerLostError
+from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
+from collectives.store.records import demand, read
 
 __all__ = ["Liveness"]
 
@@ -19,6 +25,9 @@ _SEARCH_SECONDS = 0.3
 """How long to look: a killed process closes its connections a little before the system calls it dead."""
 
 _POLL_SECONDS = 0.01
+
+_PUBLISH_SECONDS = 1.0
+"""How long to wait for a store whose server may be the stopped process that is to blame."""
 
 _WITHDRAWN = "withdrawn"
 
@@ -41,69 +50,81 @@ class Liveness:
         if own.start:  # without /proc nobody is ever found dead
             store.set(f"process/{rank}", own.to_bytes().hex())
 
-    def publish_exit(self, reason: str) -> None:
+    def publish_exit(self, reason: DistError | None) -> None:
         """Tells the others that this rank leaves; a store that no longer answers is not an error here."""
-        with contextlib.suppress(Exception):
-            self._store.set(f"exit/{self._rank}", reason)
+        self._publish(f"exit/{self._rank}", Departure(self._rank, reason))
 
-    def publish_lost(self, rank: int, how: str) -> None:
+    def publish_lost(self, departure: Departure) -> None:
         """Tells the others which rank is lost, so that those who cannot find out themselves name the same."""
-        with contextlib.suppress(Exception):
-            self._store.set("lost", f"{rank} {how}")
+        self._publish("lost", departure)
+
+    def _publish(self, key: str, departure: Departure) -> None:
+        rank, reason = departure
+        record = json.dumps([rank, None if reason is None else record_of(reason)])
+
+        def publish() -> None:
+            with contextlib.suppress(Exception):
+                self._store.set(key, record)
+
+        thread = threading.Thread(target=publish, name="exit reason", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # at the interpreter's end no thread begins
+            publish()
+        else:
+            thread.join(_PUBLISH_SECONDS)
 
     def withdraw(self) -> None:
         """Withdraws the own record: from now on the end of this process is no loss."""
         with contextlib.suppress(Exception):
             self._store.set(f"process/{self._rank}", _WITHDRAWN)
 
-    def find_lost(self) -> tuple[int, str]:
-        """Returns a rank that is gone and how it left, or ``(-1, "")`` where none is found; within 0.3 s."""
+    def find_lost(self) -> Departure | None:
+        """Returns a rank that is gone, ``None`` where none is found; within 0.3 s."""
         deadline = time.monotonic() + _SEARCH_SECONDS
         while True:
             try:
                 found = self.poll_lost()
             except Exception:  # noqa: BLE001 - the store went with the lost rank
-                return -1, ""
-            if found is not None:
+                return None
+            if found is not None or time.monotonic() >= deadline:
                 return found
-            if time.monotonic() >= deadline:
-                return -1, ""
             time.sleep(_POLL_SECONDS)
 
-    def poll_lost(self) -> tuple[int, str] | None:
-        """Returns a rank that is gone and how it left, ``None`` where none is found; looks once.
+    def poll_lost(self) -> Departure | None:
+        """Returns a rank that is gone, ``None`` where none is found; looks once.
 
         Raises the store's errors.
         """
-        return self._find_dead() or self._read_lost() or next(iter(self._others("exit")), None)
+        exits = (self._read(f"exit/{rank}") for rank in range(self._size) if rank != self._rank)
+        return self._find_dead() or self._read("lost") or next(filter(None, exits), None)
 
-    def _others(self, key: str) -> list[tuple[int, str]]:
-        """Returns the values of a key of the other ranks that set it."""
-        return [
-            (rank, self._store.get(f"{key}/{rank}").decode())
-            for rank in range(self._size)
-            if rank != self._rank and self._store.check([f"{key}/{rank}"])
-        ]
-
-    def _find_dead(self) -> tuple[int, str] | None:
+    def _find_dead(self) -> Departure | None:
         if len(self._records) < self._size - 1:
-            self._records = dict(self._others("process"))
+            self._records = {
+                rank: self._store.get(f"process/{rank}").decode()
+                for rank in range(self._size)
+                if rank != self._rank and self._store.check([f"process/{rank}"])
+            }
         for rank, record in self._records.items():
             process = _process(record)
             # A record may have been withdrawn since it was read.
             if process is not None and process.life() is Life.DEAD and self._is_current(rank, record):
-                return rank, f"its process {process.pid} has ended"
+                return Departure(rank, PeerLostError(f"its process {process.pid} has ended", rank))
         return None
 
     def _is_current(self, rank: int, record: str) -> bool:
         current: bool = self._store.get(f"process/{rank}").decode() == record
         return current
 
-    def _read_lost(self) -> tuple[int, str] | None:
-        if not self._store.check(["lost"]):
-            return None
-        rank, _, how = self._store.get("lost").decode().partition(" ")
-        return int(rank), how
+    def _read(self, key: str) -> Departure | None:
+        return read(self._store.get(key), key, _departure) if self._store.check([key]) else None
+
+
+def _departure(record: Any) -> Departure:
+    """Checks what a rank published."""
+    demand(isinstance(record, list) and len(record) == 2 and type(record[0]) is int, f"{record!r}")
+    return Departure(record[0], None if record[1] is None else error_of(record[1]))
 
 
 def _process(record: str) -> ProcessIdentity | None:

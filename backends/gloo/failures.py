@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from collectives.backends._shared.exit_reasons import blamed
+from collectives.backends._shared.exit_reasons import Departure, blamed
+from collectives.errors import DistError
 
 __all__ = ["DISCONNECTED", "OWN_END", "TIMED_OUT", "broken_by"]
 
@@ -20,17 +22,17 @@ OWN_END = "Application timeout caused pair closure"
 """Part of the message where this rank closed the connections, because a limit passed."""
 
 
-def broken_by(what: str, rank: int, how: str, text: str) -> Exception:
+def broken_by(what: str, found: Departure | None, about: dict[str, Any], text: str) -> DistError:
     """Returns what to raise in ``what`` for a connection that another rank closed.
 
     Args:
         what: the operation, with rank and group in front.
-        rank: the rank; -1 where it is not known.
-        how: how it left.
+        found: which one, and why; ``None`` where it is not known.
+        about: attributes of the error that tell the operation.
         text: Gloo's message.
     """
-    untold = "" if rank >= 0 else "; Gloo does not tell which"
-    return blamed(what, rank, how, f"{untold} ({_first_line(text)})")
+    untold = "; Gloo does not tell which" if found is None else ""
+    return blamed(what, found, about, f"{untold} ({_first_line(text)})")
 
 
 def _first_line(text: str) -> str:

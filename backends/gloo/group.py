@@ -14,10 +14,8 @@ import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
 from collectives.backends._shared.exit_reasons import (
-    ABORTED,
-    PASSED_LIMIT,
-    SHUT_DOWN,
-    exception_behind,
+    aborted_by,
+    limit_reason,
     refuse_broken,
     stopped_by,
 )
@@ -52,6 +50,7 @@ from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, W
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
+    DistError,
     GroupAbortedError,
     PeerLostError,
 )
@@ -148,9 +147,10 @@ class ProcessGroupGloo(ProcessGroup):
                 "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
             ) from error
         self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
         self._messages = Messages(self, self._rank, self._size)
         self._breaking = threading.RLock()
-        self._cause: Exception | None = None
+        self._cause: DistError | None = None
         self._ended = False
 
     @property
@@ -360,7 +360,8 @@ class ProcessGroupGloo(ProcessGroup):
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
-        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
+        number = next(self._message_numbers if name in {"send", "recv"} else self._numbers)
+        return Operation(name, number, outputs, timeout or self._timeout, detail, outputs)
 
     def check_usable(self, operation: Operation) -> Any:
         """Returns torch's group.
@@ -393,7 +394,7 @@ class ProcessGroupGloo(ProcessGroup):
             work.watch()
         return work
 
-    def failed(self, operation: Operation, error: Exception) -> Exception:
+    def failed(self, operation: Operation, error: Exception) -> DistError:
         """Returns what to raise for an error of Gloo; the first one breaks the group.
 
         Args:
@@ -406,7 +407,7 @@ class ProcessGroupGloo(ProcessGroup):
             self._messages.abort(self._cause)  # runs callbacks of users, hence without the lock
         return found
 
-    def _error_of(self, operation: Operation, error: Exception) -> Exception:
+    def _error_of(self, operation: Operation, error: Exception) -> DistError:
         text = str(error)
         what = f"{self.where()} {operation}:"
         with self._breaking:
@@ -414,33 +415,32 @@ class ProcessGroupGloo(ProcessGroup):
             if TIMED_OUT.search(text):
                 expired = CollectiveTimeoutError(
                     f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not "
-                    "tell which rank is missing; monitored_barrier() in front of it names the rank"
+                    "tell which rank is missing; monitored_barrier() in front of it names the rank",
+                    **operation.about,
                 )
                 if cause is None:
-                    self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
+                    self._break(expired, limit_reason(expired))
                 return expired
             if cause is not None:
                 return stopped_by(what, cause)
             if OWN_END in text:
-                return GroupAbortedError(
-                    f"{what} did not finish, because another operation of the group passed its limit"
-                )
+                other = "another operation of the group passed its limit"
+                return GroupAbortedError(f"{what} did not finish, because {other}", **operation.about)
             if not DISCONNECTED.search(text):
-                return DistBackendError(f"{what} Gloo failed: {text}")
+                return DistBackendError(f"{what} Gloo failed: {text}", **operation.about)
             self._break_connections()
-            rank, how = self._liveness.find_lost()
-            if rank >= 0:
-                self._liveness.publish_lost(rank, how)
-            broken = broken_by(what, rank, how, text)
+            if (found := self._liveness.find_lost()) is not None:
+                self._liveness.publish_lost(found)
+            broken = broken_by(what, found, operation.about, text)
             self._break(broken)
             return broken
 
-    def _break(self, cause: Exception, exit_reason: str = "") -> None:
+    def _break(self, cause: DistError, exit_reason: DistError | None = None) -> None:
         """Ends all operations between ranks, here and on the peers, and refuses later ones."""
         self._cause = cause
-        self._break_connections()
-        if exit_reason:
+        if exit_reason is not None:
             self._liveness.publish_exit(exit_reason)
+        self._break_connections()
 
     def _break_connections(self) -> None:
         inner = self._torch.inner
@@ -478,8 +478,8 @@ class ProcessGroupGloo(ProcessGroup):
             self._ended = True
             cause = self._cause
             if cause is None:
-                cause = GroupAbortedError(f"{self.where()} the group was aborted by this rank")
-                self._break(cause, ABORTED + exception_behind())
+                cause, reason = aborted_by(self.where(), self._rank)
+                self._break(cause, reason)
         self._messages.abort(cause)
         self._release()
 
@@ -490,7 +490,7 @@ class ProcessGroupGloo(ProcessGroup):
             if self._ended:
                 return
             self._ended = True
-            self._liveness.publish_exit(SHUT_DOWN)
+            self._liveness.publish_exit(None)
         self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
         self._release()
 

@@ -155,7 +155,9 @@ class _Receive(Work):
         if 0.0 < limit < left:
             if not self._done.wait(limit):
                 raise CollectiveTimeoutError(
-                    f"[rank {self._rank}] recv from this rank itself: not done after wait({limit:g} s)"
+                    f"[rank {self._rank}] recv from this rank itself: not done after wait({limit:g} s)",
+                    self._rank,
+                    operation="recv",
                 )
         elif not self._done.wait(left):
             self._expire()

@@ -95,7 +95,8 @@ class CollectiveGlooWork(Work):
             if not self.is_completed():
                 raise CollectiveTimeoutError(
                     f"{self._owner.where()} {self._operation}: not done after "
-                    f"wait({timeout.total_seconds():g} s); it goes on"
+                    f"wait({timeout.total_seconds():g} s); it goes on",
+                    **self._operation.about,
                 ) from error
             self._inner.wait()
 
@@ -249,7 +250,8 @@ class MessageGlooWork(Work):
             if not self._done.wait(timeout.total_seconds()):
                 raise CollectiveTimeoutError(
                     f"{self._owner.where()} {self._operation}: not done after "
-                    f"wait({timeout.total_seconds():g} s); it goes on"
+                    f"wait({timeout.total_seconds():g} s); it goes on",
+                    **self._operation.about,
                 )
         else:
             self.wait_until_done()

@@ -13,7 +13,7 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends._shared.exit_reasons import exception_behind
+from collectives.backends._shared.exit_reasons import abort_cause, exception_behind
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, InFlight, as_tuple
@@ -366,7 +366,7 @@ class ProcessGroupHost(ProcessGroup):
 
     def abort(self) -> None:
         """Breaks the group at once, for this rank and its peers; operations in flight raise."""
-        self._native.abort(f"rank {self._rank} aborted it{exception_behind()}")
+        self._native.abort(f"rank {self._rank} aborted it", abort_cause())
         self._native.shutdown(False)
 
     def shutdown(self) -> None:

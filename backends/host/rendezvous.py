@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
 from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import choose_addresses, place
-from collectives.backends.host.rendezvous_failures import StoreLostError, error_of, record_of
+from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -42,9 +42,10 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
+from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
 from collectives.store.records import Checked, read, written
-from collectives.store.waiting import delete_keys
+from collectives.store.waiting import delete_keys, wait_for_keys
 
 __all__ = ["form"]
 
@@ -89,6 +90,9 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
         raise  # by a rank for which the group was complete already
     except (DistError, StoreLostError) as error:
         raise attempt.failure(error) from error
+    except BaseException as error:
+        attempt.failure(DistBackendError(f"{type(error).__name__}: {error}", rank))  # for the others
+        raise
     return group
 
 
@@ -111,6 +115,7 @@ class _Attempt:
         self.tuning: dict[str, int] = {}
         self.members: _native.Membership | None = None
         self.elsewhere = 0
+        self.heard: Checked | None = None
         self.listeners = KnownListeners()
 
     # ---- who shares memory with whom -------------------------------------------------------------------
@@ -126,18 +131,25 @@ class _Attempt:
         if locations:
             self._publish_plan(host.members, locations)
         membership = self._share(host)
-        delete_keys(self.store, [_ADDRESS])
+        delete_keys(self.store, [_ADDRESS] if self.several else [_ADDRESS, self._key("locations")])
         return membership
 
     def follow(self) -> _native.Membership:
         """Any other rank: attaches the memory of its machine's leader, or makes it where it leads."""
         try:
-            self.store.wait([_ADDRESS], timedelta(seconds=self._left()))
+            came = wait_for_keys(self.store, [_ADDRESS], timedelta(seconds=self._left()))
         except Exception as error:
+            raise StoreLostError(str(error)) from error
+        if not came:
             raise CollectiveTimeoutError(
-                f"[rank {self.rank}] {self.label}: rank 0 did not publish its address within {self.timeout}"
-            ) from error
+                f"[rank {self.rank}] {self.label}: rank 0 did not publish its address within {self.timeout}",
+                0,
+                missing_ranks=[0],
+            )
         first = self._get(_ADDRESS, records.invitation)
+        if "failed" in first:
+            self.heard = first["failed"]
+            raise error_of(self.heard)
         self._name_keys_after(first["address"])
         own = place()
         if own == first["place"]:
@@ -219,13 +231,12 @@ class _Attempt:
         """Attaches the memory of a leader; ``None`` where that is not possible from here."""
         try:
             guest = _native.BootstrapFollower(address, self.rank, self.size, self._left())
-        except DistNetworkError as error:
+        except PeerLostError as error:
             raise DistNetworkError(
                 f"cannot join rank {leader}, which has died, or whose address in the store is left over from "
-                f"another run: {error}"
+                f"another run: {error}",
+                leader,
             ) from error
-        except PeerLostError as error:
-            self._lose_leader(leader, error)
         except DistBackendError:  # another user, who gets no descriptor from us and gives us none
             return None
         self.deadline += _GRACE_S
@@ -241,18 +252,27 @@ class _Attempt:
             )
             membership = guest.await_release(self._left())
         except PeerLostError as error:
-            self._lose_leader(leader, error)
+            if error.rank >= 0:  # from elsewhere
+                raise
+            self._lose_leader(guest, leader)
+            raise PeerLostError(f"rank {leader} has died while the group was formed", leader) from error
         if self.several:
             self._register(membership, leader)
         return membership
 
-    def _lose_leader(self, leader: int, error: PeerLostError) -> NoReturn:
-        """Names the leader, who has closed the connection, unless the error came from elsewhere."""
-        if error.rank >= 0:
-            raise error
-        raise PeerLostError(
-            f"rank {leader} has died or given up while the group was formed: {error}", leader
-        ) from error
+    def _lose_leader(self, guest: _native.BootstrapFollower, leader: int) -> None:
+        """Returns once the leader, who has closed the connection, is dead; raises what it says otherwise."""
+        end = time.monotonic() + READERS_S
+        while not guest.leader_ended:
+            with contextlib.suppress(StoreLostError):
+                self._check_failures()
+            if time.monotonic() >= end:
+                raise DistNetworkError(
+                    f"rank {leader} has closed its connection while the group was formed, and says nothing "
+                    "of why",
+                    leader,
+                )
+            time.sleep(_FIRST_SLICE_S)
 
     # ---- who reaches whom ------------------------------------------------------------------------------
 
@@ -298,7 +318,7 @@ class _Attempt:
     def _check_interfaces(self, ranks: list[dict[str, Any]]) -> None:
         for rank, one in enumerate(ranks):
             if len(one["places"]) != len(ranks[0]["places"]):
-                self._fail(
+                raise DistNetworkError(
                     f"rank {rank} on {one['host']!r} offers {len(one['places'])} network addresses and "
                     f"rank 0 on {ranks[0]['host']!r} {len(ranks[0]['places'])}; "
                     "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks"
@@ -332,9 +352,10 @@ class _Attempt:
             )
         except BaseException as error:
             if isinstance(error, PeerLostError) and error.rank >= 0:
-                group.report_lost_rank(
-                    error.rank, str(error)
-                )  # those who have linked up learn it by their first operation
+                # those who have linked up learn it by their first operation
+                group.report_lost_rank(error.rank, str(error))
+            else:
+                group.abort(f"rank {self.rank} could not link up", f"{type(error).__name__}: {error}")
             group.shutdown(False)
             raise
 
@@ -383,9 +404,7 @@ class _Attempt:
             except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
                 if look is not None:
                     look()
-                return [
-                    owner for key, owner in zip(keys, owners, strict=True) if not self._ask("check", [key])
-                ]
+                return [rank for key, rank in zip(keys, owners, strict=True) if not self._ask("check", [key])]
             return []
 
         self.began = time.monotonic()
@@ -418,7 +437,9 @@ class _Attempt:
                 names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 raise CollectiveTimeoutError(
                     f"[rank {self.rank}] {self.label}: {names} {what} within {self.timeout}"
-                    + (f": {why()}" if why else "")
+                    + (f": {why()}" if why else ""),
+                    ranks[0],
+                    missing_ranks=ranks,
                 )
 
     def _left(self) -> float:
@@ -429,16 +450,16 @@ class _Attempt:
         for rank in self.members.ended if self.members else ():
             raise PeerLostError(f"rank {rank} has died while the group was formed", rank)
         if record := self._published_failure():
-            raise error_of(**record)
+            raise error_of(record)
 
     def _published_failure(self) -> Checked | None:
         """Returns the record of the failure that a rank has published."""
         if not self.prefix or not self._ask("check", [self._key("failed")]):
-            return None
+            return self.heard
         return self._get(self._key("failed"), records.failure)
 
     def failure(self, error: DistError | StoreLostError) -> DistError:
-        """Returns the first failure that was published, or else this one, once it is published.
+        """Returns the first failure that was published, or else this one, once the others have read it.
 
         It is not raised here: an exception in a frame of its own traceback would keep descriptors open until
         the next garbage collection.
@@ -446,16 +467,24 @@ class _Attempt:
         # The store may have gone with the rank that kept it.
         with contextlib.suppress(StoreLostError, DistStoreError):
             if published := self._published_failure():
-                return error_of(**published)
+                failed = error_of(published)
+                await_readers(self._ask, self._key("failure read"), self.size, failed)
+                return failed
         if isinstance(error, StoreLostError):
             error = self._without_store(error)
-        text = str(error)
-        if not text.startswith("[rank"):
-            text = f"[rank {self.rank}] {self.label}: {text}"
-        record = record_of(error, text)
+        record = record_of(error)
+        if not str(error).startswith("[rank"):
+            record["text"] = f"[rank {self.rank}] {self.label}: {error}"
+        if error.rank < 0 and not isinstance(error, PeerLostError):
+            record["rank"] = self.rank
+        failed = error_of(record)
         with contextlib.suppress(StoreLostError):
-            self._set(self._key("failed"), record)
-        return error_of(**record)
+            if self.prefix:
+                self._set(self._key("failed"), record)
+            elif self.rank == 0:
+                self._set(_ADDRESS, {"failed": record})
+            await_readers(self._ask, self._key("failure read"), self.size, failed)
+        return failed
 
     def _without_store(self, error: StoreLostError) -> DistError:
         """Returns the error of a store that failed; names the rank that died where that shows."""
@@ -469,6 +498,3 @@ class _Attempt:
         return DistNetworkError(
             f"the store failed while the group was formed; whoever kept it may have died: {error}"
         )
-
-    def _fail(self, reason: str) -> NoReturn:
-        raise DistNetworkError(f"[rank {self.rank}] {self.label}: {reason}")

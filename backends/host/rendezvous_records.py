@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from collectives.store.error_records import error_of
 from collectives.store.records import Checked, demand, fields
 
 __all__ = [
@@ -23,7 +24,9 @@ _MOST_PORTS = 2**16
 
 
 def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, on which system, and the address of its unix socket."""
+    """Checks rank 0's record: where it runs, on which system, and its unix socket; or why it failed before."""
+    if isinstance(record, dict) and "failed" in record:
+        return {"failed": failure(record["failed"])}
     return fields(record, place=str, system=str, address=str)
 
 
@@ -80,8 +83,9 @@ def names(size: int) -> list[tuple[str, int | None]]:
 
 
 def failure(record: Any) -> Checked:
-    """Checks the failure of a rank: the name of its error's class, the lost rank or -1, and the text."""
-    return fields(record, kind=str, rank=int, text=str)
+    """Checks the error of a rank."""
+    error_of(record)
+    return dict(record)
 
 
 def _rank(rank: Any, size: int) -> int:

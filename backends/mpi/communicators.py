@@ -74,7 +74,9 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
             raise
         raise CollectiveTimeoutError(
             f"{where} {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
-            f"come to form the group within {time.monotonic() - began:.3g} s"
+            f"come to form the group within {time.monotonic() - began:.3g} s",
+            missing[0],
+            missing_ranks=missing,
         ) from error
     published = [read(store.get(key), key, _process) for key in keys]
     for rank, other in enumerate(published):
@@ -82,7 +84,8 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
             if other[what] != mine[what]:
                 raise DistBackendError(
                     f"{where} the ranks are not of one MPI job: {what} is {mine[what]!r} on this rank, but "
-                    f"{other[what]!r} on rank {rank}; start all by one mpirun"
+                    f"{other[what]!r} on rank {rank}; start all by one mpirun",
+                    rank,
                 )
     members = [other["rank"] for other in published]
     if len(set(members)) != len(members):

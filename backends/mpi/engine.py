@@ -17,10 +17,10 @@ import time
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import (
-    ABORTED,
-    PASSED_LIMIT,
+    Departure,
+    aborted_by,
     blamed,
-    exception_behind,
+    limit_reason,
     refuse_broken,
     stopped_by,
 )
@@ -32,6 +32,7 @@ from collectives.backends.mpi.work import MPIWork
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
+    DistError,
     GroupAbortedError,
     PeerLostError,
 )
@@ -82,7 +83,8 @@ class Engine:
     ) -> None:
         self.mpi_library = library
         self.where = where
-        self.cause: Exception | None = None
+        self.cause: DistError | None = None
+        self._elsewhere = False
         self.ended = False
         self.lock = library.lock()
         self._liveness = liveness
@@ -249,45 +251,54 @@ class Engine:
         finally:
             self._checking.release()
         if found is not None:
-            self._break(self._loss(waiting.operation, *found), waiting)
+            self._break(self._loss(waiting.operation, found), waiting, elsewhere=True)
 
     def _publish_waiting(self, work: MPIWork) -> None:
         with contextlib.suppress(Exception):
-            self._store.set(f"waiting/{self._rank}", f"{work.operation.name} #{work.operation.number}")
+            self._store.set(f"waiting/{self._rank}", work.operation.short)
 
     def _expire(self, work: MPIWork) -> None:
         operation = work.operation
         limit = operation.timeout.total_seconds()
-        text = f"{self.where} {operation}: passed its time limit of {limit:g} s. {self._other_ranks(work)}"
-        self._liveness.publish_lost(self._rank, f"its {operation.name} #{operation.number} {PASSED_LIMIT}")
-        self._break(CollectiveTimeoutError(text), work)
+        missing, elsewhere = self._other_ranks(work)
+        expired = CollectiveTimeoutError(
+            f"{self.where} {operation}: passed its time limit of {limit:g} s. {elsewhere}",
+            missing[0] if missing else -1,
+            missing_ranks=missing,
+            **operation.about,
+        )
+        self._liveness.publish_lost(Departure(self._rank, limit_reason(expired)))
+        self._break(expired, work)
 
-    def _other_ranks(self, work: MPIWork) -> str:
-        """Returns in words what the other ranks wait in, as far as they have published it."""
+    def _other_ranks(self, work: MPIWork) -> tuple[list[int], str]:
+        """Returns which ranks had not come, and what the others wait in; as far as they have published it."""
         self._publish_waiting(work)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        waiting: dict[int, str] = {}
         try:
-            others = [rank for rank in range(self._size) if rank != self._rank]
-            silent = [rank for rank in others if not self._store.check([f"waiting/{rank}"])]
-            known = [
-                f"rank {rank} waited last in {self._store.get(f'waiting/{rank}').decode()}"
-                for rank in others
-                if rank not in silent
-            ]
+            for rank in others:
+                if self._store.check([f"waiting/{rank}"]):
+                    waiting[rank] = self._store.get(f"waiting/{rank}").decode()
         except Exception:  # noqa: BLE001 - the store went with a rank
-            return "The group's store does not answer, so that nothing is known of the other ranks"
-        if silent:
+            return [], "The group's store does not answer, so that nothing is known of the other ranks"
+        known = [f"rank {rank} waited last in {name}" for rank, name in waiting.items()]
+        if silent := [rank for rank in others if rank not in waiting]:
             known.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "
                         f"{', '.join(map(str, silent))}")  # fmt: skip
-        return "; ".join(known) or "There are no other ranks"
+        operation = work.operation
+        patient = operation.timeout.total_seconds() > 2 * _CHECK_SECONDS  # all who wait have said so
+        tells = patient and operation.needs_all
+        missing = [rank for rank in others if waiting.get(rank) != operation.short] if tells else []
+        return missing, "; ".join(known) or "There are no other ranks"
 
-    def _loss(self, operation: Operation | str, rank: int, how: str) -> Exception:
+    def _loss(self, operation: Operation, found: Departure) -> DistError:
         """Returns what to raise for a rank that is gone, or gave up."""
-        found = blamed(f"{self.where} {operation}:", rank, how)
-        if isinstance(found, PeerLostError):
-            self._liveness.publish_lost(rank, how)
-        return found
+        error = blamed(f"{self.where} {operation}:", found, operation.about)
+        if isinstance(error, PeerLostError):
+            self._liveness.publish_lost(found)
+        return error
 
-    def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> Exception:
+    def failed(self, operation: Operation, error: Any, work: MPIWork | None = None) -> DistError:
         """Returns what to raise for an error of MPI in an operation, or its Work; it breaks the group.
 
         A message that is longer than the tensor that receives it breaks nothing: it is the caller's mistake.
@@ -295,26 +306,27 @@ class Engine:
         what = f"{self.where} {operation}:"
         mpi = self.mpi_library.mpi
         if error.Get_error_class() == mpi.ERR_TRUNCATE and operation.name == "recv":
-            return DistBackendError(f"{what} the message is longer than the tensor that receives it")
-        rank, how = self._liveness.find_lost()
-        found: Exception
-        if rank >= 0:
-            found = self._loss(operation, rank, how)
+            text = f"{what} the message is longer than the tensor that receives it"
+            return DistBackendError(text, **operation.about)
+        lost = self._liveness.find_lost()
+        if lost is not None:
+            found = self._loss(operation, lost)
         else:
-            found = DistBackendError(f"{what} MPI failed: {error}")
-        self._break(found, work)
+            found = DistBackendError(f"{what} MPI failed: {error}", **operation.about)
+        self._break(found, work, elsewhere=lost is not None)
         return found
 
-    def _break(self, cause: Exception, first: MPIWork | None = None) -> None:
+    def _break(self, cause: DistError, first: MPIWork | None = None, *, elsewhere: bool = False) -> None:
         """Ends everything in flight with errors, and refuses what comes later.
 
         Args:
             cause: why.
             first: the operation in which it was found, which gets this very error.
+            elsewhere: whether another rank has given up.
         """
         with self.lock:
             if self.cause is None:
-                self.cause = cause
+                self.cause, self._elsewhere = cause, elsewhere
             if first is not None:
                 first.fail(cause)
         self._fail_all()
@@ -330,10 +342,7 @@ class Engine:
 
     def _error_of(self, work: MPIWork) -> Exception:
         cause = self.cause or GroupAbortedError("the group was shut down")
-        found = stopped_by(f"{self.where} {work.operation}:", cause)
-        if isinstance(cause, CollectiveTimeoutError) and " gave up: " in str(cause):
-            return CollectiveTimeoutError(str(found))
-        return found
+        return stopped_by(f"{self.where} {work.operation}:", cause, elsewhere=self._elsewhere)
 
     def _let_go(self, work: MPIWork) -> None:
         """Cancels a receive, so that nothing more is written; what cannot be cancelled keeps its memory."""
@@ -345,7 +354,7 @@ class Engine:
 
     # ---- life ----------------------------------------------------------------------------------------------
 
-    def leave(self, cause: Exception) -> None:
+    def leave(self, cause: DistError) -> None:
         """Fails, in a forked child, what is under way there, and leaves MPI alone."""
         self.lock = threading.RLock()  # nobody lets go of the parent's
         self.cause, self.ended = cause, True
@@ -361,8 +370,9 @@ class Engine:
                 return
             self.ended = True
         if self.cause is None:
-            self._liveness.publish_lost(self._rank, ABORTED + exception_behind())
-            self._break(GroupAbortedError(f"{self.where} the group was aborted by this rank"))
+            broken, reason = aborted_by(self.where, self._rank)
+            self._liveness.publish_lost(Departure(self._rank, reason))
+            self._break(broken)
 
     def shutdown(self) -> bool:
         """Finishes what was issued, then ends the group; returns whether nothing of it is left in MPI.

@@ -27,7 +27,8 @@ def check_length(where: str, operation: Operation, got: int, nbytes: int) -> Non
     """Raises a DistBackendError where a message is not as long as the tensor that received it."""
     if got != nbytes:
         raise DistBackendError(
-            f"{where} {operation}: the message has {got} bytes, but the tensor that receives it {nbytes}"
+            f"{where} {operation}: the message has {got} bytes, but the tensor that receives it {nbytes}",
+            **operation.about,
         )
 
 

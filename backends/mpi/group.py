@@ -123,6 +123,7 @@ class ProcessGroupMPI(ProcessGroup):
         self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
         messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
         self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
         exchanges = itertools.count()
         self._native = NativeExchange(
             self._library,
@@ -427,7 +428,8 @@ class ProcessGroupMPI(ProcessGroup):
     def _operation(
         self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
     ) -> Operation:
-        return Operation(name, next(self._numbers), outputs, timeout or self._timeout, detail, outputs)
+        number = next(self._message_numbers if name in {"send", "recv"} else self._numbers)
+        return Operation(name, number, outputs, timeout or self._timeout, detail, outputs)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

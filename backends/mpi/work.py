@@ -180,7 +180,8 @@ class MPIWork(Work):
             until = time.monotonic() + limit if limit > 0 else None
             if not self._engine.wait_for(self, until):
                 raise CollectiveTimeoutError(
-                    f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on"
+                    f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on",
+                    **self.operation.about,
                 )
         if self._error is not None:
             raise self._error

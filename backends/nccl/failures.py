@@ -15,12 +15,10 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from collectives.backends._shared.exit_reasons import (
-    ABORTED,
-    FAILED,
-    PASSED_LIMIT,
-    SHUT_DOWN,
+    Departure,
+    aborted_by,
     blamed,
-    exception_behind,
+    limit_reason,
     refuse_broken,
     stopped_by,
 )
@@ -28,12 +26,15 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.operations.in_flight import PendingOperation
-from collectives.errors import CollectiveTimeoutError, DistBackendError, GroupAbortedError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
 
 __all__ = ["Failures"]
 
 _SHUT_DOWN_SECONDS = 3.0
 """How long an operation may need a rank that has shut the group down: its last messages arrive."""
+
+_TOLD_SECONDS = 3.0
+"""After what time all ranks that wait in an operation have said so."""
 
 _BROKEN_LINKS = frozenset({NcclStatus.REMOTE_ERROR, NcclStatus.SYSTEM_ERROR, NcclStatus.TIMEOUT})
 """What NCCL says when another rank is gone."""
@@ -51,7 +52,7 @@ class Failures:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, where: str, end: Callable[[Exception], None]
+        self, store: Any, rank: int, size: int, where: str, end: Callable[[DistError], None]
     ) -> None:
         prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
         self._store = prefix("waiting", store)
@@ -61,7 +62,7 @@ class Failures:
         self._where = where
         self._end = end
         self._lock = threading.RLock()
-        self._cause: Exception | None = None
+        self._cause: DistError | None = None
         self._left: str | None = None
         self._shut_down_seen: float | None = None
 
@@ -78,7 +79,7 @@ class Failures:
             raise GroupAbortedError(f"{self._where} {what}: {self._left}")
 
     @property
-    def cause(self) -> Exception | None:
+    def cause(self) -> DistError | None:
         """What broke the group."""
         return self._cause
 
@@ -89,14 +90,14 @@ class Failures:
                 return False
             self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
         if aborts:
-            self._break(GroupAbortedError(f"{self._where} {self._left}"), ABORTED + exception_behind())
+            self._break(*aborted_by(self._where, self._rank))
         return True
 
     def publish_shutdown(self) -> None:
         """Tells the others that this rank has shut the group down in order."""
-        self._liveness.publish_exit(SHUT_DOWN)
+        self._liveness.publish_exit(None)
 
-    def stopped_error(self, operation: Operation, cause: Exception) -> Exception:
+    def stopped_error(self, operation: Operation, cause: DistError) -> DistError:
         """Returns the error of an operation that the end of the group stopped."""
         return stopped_by(f"{self._where} {operation}:", cause)
 
@@ -119,11 +120,15 @@ class Failures:
         if pending.error is not None or self._cause is not None:
             return
         operation = pending.operation
+        missing, elsewhere = self._ranks_elsewhere(operation)
         expired = CollectiveTimeoutError(
             f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
-            f"{self._ranks_elsewhere()}"
+            f"{elsewhere}",
+            missing[0] if missing else -1,
+            missing_ranks=missing,
+            **operation.about,
         )
-        self._break(expired, f"its {operation.name} #{operation.number} {PASSED_LIMIT}", pending)
+        self._break(expired, limit_reason(expired), pending)
 
     def publish_waiting(self, pending: PendingOperation | None) -> None:
         """Tells the others which operation of this rank is slow, or that none is any more."""
@@ -143,21 +148,22 @@ class Failures:
             return
         if found is None:
             return
-        rank, how = found
-        if how == SHUT_DOWN:
+        if found.reason is None:
             now = time.monotonic()
-            if rank not in needed:
+            if found.rank not in needed:
                 return
             if self._shut_down_seen is None:
                 self._shut_down_seen = now
             if now - self._shut_down_seen < _SHUT_DOWN_SECONDS:
                 return
         what = f"{self._where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
-        self._break(blamed(what, rank, how), "", pending, found)
+        self._break(blamed(what, found, _about(pending)), None, pending, found)
 
-    def _ranks_elsewhere(self) -> str:
-        """Returns what each of the other ranks waits in, as far as they published it."""
-        lines = []
+    def _ranks_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
+        """Returns which ranks had not come, and what each waits in; as far as they published it."""
+        lines, missing = [], []
+        # All who wait in it have said so by then, and nobody leaves it before all have come.
+        tells = operation.timeout.total_seconds() > _TOLD_SECONDS and operation.needs_all
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -165,28 +171,31 @@ class Failures:
             with contextlib.suppress(Exception):
                 if self._store.check([str(rank)]):
                     text = self._store.get(str(rank)).decode()
+            if tells and text.partition(" (")[0] != operation.short:
+                missing.append(rank)
             lines.append(
                 f"rank {rank} waits in {text}" if text else f"rank {rank} waits in no operation of this group"
             )
-        return "; ".join(lines) or "The group has no other rank: the device did not get to it"
+        return missing, "; ".join(lines) or "The group has no other rank: the device did not get to it"
 
     def _fail(self, pending: PendingOperation | None, what: str, error: Exception) -> None:
         found = None
         if isinstance(error, NcclError) and error.status in _BROKEN_LINKS:
-            rank, how = self._liveness.find_lost()
-            found = (rank, how) if rank >= 0 else None
+            found = self._liveness.find_lost()
+        about = _about(pending)
         if found is not None:
-            self._break(blamed(what, *found), "", pending, found)
+            self._break(blamed(what, found, about), None, pending, found)
             return
-        name = "a call" if pending is None else f"its {pending.operation.name} #{pending.operation.number}"
-        self._break(DistBackendError(f"{what} {error}"), f"{name} {FAILED}: {error}", pending)
+        name = "a call" if pending is None else f"its {pending.operation.short}"
+        reason = DistBackendError(f"{name} failed: {error}", self._rank, **about)
+        self._break(DistBackendError(f"{what} {error}", self._rank, **about), reason, pending)
 
     def _break(
         self,
-        cause: Exception,
-        exit_reason: str,
+        cause: DistError,
+        exit_reason: DistError | None,
         pending: PendingOperation | None = None,
-        lost: tuple[int, str] | None = None,
+        lost: Departure | None = None,
     ) -> None:
         """Ends the group for a cause, unless it has one.
 
@@ -194,7 +203,7 @@ class Failures:
             cause: the cause.
             exit_reason: what to tell the other ranks of this one.
             pending: the operation whose error the cause is.
-            lost: the rank to blame, and what it did.
+            lost: the rank to blame, and why.
         """
         with self._lock:
             if self._cause is not None:
@@ -202,8 +211,13 @@ class Failures:
             self._cause = cause
             if pending is not None and pending.error is None:
                 pending.error = cause
-        self._end(cause)
         if lost is not None:
-            self._liveness.publish_lost(*lost)
-        if exit_reason:
+            self._liveness.publish_lost(lost)
+        if exit_reason is not None:
             self._liveness.publish_exit(exit_reason)
+        self._end(cause)
+
+
+def _about(pending: PendingOperation | None) -> dict[str, Any]:
+    """Returns the attributes of an error that tell the operation."""
+    return {} if pending is None else pending.operation.about

@@ -42,6 +42,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import Work
+from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupNCCL"]
@@ -400,7 +401,7 @@ class ProcessGroupNCCL(ProcessGroup):
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")
 
-    def _end_pending(self, cause: Exception) -> None:
+    def _end_pending(self, cause: DistError) -> None:
         for pending in self._watchdog.pending():
             if pending.error is None and not _has_completed(pending):
                 pending.error = self._failures.stopped_error(pending.operation, cause)

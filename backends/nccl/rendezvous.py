@@ -61,7 +61,8 @@ class Rendezvous:
         value = bytes(self._store.get(f"{key}/value"))
         if value[:1] == b"!":
             raise DistBackendError(
-                f"{self._where} {what}: rank {ranks[0]} could not begin it: {value[1:].decode()}"
+                f"{self._where} {what}: rank {ranks[0]} could not begin it: {value[1:].decode()}",
+                ranks[0],
             )
         return value[1:]
 
@@ -88,7 +89,9 @@ class Rendezvous:
                     raise CollectiveTimeoutError(
                         f"{self._where} {what}: {_ranks(missing)} did not come within "
                         f"{limit.total_seconds():g} s; NCCL makes connections in the first operation, in "
-                        "which all of them must take part"
+                        "which all of them must take part",
+                        missing[0] if missing else -1,
+                        missing_ranks=missing,
                     )
             time.sleep(seconds)
             seconds = min(seconds * 1.5, _LONGEST_PAUSE)

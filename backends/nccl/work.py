@@ -99,7 +99,9 @@ class NcclWork(Work):
                 self._owner.expire(pending)
             elif now >= until:
                 raise CollectiveTimeoutError(
-                    f"{self._owner.where()} {pending.operation}: not done after wait({limit:g} s); it goes on"
+                    f"{self._owner.where()} {pending.operation}: not done after wait({limit:g} s); "
+                    "it goes on",
+                    **pending.operation.about,
                 )
             pause(attempt)
             attempt += 1

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
+from collectives.backends._shared.exit_reasons import refuse_broken
 from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of, option_names, options_of
 from collectives.backends.round_robin.work import BarrierWork, LaneWork, name_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
@@ -186,7 +187,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         # Where no lane detects mismatches, a barrier need not wait for that before it takes all lanes.
         self._detects_mismatch = any(lane.detects_mismatch for lane in self._lanes)
         self._begun: weakref.ref[BarrierWork] | None = None
-        self._cause: BaseException | None = None
+        self._cause: DistError | None = None
         for group in groups:
             group.set_timeout(first.timeout)
 
@@ -287,10 +288,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     def _check_whole(self) -> None:
         cause = self._cause
         if cause is not None:
-            text = f"[rank {self._rank}] {self.describe()} is broken; first cause: {cause}"
-            if isinstance(cause, PeerLostError):
-                raise PeerLostError(text, cause.rank) from cause
-            raise GroupAbortedError(text) from cause
+            refuse_broken(f"[rank {self._rank}] {self.describe()}:", cause, ended=False)
 
     def _failed(self, lane: int, error: DistError) -> None:
         """Handles an error of a lane."""
@@ -298,7 +296,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         if isinstance(error, _BREAKING):
             self._break(error)
 
-    def _break(self, cause: BaseException) -> None:
+    def _break(self, cause: DistError) -> None:
         """Refuses later operations and aborts all lanes after one broke, or after an abort.
 
         But a rank that is lost to one lane is lost to all: each finds that out and names it, unless the abort
@@ -373,7 +371,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         """Returns why the group ended here; takes the place of a lost rank, which is its cause then."""
         lost = self._cause if isinstance(self._cause, PeerLostError) else None
         first = "" if lost is None else f"; first cause: {lost}"
-        ended = GroupAbortedError(f"[rank {self._rank}] {self.describe()} {how}{first}")
+        details = {"rank": self._rank} if lost is None else lost.details()
+        ended = GroupAbortedError(
+            f"[rank {self._rank}] {self.describe()} {how}{first}", **details, cause=lost
+        )
         if lost is not None:
             ended.__cause__ = lost
             self._cause = ended

@@ -175,7 +175,10 @@ def new_group(
             name = str(world.created)
             world.created += 1
         request = f"group {name} of ranks {list(members)} on {config!r}"
-        join_group(world.store, f"make/{name}", default.rank(), members, request, limit, default.lost_ranks)
+        callers = members if use_local_synchronization else range(default.size())
+        join_group(
+            world.store, f"make/{name}", default.rank(), members, request, limit, default.lost_ranks, callers
+        )
         parent = None if use_local_synchronization else default
         if default.rank() not in members:
             decline_split(default, config)

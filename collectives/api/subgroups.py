@@ -180,6 +180,7 @@ def split_group(
             f"split {split_ranks} on {config!r}",
             limit,
             default_group().lost_ranks,
+            record.ranks,
         )
         if not mine:
             decline_split(parent, config)

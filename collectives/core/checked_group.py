@@ -159,7 +159,9 @@ class CheckedGroup(ForwardingGroup):
         lines = [f"  rank {r}: {_in_words(entry[0])}, called at {entry[1]}" for r, entry in enumerate(table)]
         raise CollectiveMismatchError(
             f"[rank {self._rank}] collective #{turn} on {self.describe()}: {reason}; nothing was sent\n"
-            + "\n".join(lines)
+            + "\n".join(lines),
+            operation=table[self._rank][0]["function"],
+            sequence=turn,
         )
 
     def _report_missing(self, turn: int, keys: list[str], mine: dict[str, Any], limit: timedelta) -> None:
@@ -179,7 +181,11 @@ class CheckedGroup(ForwardingGroup):
             f"{_in_words(mine)}, but "
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} called nothing "
             "within "
-            f"{limit.total_seconds():g} s\n" + "\n".join(lines)
+            f"{limit.total_seconds():g} s\n" + "\n".join(lines),
+            missing[0] if missing else -1,
+            missing_ranks=missing,
+            operation=mine["function"],
+            sequence=turn,
         )
 
     def _compare_exchange(
@@ -201,7 +207,8 @@ class CheckedGroup(ForwardingGroup):
                     raise CollectiveMismatchError(
                         f"[rank {self._rank}] {operation} on {self.describe()}: rank {i} sends {out} "
                         f"elements to rank {j}, which "
-                        f"expects {expected}; nothing was sent"
+                        f"expects {expected}; nothing was sent",
+                        operation=operation,
                     )
 
     # ---- the operations ------------------------------------------------------------------------------------

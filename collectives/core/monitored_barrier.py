@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
+from typing import Any
 
 from collectives.core.membership import Membership
-from collectives.errors import CollectiveTimeoutError, DistBackendError, DistStoreError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, DistStoreError
+from collectives.store.error_records import error_of, record_of
+from collectives.store.records import read
 from collectives.store.waiting import delete_keys
 
 __all__ = ["monitored_barrier"]
@@ -31,6 +35,7 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         )
     limit = group.timeout if timeout is None else timeout
     turn = group.next_monitored_barrier()
+    about: dict[str, Any] = {"operation": "monitored_barrier", "sequence": turn}
     outcome = f"monitored_barrier/{turn}/outcome"
     if group.rank() != 0:
         store.set(f"monitored_barrier/{turn}/{group.rank()}", "here")
@@ -39,18 +44,21 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         except (DistStoreError, RuntimeError) as error:
             raise CollectiveTimeoutError(
                 f"[rank {group.rank()}] monitored_barrier on {group.describe()}: rank 0 did not come within "
-                f"{limit.total_seconds():g} s; look at what rank 0 does, or raise the timeout"
+                f"{limit.total_seconds():g} s; look at what rank 0 does, or raise the timeout",
+                0,
+                missing_ranks=[0],
+                **about,
             ) from error
-        message = store.get(outcome).decode()
-        if message != "passed":
-            raise CollectiveTimeoutError(f"[rank {group.rank()}] {message}")
+        found = read(store.get(outcome), outcome, _outcome)
+        if found is not None:
+            raise CollectiveTimeoutError(f"[rank {group.rank()}] {found}", **found.details())
         return
     missing = _missing_ranks(group, store, turn, time.monotonic() + limit.total_seconds(), wait_all_ranks)
     delete_keys(store, [f"monitored_barrier/{turn}/{r}" for r in range(1, group.size()) if r not in missing])
     if not missing:
         if turn:  # all ranks have come, so that none reads the outcome of the one before
             delete_keys(store, [f"monitored_barrier/{turn - 1}/outcome"])
-        store.set(outcome, "passed")
+        store.set(outcome, json.dumps(None))
         return
     names = ", ".join(map(str, missing))
     plural = "s" if len(missing) > 1 else ""
@@ -63,8 +71,14 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         f"did not come within {limit.total_seconds():g} s ({theirs})"
         + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
     )
-    store.set(outcome, message)
-    raise CollectiveTimeoutError(f"[rank 0] {message}")
+    found = CollectiveTimeoutError(message, missing[0], missing_ranks=missing, **about)
+    store.set(outcome, json.dumps(record_of(found)))
+    raise CollectiveTimeoutError(f"[rank 0] {message}", **found.details())
+
+
+def _outcome(record: Any) -> DistError | None:
+    """Checks what rank 0 published: ``None``, or why it raises."""
+    return None if record is None else error_of(record)
 
 
 def _missing_ranks(

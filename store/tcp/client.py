@@ -37,6 +37,8 @@ _FIRST_RETRY_S = 0.01
 _LONGEST_RETRY_S = 1.0
 _LAST_TRY_S = 0.05
 """How long before the limit the last try begins."""
+_GONE_S = 1.0
+"""How long a client that has been connected before tries where nobody listens any more."""
 _SILENT_S = 10.0
 """How long a client tries to connect before it says so, once."""
 _ANSWER_S = 10.0
@@ -215,7 +217,7 @@ class Client:
                 connection = self._idle.pop()
                 self._in_use.add(connection)
                 return connection
-        connection = self._connect(max(timeout, _ANSWER_S))
+        connection = self._connect(max(timeout, _ANSWER_S), again=True)
         with self._lock:
             self._in_use.add(connection)
         return connection
@@ -235,7 +237,7 @@ class Client:
         except (OSError, DistNetworkError):
             return ""
 
-    def _connect(self, timeout: float) -> Connection:
+    def _connect(self, timeout: float, *, again: bool = False) -> Connection:
         start = time.monotonic()
         delay = _FIRST_RETRY_S
         attempts = 0
@@ -248,6 +250,9 @@ class Client:
             except OSError as error:
                 if isinstance(error, UnprovedError):
                     end = min(end, time.monotonic() + _UNPROVED_S)
+                elif again and isinstance(error, ConnectionRefusedError):
+                    # A server that was there and listens no more has ended.
+                    end = min(end, start + _GONE_S)
                 # A server that has not started yet, a name that is not known yet, a full backlog: try again.
                 # The jitter keeps many ranks that were started together from connecting together.
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from harness import Died, current_store, run_ranks
 from collectives import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DistError,
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
@@ -96,14 +98,19 @@ def lose_a_rank(group: ProcessGroup, operation: Callable[[ProcessGroup], Work], 
     assert info.value.rank == 1, info.value
     assert "rank 1" in str(info.value)
     assert f"[rank {group.rank()}]" in str(info.value)
+    names = {"all_reduce", "all_gather", "barrier", "recv"}
+    assert info.value.operation in names, info.value.details()
+    assert info.value.sequence > 0 or info.value.operation == "recv", info.value.details()
     for call in (collective, collective_on_this_thread, barrier, receive, to_a_rank_that_lives):
         with pytest.raises(PeerLostError) as later:
             call(group).wait()
         assert later.value.rank == 1, f"{call.__name__}: {later.value}"
         assert "rank 1" in str(later.value)
     group.abort()
-    with pytest.raises(GroupAbortedError, match="rank 1"):
+    with pytest.raises(GroupAbortedError, match="rank 1") as ended:
         collective(group).wait()
+    assert isinstance(ended.value.cause, PeerLostError), ended.value.details()
+    assert ended.value.cause.rank == ended.value.rank == 1
     return took
 
 
@@ -178,9 +185,24 @@ def stopped_rank(group: ProcessGroup) -> float:
         group.allreduce(torch.ones(3)).wait()
     took = time.monotonic() - began
     assert "all_reduce" in str(info.value)
-    with pytest.raises(GroupAbortedError):
+    says_so(info.value, group, operation="all_reduce", missing_ranks=[1])
+    with pytest.raises(GroupAbortedError) as later:
         group.allreduce(torch.ones(3)).wait()
+    assert isinstance(later.value.cause, CollectiveTimeoutError), later.value.cause
+    says_so(later.value, group, operation="all_reduce", missing_ranks=[1])
     return took
+
+
+def says_so(error: DistError, group: ProcessGroup, operation: str, missing_ranks: list[int]) -> None:
+    """Checks what an error about ranks that did not come says to programs; Gloo cannot tell which."""
+    assert error.operation == operation, error.details()
+    assert error.sequence > 0, error.details()
+    tells = group.name() != "gloo"
+    assert list(error.missing_ranks) == (missing_ranks if tells else []), error.details()
+    assert error.rank == (missing_ranks[0] if tells else -1), error.details()
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert again.details() == error.details()
 
 
 @pytest.mark.sampled(1)
@@ -244,6 +266,8 @@ def abort_here(group: ProcessGroup, waiting: bool) -> float:
         with pytest.raises(GroupAbortedError) as info:
             group.allreduce(torch.ones(3)).wait()
         assert "rank 0" in str(info.value), info.value
+        assert info.value.rank == 0
+        assert info.value.cause is None
     took = time.monotonic() - began
     with pytest.raises(GroupAbortedError):
         group.allreduce(torch.ones(3)).wait()
@@ -255,6 +279,29 @@ def abort_here(group: ProcessGroup, waiting: bool) -> float:
 def test_abort_releases_everybody(backend: str, waiting: bool) -> None:
     results = run_ranks(abort_here, 3, waiting, backend=backend, isolated=True)
     assert max(results) < PATIENCE
+
+
+def abort_behind(group: ProcessGroup) -> None:
+    """Rank 0 aborts because of an exception, of which the others hear."""
+    gate("ready", group)
+    if group.rank() == 0:
+        try:
+            raise ValueError("bad shard 3")
+        except ValueError:
+            group.abort()
+    else:
+        for _ in range(2):
+            with pytest.raises(GroupAbortedError, match=r"rank 0 .*after ValueError: bad shard 3") as info:
+                group.allreduce(torch.ones(3)).wait()
+            assert info.value.rank == 0
+            assert type(info.value.cause) is DistError
+            assert str(info.value.cause) == "ValueError: bad shard 3"
+            assert info.value.cause.rank == 0
+    gate("seen", group)
+
+
+def test_an_abort_tells_the_exception_behind_it(backend: str) -> None:
+    run_ranks(abort_behind, 3, backend=backend, isolated=True)
 
 
 def abort_many(group: ProcessGroup) -> None:
@@ -318,6 +365,8 @@ def mismatches(group: ProcessGroup) -> None:
         with pytest.raises(CollectiveMismatchError) as info:
             call().wait()
         text = str(info.value)
+        assert info.value.sequence > 0, name
+        assert info.value.operation in {"all_reduce", "broadcast", "all_gather"}, name
         for rank in range(size):
             assert f"rank {rank}: " in text, f"{name}: {text}"
         assert first in text, f"{name}: {text}"

@@ -13,9 +13,9 @@ import torch.distributed as torch_dist
 
 import collectives as dist
 from collectives.errors import DistStoreError
-from collectives.store import HashStore
+from collectives.store import HashStore, PrefixStore
 from collectives.store.group_rendezvous import join_group
-from collectives.store.world_rendezvous import join_world
+from collectives.store.world_rendezvous import join_world, leave_world
 
 LIMIT = timedelta(seconds=30)
 
@@ -153,6 +153,30 @@ def test_a_member_that_died_with_its_store_is_named() -> None:
 def test_a_store_that_is_lost_with_no_member_is_an_error_of_its_own() -> None:
     with pytest.raises(dist.DistNetworkError, match="the connection has ended"):
         join_group(LostStore(), "make/1", 0, [0, 2], "ranks 0 and 2", LIMIT, lambda: [1])
+
+
+def test_the_last_one_to_come_deletes_the_keys_of_a_group() -> None:
+    store = dist.HashStore()
+    calls = [
+        lambda r=r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT, callers=range(3))  # type: ignore[misc]
+        for r in range(3)
+    ]
+    assert on_threads(*calls) == [None] * 3
+    assert store.num_keys() == 0
+
+
+def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
+    store = dist.HashStore()
+
+    def live(rank: int) -> None:
+        number = join_world(store, rank, 3, "host", LIMIT)
+        leave_world(PrefixStore(str(number), store), rank)
+
+    counts = []
+    for _ in range(4):
+        assert on_threads(*(lambda r=r: live(r) for r in range(3))) == [None] * 3  # type: ignore[misc]
+        counts.append(sum("leave" in key for key in store.list_keys()))
+    assert counts == [3] * 4
 
 
 def test_members_of_a_group_come_to_one_verdict() -> None:

@@ -48,7 +48,7 @@ void CollectiveContext::mismatch(const std::string& difference) const {
   text +=
       "\nNothing was written and the group stays usable. Every rank must issue the same collectives in the "
       "same order";
-  throw Error(ErrorKind::mismatch, text);
+  throw Error(ErrorKind::mismatch, text, details_of(call_));
 }
 
 void CollectiveContext::too_long_for_buffer() const {
@@ -56,15 +56,17 @@ void CollectiveContext::too_long_for_buffer() const {
               ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) + ": " +
                   std::to_string(size()) + " ranks on " + std::to_string(topology().count()) +
                   " machines are too many for this operation, for which the memory that a rank shares has "
-                  "no room; issue it in groups of fewer ranks");
+                  "no room; issue it in groups of fewer ranks",
+              details_of(call_));
 }
 
 void CollectiveContext::too_many_chunks(std::uint64_t chunks) const {
-  throw Error(ErrorKind::backend, ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) +
-                                      ": the longest contribution has " + std::to_string(chunks) +
-                                      " chunks, more than the " +
-                                      std::to_string((std::uint64_t{1} << kChunkBits) - 1) +
-                                      " that can be counted; issue it in parts");
+  throw Error(ErrorKind::backend,
+              ranks_.prefix() + ", collective number " + std::to_string(call_.sequence) +
+                  ": the longest contribution has " + std::to_string(chunks) + " chunks, more than the " +
+                  std::to_string((std::uint64_t{1} << kChunkBits) - 1) +
+                  " that can be counted; issue it in parts",
+              details_of(call_));
 }
 
 }  // namespace collectives

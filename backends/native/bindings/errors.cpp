@@ -3,6 +3,7 @@
 #include <exception>
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace collectives {
 namespace {
@@ -19,7 +20,10 @@ const char* class_of(ErrorKind kind) {
       return "GroupAbortedError";
     case ErrorKind::network:
       return "DistNetworkError";
+    case ErrorKind::program:
+      return "DistError";
     case ErrorKind::backend:
+    case ErrorKind::resources:
     case ErrorKind::interrupted:
       break;
   }
@@ -46,9 +50,13 @@ nb::str text_from(const std::string& text) {
 
 nb::object exception_from(const Error& error) {
   const nb::object type = nb::module_::import_("collectives.errors").attr(class_of(error.kind()));
-  const nb::str message = text_from(error.message());
-  if (error.kind() == ErrorKind::peer_lost) return type(message, error.rank());
-  return type(message);
+  const ErrorDetails& details = error.details();
+  nb::list missing;
+  for (const int rank : details.missing) missing.append(rank);
+  const nb::object cause = details.cause ? exception_from(*details.cause) : nb::none();
+  return type(text_from(error.message()), details.rank, "missing_ranks"_a = missing,
+              "operation"_a = text_from(details.operation), "sequence"_a = details.sequence,
+              "cause"_a = cause);
 }
 
 void bind_errors(nb::module_& /*module*/) { nb::register_exception_translator(translate); }

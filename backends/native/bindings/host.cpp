@@ -261,6 +261,7 @@ void bind_bootstrap(nb::module_& module) {
             new (follower) BootstrapFollower(address, rank, size, deadline_in(seconds));
           },
           nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))
+      .def_prop_ro("leader_ended", &BootstrapFollower::leader_ended)
       .def(
           "answered",
           [](BootstrapFollower& follower, double seconds) {
@@ -345,10 +346,10 @@ void bind_group(nb::module_& module) {
            nb::arg("tag"), nb::arg("timeout_ns"))
       .def(
           "abort",
-          [](OwnedGroup& group, const std::string& reason) {
-            if (!group.inherited()) without_gil([&] { group->abort(reason); });
+          [](OwnedGroup& group, const std::string& reason, const std::string& behind) {
+            if (!group.inherited()) without_gil([&] { group->abort(reason, behind); });
           },
-          nb::arg("reason"))
+          nb::arg("reason"), nb::arg("behind") = "")
       .def(
           "shutdown",
           [](OwnedGroup& group, bool finish) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace collectives {
 
@@ -17,23 +18,42 @@ enum class ErrorKind : std::uint8_t {
   aborted = 4,      // the group was aborted, shut down, or broken by an earlier error
   network = 5,      // a connection could not be made or broke
   interrupted = 6,  // the interrupt hook asked to stop; the hook's owner holds the cause
+  program = 7,      // an exception of a rank's own program; only as a cause
+  resources = 8,    // the system gives this process no more descriptors or memory
+};
+
+class Error;
+
+// What a program can read of an error besides its kind and text; as here where it is not known.
+struct ErrorDetails {
+  int rank = -1;                            // at fault, within the group
+  std::vector<int> missing = {};            // ranks that had not come, or the first of them
+  std::string operation = {};               // "all_reduce", "send"
+  std::int64_t sequence = -1;               // of a collective within its group
+  std::shared_ptr<const Error> cause = {};  // the first error, where this one comes of it
 };
 
 class Error : public std::exception {
  public:
-  Error(ErrorKind kind, std::string message, int rank = -1)
-      : kind_(kind), rank_(rank), message_(std::make_shared<const std::string>(std::move(message))) {}
+  Error(ErrorKind kind, std::string message, ErrorDetails details = {})
+      : kind_(kind), content_(std::make_shared<const Content>(std::move(message), std::move(details))) {}
 
   ErrorKind kind() const noexcept { return kind_; }
-  // The rank at fault within the group, or -1.
-  int rank() const noexcept { return rank_; }
-  const std::string& message() const noexcept { return *message_; }
-  const char* what() const noexcept override { return message_->c_str(); }
+  const ErrorDetails& details() const noexcept { return content_->details; }
+  int rank() const noexcept { return content_->details.rank; }
+  const std::string& message() const noexcept { return content_->message; }
+  const char* what() const noexcept override { return content_->message.c_str(); }
 
  private:
+  struct Content {
+    Content(std::string text, ErrorDetails about) : message(std::move(text)), details(std::move(about)) {}
+
+    std::string message;
+    ErrorDetails details;
+  };
+
   ErrorKind kind_;
-  int rank_;
-  std::shared_ptr<const std::string> message_;  // shared, so that a copy, as `throw` makes it, cannot fail
+  std::shared_ptr<const Content> content_;  // shared, so that a copy, as `throw` makes it, cannot fail
 };
 
 // "what: text of errno".

@@ -34,9 +34,15 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout)
       timeout_(timeout),
       tuning_(membership.tuning),
       context_(std::make_unique<RankContext>(std::move(membership), label_)),
-      machines_(context_->spans_machines() ? std::make_unique<MachineTransport>(*context_) : nullptr),
-      messenger_(std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr)),
-      sources_(static_cast<std::size_t>(size_)) {}
+      sources_(static_cast<std::size_t>(size_)) {
+  try {
+    if (context_->spans_machines()) machines_ = std::make_unique<MachineTransport>(*context_);
+    messenger_ = std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr);
+  } catch (const Error& error) {
+    context_->fail_to_join(error);
+    throw;
+  }
+}
 
 Group::~Group() { shutdown(false); }
 
@@ -46,7 +52,7 @@ std::vector<int> Group::connect(Nanoseconds deadline) {
     for (int r = 0; machines_ && r < size_; ++r) {
       if (r == rank_ || !context_->dead(r)) continue;
       throw Error(ErrorKind::peer_lost, context_->name_of_rank(r) + " has died while the group was formed",
-                  r);
+                  {.rank = r});
     }
   }
   for (;;) {
@@ -64,7 +70,7 @@ std::vector<int> Group::connect(Nanoseconds deadline) {
 
 void Group::report_lost_rank(int rank, const std::string& text) {
   const std::lock_guard lock(context_mutex_);
-  if (context_) context_->record_failure(ErrorKind::peer_lost, rank, text);
+  if (context_) context_->record_failure(ErrorKind::peer_lost, text, {.rank = rank});
 }
 
 std::vector<int> Group::lost_ranks() const {
@@ -82,14 +88,14 @@ std::string Group::connection_error() {
 }
 
 void Group::refuse() const {
-  std::string cause;
+  std::optional<Failure> failure;
   {
     const std::lock_guard lock(context_mutex_);
-    cause = context_ ? context_->cause() : cause_;
+    failure = context_ ? context_->failure() : failure_;
   }
-  if (!cause.empty()) cause = "; the first cause: " + cause;
-  throw Error(ErrorKind::aborted,
-              "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down" + cause);
+  const std::string text = "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down";
+  if (!failure) throw Error(ErrorKind::aborted, text);
+  throw Error(ErrorKind::aborted, text + "; the first cause: " + failure->text, details_after(*failure));
 }
 
 bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
@@ -135,7 +141,7 @@ void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds
     // Peers may be waiting for what will not come.
     context_->abort("rank " + std::to_string(rank()) + " failed in " + describe(call.what, call.own_count) +
                     ": " + error.what());
-    throw Error(ErrorKind::backend, std::string(error.what()));
+    throw Error(ErrorKind::backend, std::string(error.what()), details_of(call));
   }
   status.finished.store(call.sequence, std::memory_order_release);
 }
@@ -212,9 +218,9 @@ void Group::serve_queue() {
   }
 }
 
-void Group::abort(const std::string& reason) {
+void Group::abort(const std::string& reason, const std::string& behind) {
   const std::lock_guard lock(context_mutex_);
-  if (context_) context_->abort(reason);
+  if (context_) context_->abort(reason, behind);
 }
 
 std::string Group::report() const {
@@ -264,7 +270,7 @@ void Group::shutdown(bool finish) {
   }
   queue_changed_.notify_all();
   const std::lock_guard lock(context_mutex_);
-  cause_ = context_->cause();
+  failure_ = context_->failure();
   if (idle) {
     thread_.join();
     machines_.reset();

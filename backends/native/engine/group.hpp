@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,7 +68,7 @@ class Group {
   bool receive_at_once(const Envelope& envelope, std::byte* data);
 
   // Breaks the group here and for its peers. Blocks on nothing.
-  void abort(const std::string& reason);
+  void abort(const std::string& reason, const std::string& behind = {});
 
   // Ends the group and frees what it holds. With `finish`, operations already issued come to their own end
   // first, each within its time limit; without, they fail at once. Idempotent. Called from within an
@@ -106,8 +107,8 @@ class Group {
   std::unique_ptr<RankContext> context_;
   std::unique_ptr<MachineTransport> machines_;  // of a group that spans machines
   mutable std::mutex context_mutex_;
-  std::string cause_;  // why the group was broken when it ended
-  const std::shared_ptr<Messenger> messenger_;
+  std::optional<Failure> failure_;  // what had broken the group when it ended
+  std::shared_ptr<Messenger> messenger_;
   // Only for the thread that executes collectives: the number of the last one begun, and scratch space.
   std::uint64_t sequence_ = 0;
   std::vector<const void*> sources_;

@@ -348,11 +348,12 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
   const Envelope& wanted = transfer->envelope();
   if (wanted.bytes != message->bytes || wanted.dtype != message->dtype) {
     // The message has no target now, so its bytes are dropped as they come.
-    finish(transfer, Error(ErrorKind::mismatch, context_->prefix() + ": " + transfer->describe() +
-                                                    " met a message of " + std::to_string(message->bytes) +
-                                                    " bytes (" + name_of(message->dtype) + ") from rank " +
-                                                    std::to_string(message->source) +
-                                                    "; the message is dropped and the group stays usable"));
+    finish(transfer,
+           Error(ErrorKind::mismatch,
+                 context_->prefix() + ": " + transfer->describe() + " met a message of " +
+                     std::to_string(message->bytes) + " bytes (" + name_of(message->dtype) + ") from rank " +
+                     std::to_string(message->source) + "; the message is dropped and the group stays usable",
+                 {.rank = message->source, .operation = "recv"}));
     return;
   }
   transfer->source_ = message->source;

@@ -55,13 +55,15 @@ void Messenger::fail_on_dead_leader() {
     const int leader = topology.leader_of(machine);
     if (leader == rank_ || context_->departed(leader) || !context_->dead(leader)) continue;
     // Its machine and the others are not told any more what happens to each other.
-    context_->throw_peer_lost(leader, outstanding_.front()->describe());
+    const Transfer& first = *outstanding_.front();
+    context_->throw_peer_lost(leader, first.describe(), first.details());
   }
 }
 
 void Messenger::check_transfers() {
   try {
     context_->check_unbroken();
+    context_->look_for_replaced();
     const auto ranks = static_cast<std::size_t>(context_->size());
     std::vector<bool> departed(ranks);
     std::vector<bool> dead(ranks);
@@ -80,17 +82,17 @@ void Messenger::check_transfers() {
       for (std::size_t r = 0; r < ranks; ++r) {
         const int rank = static_cast<int>(r);
         if (rank == rank_ || (peer != kAnyRank && peer != rank)) continue;
-        if (dead[r]) context_->throw_peer_lost(rank, transfer->describe());
+        if (dead[r]) context_->throw_peer_lost(rank, transfer->describe(), transfer->details());
         if (!departed[r]) check_connections(*transfer, rank);
         somebody = somebody || !departed[r];
       }
       if (!somebody) {
         withdraw(*transfer);
         const char* who = peer == kAnyRank ? "all other ranks have" : "that rank has";
-        finish(
-            transfer,
-            Error(ErrorKind::peer_lost,
-                  context_->prefix() + ": " + transfer->describe() + ": " + who + " left the group", peer));
+        finish(transfer,
+               Error(ErrorKind::peer_lost,
+                     context_->prefix() + ": " + transfer->describe() + ": " + who + " left the group",
+                     transfer->details()));
       } else if (now_ns() >= transfer->deadline()) {
         fail_timed_out(transfer);
       }
@@ -119,17 +121,19 @@ void Messenger::check_connections(const Transfer& transfer, int rank) const {
   const Inbox& in = *incoming_[static_cast<std::size_t>(rank)].box;
   const Nanoseconds ended = sends ? out.ended() : in.ended();
   if (ended == 0 || now_ns() < ended + kInFlightLimit) return;
-  context_->throw_peer_lost(rank,
-                            transfer.describe() + " (" + (sends ? out.error_text() : in.error_text()) + ")");
+  context_->throw_disconnected(
+      rank, transfer.describe() + " (" + (sends ? out.error_text() : in.error_text()) + ")",
+      transfer.details());
 }
 
 void Messenger::fail_timed_out(const TransferPointer& transfer) {
-  const int peer = transfer->envelope().peer;
+  ErrorDetails about = transfer->details();
+  if (about.rank >= 0) about.missing = {about.rank};
   const auto text = [&](const std::string& state) {
     return context_->timeout_text(transfer->describe(), transfer->timeout(), state);
   };
   const auto fail = [&](const std::string& what) {
-    finish(transfer, Error(ErrorKind::timeout, context_->prefix() + ": " + what, peer));
+    finish(transfer, Error(ErrorKind::timeout, context_->prefix() + ": " + what, about));
   };
   const std::string bytes = std::to_string(transfer->envelope().bytes) + " bytes";
   if (transfer->direction() == Transfer::Direction::receive) {
@@ -141,7 +145,9 @@ void Messenger::fail_timed_out(const TransferPointer& transfer) {
   }
   if (!transfer->begun_) {
     withdraw(*transfer);
-    return fail(text("; nothing of it had left, and the group stays usable"));
+    std::string why = outgoing_[static_cast<std::size_t>(about.rank)].box->error_text();
+    if (!why.empty()) why = " (" + why + ")";
+    return fail(text("; nothing of it had left" + why + ", and the group stays usable"));
   }
   // A message that has left in part can be neither taken back nor completed: its memory is the caller's
   // again.
@@ -149,7 +155,7 @@ void Messenger::fail_timed_out(const TransferPointer& transfer) {
       text("; " + std::to_string(transfer->moved_) + " of " + bytes +
            " were on their way and cannot be taken back, so that the group is broken: make a new one, with a "
            "longer timeout or with the receive issued earlier");
-  context_->fail_group(ErrorKind::timeout, peer, what);
+  context_->fail_group(ErrorKind::timeout, what, about);
   withdraw(*transfer);
   fail(what);
   context_->check_unbroken();

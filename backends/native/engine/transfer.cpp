@@ -22,6 +22,10 @@ bool Transfer::wait(Nanoseconds deadline, Interrupt* interrupt) {
   return finished() || messenger_->wait(*this, deadline, interrupt);
 }
 
+ErrorDetails Transfer::details() const {
+  return {.rank = envelope_.peer, .operation = direction_ == Direction::send ? "send" : "recv"};
+}
+
 std::string Transfer::describe() const {
   const bool sends = direction_ == Direction::send;
   std::string text = sends ? "send of " : "receive of ";

@@ -40,6 +40,8 @@ class Transfer final : public Task {
 
   // "send of 40 bytes (float32) to rank 1, tag 0".
   std::string describe() const;
+  // The same for programs.
+  ErrorDetails details() const;
 
  private:
   friend class Messenger;  // which guards all of this by its mutex

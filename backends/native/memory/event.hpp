@@ -14,7 +14,7 @@ namespace collectives {
 
 inline Descriptor make_event() {
   Descriptor event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event) throw Error(ErrorKind::backend, with_errno("eventfd failed", errno));
+  if (!event) throw Error(ErrorKind::resources, with_errno("eventfd failed", errno));
   return event;
 }
 

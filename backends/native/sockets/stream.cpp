@@ -77,7 +77,7 @@ bool Stream::pump(Flow& flow, Move&& move) {
       if (size <= 0) {
         throw Error(ErrorKind::network,
                     size == 0 ? "the connection has ended" : with_errno("the connection broke", errno),
-                    peer_);
+                    {.rank = peer_});
       }
       const auto bytes = static_cast<std::size_t>(size);
       moved = true;

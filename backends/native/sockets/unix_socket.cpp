@@ -18,7 +18,10 @@ namespace {
 constexpr Nanoseconds kRetry = 2 * kMillisecond;
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error(ErrorKind::network, with_errno("unix socket: " + what, error));
+  const std::string text = with_errno("unix socket: " + what, error);
+  if (error == EMFILE || error == ENFILE)
+    throw Error(ErrorKind::resources, text + "; raise the limit on open files (ulimit -n)");
+  throw Error(error == ENOMEM || error == ENOBUFS ? ErrorKind::resources : ErrorKind::network, text);
 }
 
 socklen_t address_of(const std::string& name, sockaddr_un& address) {
@@ -34,6 +37,14 @@ Descriptor make_socket() {
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("cannot make one", errno);
   return socket;
+}
+
+ucred peer_credentials(const Descriptor& socket) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
+    fail("no peer credentials", errno);
+  return peer;
 }
 
 bool poll_until(pollfd* watched, std::size_t count, Nanoseconds deadline) {
@@ -82,6 +93,8 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline) {
   sockaddr_un address;
   const socklen_t size = address_of(name, address);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
+    if (errno == ECONNREFUSED)
+      throw Error(ErrorKind::peer_lost, with_errno("unix socket: nobody listens", errno));
     if (errno != EAGAIN && errno != EINTR) fail("cannot connect", errno);
     if (now_ns() >= deadline)
       throw Error(ErrorKind::timeout, "unix socket: no connection before the deadline");
@@ -91,13 +104,9 @@ Descriptor connect_abstract(const std::string& name, Nanoseconds deadline) {
   return socket;
 }
 
-uid_t peer_user(const Descriptor& socket) {
-  ucred peer{};
-  socklen_t size = sizeof(peer);
-  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
-    fail("no peer credentials", errno);
-  return peer.uid;
-}
+uid_t peer_user(const Descriptor& socket) { return peer_credentials(socket).uid; }
+
+int peer_process(const Descriptor& socket) { return peer_credentials(socket).pid; }
 
 void send_message(const Descriptor& socket, const void* bytes, std::size_t size,
                   const std::vector<int>& descriptors, Nanoseconds deadline) {
@@ -158,10 +167,10 @@ Received receive_message(const Descriptor& socket, void* bytes, std::size_t capa
         received.descriptors.emplace_back(fd);
       }
     }
-    if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
-      throw Error(ErrorKind::network,
-                  "unix socket: a message did not fit; a limit on open files (ulimit -n) is one cause");
-    }
+    if ((message.msg_flags & MSG_CTRUNC) != 0 && received.descriptors.size() < kMostDescriptors)
+      fail("a descriptor came that cannot be kept", EMFILE);
+    if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+      throw Error(ErrorKind::network, "unix socket: a message did not fit");
     return received;
   }
 }

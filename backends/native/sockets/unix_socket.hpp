@@ -27,10 +27,14 @@ Descriptor listen_abstract(const std::string& name, int backlog);
 // Waits until a peer connects; an empty descriptor when the deadline passed.
 Descriptor accept_until(const Descriptor& listener, Nanoseconds deadline);
 
+// Throws ErrorKind::peer_lost where nobody listens under that name. All of these throw ErrorKind::resources
+// where the system gives no descriptor or memory.
 Descriptor connect_abstract(const std::string& name, Nanoseconds deadline);
 
 // User id of the process at the other end, as the kernel tells it.
 uid_t peer_user(const Descriptor& socket);
+// Its process id as counted here; 0 where it has none.
+int peer_process(const Descriptor& socket);
 
 // Sends one message whole, with `descriptors` attached. Throws ErrorKind::peer_lost where the peer is gone,
 // and ErrorKind::timeout after the deadline.

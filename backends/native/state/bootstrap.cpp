@@ -18,6 +18,7 @@
 #include "security/handshake.hpp"
 #include "sockets/unix_socket.hpp"
 #include "state/group_secret.hpp"
+#include "state/process_state.hpp"
 
 namespace collectives {
 namespace {
@@ -116,7 +117,8 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
     try {
       // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
       admit(std::move(socket), now_ns() + kHelloLimit);
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::resources) throw;
       continue;  // the connection is dropped; a rank that is still missing will be named
     }
   }
@@ -124,7 +126,7 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
 
 void BootstrapLeader::throw_peer_lost(int rank, const std::string& how) const {
   throw Error(ErrorKind::peer_lost,
-              "rank " + std::to_string(rank) + " " + how + " while the group was formed", rank);
+              "rank " + std::to_string(rank) + " " + how + " while the group was formed", {.rank = rank});
 }
 
 BootstrapLeader::Events BootstrapLeader::await_events(bool connections, Nanoseconds deadline) {
@@ -276,7 +278,7 @@ Membership BootstrapLeader::release(Nanoseconds deadline) {
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::peer_lost || !each.process) throw;
     }
-    membership.processes.push_back(std::move(each.process));
+    membership.processes.push_back(share_process(std::move(each.process)));
   }
   membership.processes[static_cast<std::size_t>(membership.rank)].reset();
   followers_.clear();
@@ -292,12 +294,17 @@ BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int s
   }
   socket_ = connect_abstract(address.substr(0, space), deadline);
   check_user(socket_);
+  leader_process_ = peer_process(socket_);
   Message hello;
   hello.rank = rank;
   hello.size = size;
   std::memcpy(hello.secret, address.data() + space + 1, kGroupSecretCharacters);
   const Descriptor process = own_process();
   say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+}
+
+bool BootstrapFollower::leader_ended() const noexcept {
+  return leader_process_ > 0 && state_of_process(leader_process_).ended;
 }
 
 bool BootstrapFollower::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }
@@ -340,7 +347,7 @@ bool BootstrapFollower::attach(Nanoseconds deadline) {
     for (std::uint32_t i = 0; i < batch.count; ++i) {
       const auto owner = static_cast<std::size_t>(batch.ranks[i]);
       if (owner < membership_.processes.size())
-        membership_.processes[owner] = std::move(processes.descriptors[i]);
+        membership_.processes[owner] = share_process(std::move(processes.descriptors[i]));
     }
     seen += batch.count;
   }

@@ -92,9 +92,12 @@ class BootstrapLeader {
 
 class BootstrapFollower {
  public:
-  // Connects to the leader and says hello. Throws ErrorKind::network where nothing listens under that name
+  // Connects to the leader and says hello. Throws ErrorKind::peer_lost where nothing listens under that name
   // here.
   BootstrapFollower(const std::string& address, int rank, int size, Nanoseconds deadline);
+
+  // Whether the leader's process has ended, as far as can be told.
+  bool leader_ended() const noexcept;
 
   // Whether the leader has answered before the deadline; throws when it has gone.
   bool answered(Nanoseconds deadline);
@@ -108,6 +111,7 @@ class BootstrapFollower {
  private:
   int rank_;
   int size_;
+  int leader_process_ = 0;
   Descriptor socket_;
   Membership membership_;
 };

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/clock.hpp"
+#include "common/error.hpp"
 #include "state/control_page.hpp"
 
 namespace collectives {
@@ -36,5 +37,7 @@ struct Call {
 std::string describe(const Fingerprint& what, std::uint64_t own_count);
 // "all_reduce(SUM, float32, 1024 elements) number 7".
 std::string describe(const Call& call);
+// The same for programs.
+ErrorDetails details_of(const Call& call);
 
 }  // namespace collectives

@@ -59,8 +59,8 @@ struct alignas(kLine) Progress {
   std::atomic<std::uint64_t> arrived;    // release: my ring holds what other machines made of these chunks
 };
 
-// `dead` and `unreachable` occur in mirrors alone: the remote process has ended; its machine, or the network
-// in between, is gone.
+// `dead` of a local rank: another one has found out that its process runs another program. `dead` and
+// `unreachable` in mirrors: the remote process has ended; its machine, or the network in between, is gone.
 enum class Presence : std::uint32_t { attaching = 0, present = 1, departed = 2, dead = 3, unreachable = 4 };
 
 // What a thread that is blocked in point-to-point communication waits in.
@@ -76,6 +76,7 @@ struct alignas(kLine) Status {
   std::atomic<Nanoseconds> entered;           // when the last collective began, or fell asleep
   std::atomic<std::int32_t> process;          // process id as the rank itself sees it
   std::atomic<std::uint64_t> process_space;   // the name space in which it counts
+  std::atomic<std::uint64_t> image;           // of its program (state/process_state.hpp)
   std::atomic<std::uint32_t> mail_peer;       // rank + 1 that a send or receive waits for, kNobody for any
   std::atomic<std::uint32_t> mail_direction;  // MailDirection
   std::atomic<std::uint32_t> mail_tag;

@@ -7,10 +7,12 @@
 #include <array>
 #include <bit>
 #include <cstdio>
+#include <cstring>
 #include <string>
 
 #include "common/dtype.hpp"
 #include "common/opcode.hpp"
+#include "sockets/unix_socket.hpp"
 #include "state/rank_context.hpp"
 #include "state/rank_snapshot.hpp"
 
@@ -18,7 +20,7 @@ namespace collectives {
 namespace {
 
 // How much later than the end of a connection the control channel may tell why it ended.
-constexpr Nanoseconds kExplanationLimit = 400 * kMillisecond;
+constexpr Nanoseconds kExplanationLimit = 2 * kSecond;
 // Writing a failure record takes microseconds. A writer that takes this long is stopped.
 constexpr Nanoseconds kFailureWriteLimit = kSecond;
 
@@ -42,10 +44,55 @@ std::string mail_of(const RankSnapshot& rank) {
   return text + ", tag " + std::to_string(rank.mail_tag) + ", for " + ago(rank.mail_since);
 }
 
+bool is_known(std::uint32_t kind) noexcept {
+  return kind <= static_cast<std::uint32_t>(ErrorKind::resources);
+}
+
 }  // namespace
 
-RankSnapshot RankContext::snapshot(int rank) const { return snapshot_of(page(rank)); }
+FailureDetails packed(const Failure& failure) {
+  FailureDetails details{.kind = static_cast<std::uint32_t>(failure.kind),
+                         .rank = failure.about.rank,
+                         .writer = failure.writer,
+                         .behind = static_cast<std::uint32_t>(failure.behind),
+                         .sequence = failure.about.sequence};
+  failure.about.operation.copy(details.operation, sizeof(details.operation) - 1);
+  const std::vector<int>& missing = failure.about.missing;
+  details.missing_count = static_cast<std::uint32_t>(std::min(missing.size(), kMostMissing));
+  std::copy_n(missing.begin(), details.missing_count, details.missing);
+  return details;
+}
 
+Failure unpacked(const FailureDetails& details, std::string text, int size) {
+  Failure failure;
+  if (is_known(details.kind)) failure.kind = static_cast<ErrorKind>(details.kind);
+  failure.writer = details.writer;
+  failure.behind = details.behind < text.size() ? details.behind : 0;
+  failure.text = std::move(text);
+  failure.about.rank = details.rank < size ? std::max(details.rank, -1) : -1;
+  failure.about.operation.assign(details.operation, ::strnlen(details.operation, sizeof(details.operation)));
+  failure.about.sequence = std::max<std::int64_t>(details.sequence, -1);
+  const std::size_t count = std::min<std::size_t>(details.missing_count, kMostMissing);
+  for (std::size_t i = 0; i < count; ++i) {
+    const int rank = details.missing[i];
+    if (rank >= 0 && rank < size) failure.about.missing.push_back(rank);
+  }
+  return failure;
+}
+
+ErrorDetails details_after(const Failure& failure) {
+  ErrorDetails about = failure.about;
+  if (failure.kind != ErrorKind::aborted) {
+    about.cause = std::make_shared<const Error>(failure.kind, failure.text, failure.about);
+  } else if (failure.behind > 0) {
+    about.cause = std::make_shared<const Error>(ErrorKind::program,
+                                                failure.text.substr(failure.text.size() - failure.behind),
+                                                ErrorDetails{.rank = failure.about.rank});
+  }
+  return about;
+}
+
+RankSnapshot RankContext::snapshot(int rank) const { return snapshot_of(page(rank)); }
 std::string RankContext::name_of_rank(int rank) const {
   std::string text = "rank " + std::to_string(rank);
   if (topology().spans_machines()) text += " on '" + topology().host_of(rank) + "'";
@@ -77,6 +124,8 @@ std::string RankContext::report_of(int rank) const {
     text = "cannot be reached; ";
   } else if (rank != this->rank() && dead(rank)) {
     text = "dead; ";
+  } else if (rank != this->rank() && stopped(rank)) {
+    text = "stopped; ";
   }
   // Of a remote rank that goes on, its leader sends nothing but its arrivals.
   const bool passing =
@@ -96,26 +145,40 @@ std::string RankContext::report_of(int rank) const {
   return text;
 }
 
-void RankContext::throw_peer_lost(int rank, const std::string& operation) const {
-  const char* how = " has died";
+void RankContext::throw_peer_lost(int rank, const std::string& operation, ErrorDetails about) const {
+  const bool runs = is_local(rank) && process(rank) && !readable_until(*process(rank), 0);
+  const char* how = runs ? " runs another program since exec" : " has died";
   if (departed(rank)) how = " has left the group";
   if (unreachable(rank))
     how = " cannot be reached any more, because its machine or the network between is gone,";
-  const std::string text = name_of_rank(rank) + " (process " +
-                           std::to_string(page(rank).status.process.load(std::memory_order_relaxed)) + ")" +
-                           how + " while others needed it in " + operation +
-                           "; last seen: " + report_of(rank);
-  fail_group(ErrorKind::peer_lost, rank, text);
+  const std::int32_t process = page(rank).status.process.load(std::memory_order_relaxed);
+  std::string text = name_of_rank(rank);
+  if (process > 0) text += " (process " + std::to_string(process) + ")";  // its machine may not have told yet
+  text += how;
+  text += " while others needed it in " + operation + "; last seen: " + report_of(rank);
+  about.rank = rank;
+  fail_group(ErrorKind::peer_lost, text, about);
+  throw_broken(true);
+}
+
+void RankContext::throw_disconnected(int rank, const std::string& operation, ErrorDetails about) const {
+  about.rank = rank;
+  fail_group(ErrorKind::network,
+             "rank " + std::to_string(this->rank()) + " has lost its connection with " + name_of_rank(rank) +
+                 " in " + operation +
+                 ", and nothing tells that the rank has ended; last seen: " + report_of(rank),
+             about);
   throw_broken(true);
 }
 
 void RankContext::fail_on_word(int owner, const std::string& word, std::uint64_t value,
                                const std::string& allowed) const {
   if (broken()) return;
-  fail_group(ErrorKind::backend, owner,
+  fail_group(ErrorKind::backend,
              "rank " + std::to_string(rank()) + " found " + std::to_string(value) + " as " + word +
                  " of rank " + std::to_string(owner) + ", which can be " + allowed +
-                 "; some process overwrites the memory that the ranks of this machine share");
+                 "; some process overwrites the memory that the ranks of this machine share",
+             {.rank = owner});
 }
 
 void RankContext::throw_on_word(int owner, const std::string& word, std::uint64_t value,
@@ -131,18 +194,50 @@ void RankContext::throw_connection_lost(const Call& call, int rank) const {
     const timespec pause{0, kMillisecond};
     ::nanosleep(&pause, nullptr);
   }
-  // It closed its connection, and neither its leader nor its process tells why.
-  throw_peer_lost(rank, describe(call) + ", where its connection ended");
+  throw_disconnected(rank, describe(call), details_of(call));
 }
 
-void RankContext::throw_timeout(const Call& call, int waited_for) const {
-  // What a leader waits for, or a rank for its leader, may be another's fault.
-  const int peer = last_to_arrive(call, waited_for);
-  const std::string text =
-      timeout_text(describe(call), call.timeout,
-                   ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer));
-  fail_group(ErrorKind::timeout, peer, text);
-  throw Error(ErrorKind::timeout, prefix() + ": " + text, peer);
+std::vector<int> RankContext::missing_ranks(const Call& call, bool local) const {
+  std::vector<int> missing;
+  for (int r = 0; r < size(); ++r) {
+    const ControlPage& theirs = page(r);
+    const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
+                                            theirs.arrivals[1].sequence.load(std::memory_order_acquire),
+                                            theirs.remote.arrived.load(std::memory_order_acquire)});
+    if (is_local(r) == local && arrived < call.sequence) missing.push_back(r);
+  }
+  return missing;
+}
+
+// The rank that a peer waits for in the same operation, if any, and so on.
+int RankContext::end_of_waiting(const Call& call, int peer) const {
+  for (int hops = 0; hops < size(); ++hops) {
+    const RankSnapshot known = snapshot(peer);
+    const int next = static_cast<int>(known.waits_for) - 1;
+    if (known.arrived != call.sequence || known.finished >= call.sequence) break;
+    if (next < 0 || next >= size() || next == rank()) break;
+    peer = next;
+  }
+  return peer;
+}
+
+void RankContext::throw_timeout(const Call& call, int waited_for, const std::string& aside) const {
+  ErrorDetails about = details_of(call);
+  // A stopped rank holds up all that wait for it; what a leader would tell of other machines is out of date.
+  for (const int r : topology().local()) {
+    const bool needed = page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
+    if (about.rank < 0 && r != rank() && needed && stopped(r)) about.rank = r;
+  }
+  about.missing = missing_ranks(call, true);
+  if (about.missing.empty() && about.rank != topology().leader()) about.missing = missing_ranks(call, false);
+  if (about.rank < 0) {
+    about.rank = about.missing.empty() ? end_of_waiting(call, waited_for) : about.missing.front();
+  }
+  const std::string text = timeout_text(
+      describe(call), call.timeout,
+      ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(about.rank) + aside);
+  fail_group(ErrorKind::timeout, text, about);
+  throw Error(ErrorKind::timeout, prefix() + ": " + text, about);
 }
 
 void RankContext::throw_broken(bool begun) const {
@@ -153,29 +248,31 @@ void RankContext::throw_broken(bool begun) const {
   while (state >= FailureRecord::kFirstWriter) {
     const std::uint32_t writer = state - FailureRecord::kFirstWriter;
     // Looked at before the record is read again: what the writer stored before it died counts.
-    const bool over = now_ns() >= limit || writer >= shape().size || dead(static_cast<int>(writer));
+    const bool known = writer < shape().size;
+    const bool died = known && dead(static_cast<int>(writer));
+    const bool over = now_ns() >= limit || !known;
     state = record.state.load(std::memory_order_acquire);
     if (state < FailureRecord::kFirstWriter) break;
-    if (over) {
-      throw Error(ErrorKind::peer_lost,
-                  prefix() + " is broken: rank " + std::to_string(writer) +
-                      " died or stopped while it recorded the cause; make a new group",
-                  static_cast<int>(writer));
+    if (died || over) {
+      throw Error(died ? ErrorKind::peer_lost : ErrorKind::aborted,
+                  prefix() + " is broken: rank " + std::to_string(writer) + (died ? " died" : " stopped") +
+                      " while it recorded the cause; make a new group",
+                  {.rank = known ? static_cast<int>(writer) : -1});
     }
     sched_yield();
   }
   const std::optional<Failure> first = failure();
   if (!first) throw Error(ErrorKind::aborted, prefix() + " was shut down");
   const ErrorKind kind = first->kind;
-  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix() + ": " + first->text, first->rank);
-  if (kind == ErrorKind::timeout && begun) {
+  if (kind == ErrorKind::peer_lost) throw Error(kind, prefix() + ": " + first->text, first->about);
+  if ((kind == ErrorKind::timeout || kind == ErrorKind::network) && begun) {
     throw Error(kind, prefix() + ": rank " + std::to_string(first->writer) + " gave up: " + first->text,
-                first->rank);
+                first->about);
   }
   throw Error(
       ErrorKind::aborted,
       prefix() + " is broken since an earlier error; make a new group. The first cause: " + first->text,
-      first->rank);
+      details_after(*first));
 }
 
 }  // namespace collectives

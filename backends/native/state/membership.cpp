@@ -17,8 +17,8 @@ Membership single_rank_membership() {
 std::vector<int> Membership::ended() const {
   std::vector<int> ranks;
   for (int r = 0; r < static_cast<int>(processes.size()); ++r) {
-    const Descriptor& process = processes[static_cast<std::size_t>(r)];
-    if (process && readable_until(process, 0)) ranks.push_back(r);
+    const ProcessDescriptor& process = processes[static_cast<std::size_t>(r)];
+    if (process && readable_until(*process, 0)) ranks.push_back(r);
   }
   return ranks;
 }

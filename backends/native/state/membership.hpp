@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/descriptor.hpp"
+#include "memory/process_descriptor.hpp"
 #include "memory/segment.hpp"
 #include "selection/tuning.hpp"
 #include "sockets/tcp_socket.hpp"
@@ -43,7 +43,7 @@ struct Membership {
   SegmentLayout layout{
       SegmentShape{.size = 1, .slot_bytes = 0, .buffer_bytes = 0, .fixed_bytes = 0, .mail_bytes = 0}};
   // By rank; empty for this rank, remote ones, and where the kernel has no such descriptors.
-  std::vector<Descriptor> processes;
+  std::vector<ProcessDescriptor> processes;
 };
 
 // The membership of a group of one: memory of its own, nothing shared.

@@ -23,6 +23,8 @@ namespace {
 constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 // A sleeper that is woken again and again checks the others this often all the same.
 constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
+// How often a waiting rank looks whether others run another program.
+constexpr Nanoseconds kLookEvery = kSecond;
 // How often a rank leaves the core that it shares with a peer, at most.
 constexpr Nanoseconds kCoreChangeEvery = 10 * kMillisecond;
 
@@ -43,6 +45,11 @@ std::string describe(const Call& call) {
   return describe(call.what, call.own_count) + " number " + std::to_string(call.sequence);
 }
 
+ErrorDetails details_of(const Call& call) {
+  return {.operation = name_of(static_cast<Opcode>(call.what.opcode)),
+          .sequence = static_cast<std::int64_t>(call.sequence)};
+}
+
 std::string describe(const Fingerprint& what, std::uint64_t own_count) {
   const auto opcode = static_cast<Opcode>(what.opcode);
   std::string text = name_of(opcode);
@@ -60,12 +67,9 @@ std::string describe(const Fingerprint& what, std::uint64_t own_count) {
 std::optional<Failure> failure_of(const FailureRecord& record, int size) {
   // Acquire: the fields.
   if (record.state.load(std::memory_order_acquire) != FailureRecord::kFailureComplete) return std::nullopt;
-  const int rank = copy_once(record.rank);
   // A text without an end is as long as there is room for it.
-  return Failure{.kind = static_cast<ErrorKind>(copy_once(record.kind)),
-                 .rank = rank < size ? std::max(rank, -1) : -1,
-                 .writer = copy_once(record.writer),
-                 .text = std::string(record.text, ::strnlen(record.text, kFailureText))};
+  return unpacked(copy_once(record.details), std::string(record.text, ::strnlen(record.text, kFailureText)),
+                  size);
 }
 
 RankContext::RankContext(Membership membership, std::string label)
@@ -76,7 +80,6 @@ RankContext::RankContext(Membership membership, std::string label)
       process_space_(process_space()),
       crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
       spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
-  if (spans_machines()) poll_event_ = make_event();
   if (topology().leads(rank())) {
     auto& label = reinterpret_cast<SegmentHeader*>(base_)->label;
     for (std::size_t i = 0; i < std::min(label_.size(), kLabelBytes - 1); ++i) {
@@ -86,8 +89,15 @@ RankContext::RankContext(Membership membership, std::string label)
   Status& mine = own_->status;
   mine.process.store(::getpid(), std::memory_order_relaxed);
   mine.process_space.store(process_space_, std::memory_order_relaxed);
+  mine.image.store(state_of_process(::getpid()).image, std::memory_order_relaxed);
   mine.entered.store(now_ns(), std::memory_order_relaxed);
   mine.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+  try {
+    if (spans_machines()) poll_event_ = make_event();
+  } catch (const Error& error) {
+    fail_to_join(error);
+    throw;
+  }
 }
 
 RankContext::~RankContext() = default;
@@ -220,21 +230,22 @@ void RankContext::sleep(const Call& call, int peer, const std::atomic<std::uint6
   waits_for(-1);
 }
 
-void RankContext::check_liveness(const Call& call, int peer) const {
+void RankContext::check_liveness(const Call& call, int peer, const std::string& aside) const {
   check_unbroken();
+  look_for_replaced();
   const auto needed = [&](int r) {
     return page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
   };
   const auto throw_if_gone = [&](int r) {
     if (r == rank() || !needed(r) || !(departed(r) || dead(r))) return;
     // What a rank published last may have become visible between the two checks.
-    if (needed(r)) throw_peer_lost(r, describe(call));
+    if (needed(r)) throw_peer_lost(r, describe(call), details_of(call));
   };
   // This machine's own first: when a leader goes, the other machines lose their connection to it and with it
   // their local ranks, which would be taken for the cause.
   for (const int r : topology().local()) throw_if_gone(r);
   for (int r = 0; r < size(); ++r) throw_if_gone(r);
-  if (now_ns() >= call.deadline) throw_timeout(call, peer);
+  if (now_ns() >= call.deadline) throw_timeout(call, peer, aside);
   if (own_->status.site[0].load(std::memory_order_relaxed) == '\0') {
     if (call.interrupt != nullptr) {
       note_site(call.interrupt->site());
@@ -244,8 +255,10 @@ void RankContext::check_liveness(const Call& call, int peer) const {
   }
   if (call.interrupt != nullptr && call.interrupt->requested()) {
     const std::string text = "rank " + std::to_string(rank()) + " was interrupted in " + describe(call);
-    fail_group(ErrorKind::aborted, rank(), text);
-    throw Error(ErrorKind::interrupted, text);
+    ErrorDetails about = details_of(call);
+    about.rank = rank();
+    fail_group(ErrorKind::aborted, text, about);
+    throw Error(ErrorKind::interrupted, text, about);
   }
 }
 
@@ -254,9 +267,12 @@ bool RankContext::dead(int rank) const noexcept {
     const std::uint32_t presence = page(rank).status.presence.load(std::memory_order_acquire);
     return presence >= static_cast<std::uint32_t>(Presence::dead);
   }
-  const Descriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
+  if (page(rank).status.presence.load(std::memory_order_acquire) ==
+      static_cast<std::uint32_t>(Presence::dead))
+    return true;
+  const ProcessDescriptor& process = membership_.processes[static_cast<std::size_t>(rank)];
   if (process) {
-    pollfd ended{.fd = process.get(), .events = POLLIN, .revents = 0};
+    pollfd ended{.fd = process->get(), .events = POLLIN, .revents = 0};
     return ::poll(&ended, 1, 0) > 0;
   }
   // A process id says something only among those that count alike.
@@ -277,32 +293,68 @@ bool RankContext::unreachable(int rank) const noexcept {
          static_cast<std::uint32_t>(Presence::unreachable);
 }
 
+ProcessState RankContext::process_state(int rank) const noexcept {
+  const Status& theirs = page(rank).status;
+  const std::int32_t id = theirs.process.load(std::memory_order_relaxed);
+  // A process id says something only among those that count alike.
+  const bool known = is_local(rank) && id > 0 && process_space_ != 0 &&
+                     theirs.process_space.load(std::memory_order_relaxed) == process_space_;
+  return known ? state_of_process(id) : ProcessState{};
+}
+
+bool RankContext::stopped(int rank) const noexcept { return process_state(rank).stopped; }
+
+void RankContext::look_for_replaced() const noexcept {
+  const Nanoseconds now = now_ns();
+  Nanoseconds due = next_look_.load(std::memory_order_relaxed);
+  if (now < due || !next_look_.compare_exchange_strong(due, now + kLookEvery, std::memory_order_relaxed))
+    return;
+  for (const int r : topology().local()) {
+    if (r == rank()) continue;
+    Status& theirs = page(r).status;
+    const std::uint64_t image = theirs.image.load(std::memory_order_relaxed);
+    const std::uint64_t found = process_state(r).image;
+    if (image == 0 || found == 0 || image == found) continue;
+    // A rank that has left runs what it likes. Release: pairs with the acquire of who looks.
+    auto present = static_cast<std::uint32_t>(Presence::present);
+    theirs.presence.compare_exchange_strong(present, static_cast<std::uint32_t>(Presence::dead),
+                                            std::memory_order_acq_rel);
+  }
+}
+
 void RankContext::write_failure(const Failure& failure) const noexcept {
   FailureRecord& record = failure_record();
   std::uint32_t state = FailureRecord::kNoFailure;
   const std::uint32_t writing = FailureRecord::kFirstWriter + static_cast<std::uint32_t>(rank());
   // Acquire-release: one writer wins, and all can see which one writes the fields below.
   if (!record.state.compare_exchange_strong(state, writing, std::memory_order_acq_rel)) return;
-  record.kind = static_cast<std::uint32_t>(failure.kind);
-  record.rank = failure.rank;
-  record.writer = failure.writer;
   const std::size_t length = std::min(failure.text.size(), kFailureText - 1);
+  record.details = packed(failure);
+  // Of a text that is cut, the end is no more what it was.
+  if (length < failure.text.size()) record.details.behind = 0;
   std::memcpy(record.text, failure.text.data(), length);
   record.text[length] = '\0';
   record.state.store(FailureRecord::kFailureComplete, std::memory_order_release);
 }
 
-void RankContext::record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept {
-  write_failure({kind, rank, this->rank(), text});
+void RankContext::record_failure(ErrorKind kind, const std::string& text,
+                                 const ErrorDetails& about) const noexcept {
+  write_failure({.kind = kind, .writer = rank(), .text = text, .about = about});
   wake_leader();
 }
 
-void RankContext::fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept {
-  record_failure(kind, rank, text);
+void RankContext::fail_group(ErrorKind kind, const std::string& text,
+                             const ErrorDetails& about) const noexcept {
+  record_failure(kind, text, about);
   ring_everyone();
 }
 
 std::optional<Failure> RankContext::failure() const { return failure_of(failure_record(), size()); }
+
+void RankContext::fail_to_join(const Error& error) const noexcept {
+  fail_group(error.kind(), "rank " + std::to_string(rank()) + " could not join: " + error.message(),
+             {.rank = rank()});
+}
 
 void RankContext::record_remote_failure(const Failure& failure) const {
   write_failure(failure);
@@ -316,20 +368,12 @@ void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
   presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
 }
 
-int RankContext::last_to_arrive(const Call& call, int peer) const noexcept {
-  if (!spans_machines()) return peer;
-  for (int r = 0; r < size(); ++r) {
-    const ControlPage& theirs = page(r);
-    const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
-                                            theirs.arrivals[1].sequence.load(std::memory_order_acquire),
-                                            theirs.remote.arrived.load(std::memory_order_acquire)});
-    if (arrived < call.sequence) return r;
-  }
-  return peer;
-}
-
-void RankContext::abort(const std::string& reason) noexcept {
-  record_failure(ErrorKind::aborted, rank(), reason);
+void RankContext::abort(const std::string& reason, const std::string& behind) noexcept {
+  write_failure({.writer = rank(),
+                 .text = behind.empty() ? reason : reason + ", after " + behind,
+                 .behind = behind.size(),
+                 .about = {.rank = rank()}});
+  wake_leader();
   int running = kRunning;
   stop_.compare_exchange_strong(running, kAborted, std::memory_order_release);
   ring_everyone();
@@ -339,11 +383,6 @@ void RankContext::leave() noexcept {
   if (stop_.exchange(kLeft, std::memory_order_release) == kLeft) return;
   own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
   ring_everyone();
-}
-
-std::string RankContext::cause() const {
-  const std::optional<Failure> known = failure();
-  return known ? known->text : "";
 }
 
 void RankContext::note_site(const std::string& site) const noexcept {

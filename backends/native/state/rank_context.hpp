@@ -19,11 +19,13 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/clock.hpp"
 #include "common/error.hpp"
 #include "state/call.hpp"
 #include "state/membership.hpp"
+#include "state/process_state.hpp"
 #include "state/rank_snapshot.hpp"
 #include "state/segment_layout.hpp"
 #include "state/spin_policy.hpp"
@@ -33,11 +35,17 @@ namespace collectives {
 // What broke a group, in words that every rank may show.
 struct Failure {
   ErrorKind kind = ErrorKind::aborted;
-  int rank = -1;    // at fault, or -1
   int writer = -1;  // who found out
-  std::string text;
+  std::string text = {};
+  std::size_t behind = 0;  // bytes at the end of the text: the exception for which a rank's program aborted
+  ErrorDetails about = {};
 };
 
+FailureDetails packed(const Failure& failure);
+// Believes nothing of what it is given; `size` is the number of ranks.
+Failure unpacked(const FailureDetails& details, std::string text, int size);
+// What an error says that comes of a failure.
+ErrorDetails details_after(const Failure& failure);
 // What a record of a group of `size` ranks holds; nothing before a failure.
 std::optional<Failure> failure_of(const FailureRecord& record, int size);
 
@@ -168,17 +176,24 @@ class RankContext {
 
   // Checks whether a waiting operation is to go on, for which `peer` matters most: throws where the group is
   // broken, where a rank that is needed has gone, on the deadline, and where the interrupt hook says so. Not
-  // for every turn of a loop: it costs system calls.
-  void check_liveness(const Call& call, int peer) const;
+  // for every turn of a loop: it costs system calls. `aside`: what an error is to say besides.
+  void check_liveness(const Call& call, int peer, const std::string& aside = {}) const;
 
   // Whether the rank's process has ended, or its machine has vanished. One system call for a local rank.
   bool dead(int rank) const noexcept;
   bool departed(int rank) const noexcept;
   bool unreachable(int rank) const noexcept;
+  // Whether a rank of this machine is stopped, as by a signal or a debugger; as far as can be told.
+  bool stopped(int rank) const noexcept;
+  // Looks, once a second at most, for ranks of this machine that run another program since `exec`; they count
+  // as dead from then on.
+  void look_for_replaced() const noexcept;
   // Breaks the group for all ranks; the first failure stays.
-  void record_failure(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  void record_failure(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
   // The same, and wakes everyone to notice.
-  void fail_group(ErrorKind kind, int rank, const std::string& text) const noexcept;
+  void fail_group(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
+  // The same where this rank cannot make what it needs of the group, of which others may be members already.
+  void fail_to_join(const Error& error) const noexcept;
   // Breaks the group because of a word in shared memory that rank `owner` writes: it is `value`, and can only
   // be what is `allowed`.
   void fail_on_word(int owner, const std::string& word, std::uint64_t value,
@@ -187,19 +202,20 @@ class RankContext {
   [[noreturn]] void throw_on_word(int owner, const std::string& word, std::uint64_t value,
                                   const std::string& allowed) const;
   // Breaks the group because a rank is gone that `operation` needed, and throws.
-  [[noreturn]] void throw_peer_lost(int rank, const std::string& operation) const;
+  [[noreturn]] void throw_peer_lost(int rank, const std::string& operation, ErrorDetails about) const;
+  // The same where the connection with a rank has ended, and nobody tells that the rank has.
+  [[noreturn]] void throw_disconnected(int rank, const std::string& operation, ErrorDetails about) const;
   // A connection with a remote rank has ended in an operation: waits a little for the control channel to tell
   // why, then throws.
   [[noreturn]] void throw_connection_lost(const Call& call, int rank) const;
 
-  // Releases all waiting threads of this rank and breaks the group for its peers.
-  void abort(const std::string& reason) noexcept;
+  // Releases all waiting threads of this rank and breaks the group for its peers. `behind`: the exception for
+  // which its program aborts, or nothing.
+  void abort(const std::string& reason, const std::string& behind = {}) noexcept;
   // Marks this rank as departed and releases its own waiting threads. Idempotent.
   void leave() noexcept;
   // The first failure, once it is recorded completely.
   std::optional<Failure> failure() const;
-  // Its text; empty where there is none.
-  std::string cause() const;
 
   // What an error says of an operation whose time is up: `details` follows its limit, then the report.
   std::string timeout_text(const std::string& operation, Nanoseconds timeout,
@@ -237,7 +253,7 @@ class RankContext {
 
   // For the control channel: the process of a local rank, empty where there is no descriptor; and what other
   // machines reported.
-  const Descriptor& process(int rank) const noexcept {
+  const ProcessDescriptor& process(int rank) const noexcept {
     return membership_.processes[static_cast<std::size_t>(rank)];
   }
   void record_remote_failure(const Failure& failure) const;
@@ -255,20 +271,24 @@ class RankContext {
   }
   static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void wake_leader() const noexcept;
+  ProcessState process_state(int rank) const noexcept;
   bool last_seen_on_this_core(int peer) const noexcept;
   void block(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
              std::uint64_t value);
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   void write_failure(const Failure& failure) const noexcept;
-  int last_to_arrive(const Call& call, int peer) const noexcept;
+  std::vector<int> missing_ranks(const Call& call, bool local) const;
+  int end_of_waiting(const Call& call, int peer) const;
   [[noreturn]] void throw_broken(bool begun) const;
-  [[noreturn]] void throw_timeout(const Call& call, int peer) const;
+  [[noreturn]] void throw_timeout(const Call& call, int peer, const std::string& aside) const;
 
   Membership membership_;
   std::string label_;
   std::byte* base_;
   ControlPage* own_;
   std::uint64_t process_space_;
+  mutable std::atomic<Nanoseconds> next_look_{
+      0};                            // for `exec`; relaxed, as any thread may be the one to look
   std::atomic<int> stop_{kRunning};  // release of the failure that was recorded before; see `broken`
   std::uint64_t buffer_position_ = 0;
   const bool crowded_;         // there are more ranks here than cores

@@ -36,6 +36,19 @@ struct SegmentShape {
 SegmentShape shape_for(int size, bool spans_machines = false);
 
 inline constexpr std::size_t kFailureText = 2048;
+inline constexpr std::size_t kMostMissing = 64;
+
+// The details of a failure, in a form that one machine can send to another.
+struct FailureDetails {
+  std::uint32_t kind = 0;    // ErrorKind
+  std::int32_t rank = -1;    // at fault, or -1
+  std::int32_t writer = -1;  // the rank that found out
+  std::uint32_t behind = 0;  // bytes at the end of the text: the exception of the rank's program
+  std::int64_t sequence = -1;
+  char operation[24] = {};
+  std::uint32_t missing_count = 0;
+  std::int32_t missing[kMostMissing] = {};
+};
 
 // The first failure that broke the group. One writer wins the change from kNoFailure to its own rank +
 // kFirstWriter, writes the fields, and stores kFailureComplete with release.
@@ -45,9 +58,7 @@ struct alignas(kLine) FailureRecord {
   static constexpr std::uint32_t kFirstWriter = 2;
 
   std::atomic<std::uint32_t> state;
-  std::uint32_t kind;   // ErrorKind
-  std::int32_t rank;    // at fault, or -1
-  std::int32_t writer;  // the rank that found out
+  FailureDetails details;
   char text[kFailureText];
 };
 

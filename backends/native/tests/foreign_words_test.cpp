@@ -250,8 +250,9 @@ void test_failure_record_without_an_end() {
   auto* const begin = reinterpret_cast<std::byte*>(record.text);
   std::memset(begin, 'x',
               kPage - static_cast<std::size_t>(begin - reinterpret_cast<std::byte*>(&victim.header())));
-  record.rank = 123'456;
-  record.kind = static_cast<std::uint32_t>(ErrorKind::peer_lost);
+  record.details.rank = 123'456;
+  record.details.missing_count = 77'777;
+  record.details.kind = static_cast<std::uint32_t>(ErrorKind::peer_lost);
   record.state.store(FailureRecord::kFailureComplete);
   const Error error = victim.error_of_collective(request_for(Opcode::barrier));
   CHECK(error.rank() == -1);

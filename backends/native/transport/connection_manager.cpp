@@ -114,10 +114,12 @@ Descriptor ConnectionManager::connect(const Call& call, int rank, Purpose purpos
     } catch (const Error& error) {
       context_.check_liveness(call, rank);
       if (error.kind() == ErrorKind::peer_lost) context_.throw_connection_lost(call, rank);
+      context_.fail_group(error.kind(), error.message(), error.details());
       throw;
     }
     if (socket) return socket;
-    context_.check_liveness(call, rank);
+    const std::string error_text = connection_error();
+    context_.check_liveness(call, rank, error_text.empty() ? "" : " (" + error_text + ")");
     if (call.interrupt != nullptr) call.interrupt->blocks();
     pollfd waiting{.fd = context_.poll_event(), .events = POLLIN, .revents = 0};
     if (::poll(&waiting, 1, static_cast<int>(kLongestSleep / kMillisecond)) > 0) context_.clear_poll_event();
@@ -173,7 +175,8 @@ void ConnectionManager::serve() noexcept {
           control_->announce_departure();
           give_up_at = now_ns() + kDepartureLimit;
         }
-        if (control_->no_links() || now_ns() >= give_up_at) return;
+        // Leaders that have not linked up yet are to hear of it, too.
+        if ((control_->complete() && control_->no_links()) || now_ns() >= give_up_at) return;
       }
       poll_once();
     } catch (const std::exception& error) {
@@ -280,6 +283,7 @@ void ConnectionManager::deliver(const Key& key, Descriptor socket) {
   {
     const std::lock_guard lock(mutex_);
     ready_.emplace(key, std::move(socket));
+    error_text_.clear();
   }
   if (is_control && control_->complete())
     context_.own().machine_arrival.connected.store(1, std::memory_order_release);
@@ -462,7 +466,7 @@ void ConnectionManager::fail(Dial& dial, ErrorKind kind) {
             "others in COLLECTIVES_SOCKET_IFNAME on each";
   {
     const std::lock_guard lock(mutex_);
-    failed_.emplace(dial.key, Error(kind, text, std::get<0>(dial.key)));
+    failed_.emplace(dial.key, Error(kind, text, {.rank = std::get<0>(dial.key)}));
   }
   dial.key = Key{-1, Purpose::control, 0};
   changes_.fetch_add(1, std::memory_order_release);

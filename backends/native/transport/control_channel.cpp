@@ -36,13 +36,6 @@ std::string_view bytes_of(const Object& object) {
   return {reinterpret_cast<const char*>(&object), sizeof(object)};
 }
 
-struct FailureFrame {
-  std::uint32_t kind = 0;
-  std::int32_t rank = 0;
-  std::int32_t writer = 0;
-  std::uint32_t reserved = 0;
-};
-
 bool says_vanished(int error) noexcept {
   return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == EHOSTDOWN ||
          error == ENETDOWN;
@@ -54,8 +47,8 @@ ControlChannel::ControlChannel(RankContext& context, const ConnectionManager& co
     : context_(context), connections_(connections) {
   for (const int rank : context_.topology().local()) {
     locals_.push_back({.rank = rank, .last = {}, .sent = {}, .gone = {}});
-    const Descriptor& process = context_.process(rank);
-    if (process) connections_.add(ConnectionManager::Source::control, process.get(), EPOLLIN | EPOLLONESHOT);
+    const ProcessDescriptor& process = context_.process(rank);
+    if (process) connections_.add(ConnectionManager::Source::control, process->get(), EPOLLIN | EPOLLONESHOT);
   }
 }
 
@@ -113,8 +106,8 @@ void ControlChannel::send(Link& link, FrameType type, int rank, std::string_view
 }
 
 void ControlChannel::send_failure(Link& link, const Failure& failure) {
-  const FailureFrame head{static_cast<std::uint32_t>(failure.kind), failure.rank, failure.writer, 0};
-  send(link, FrameType::failure, failure.writer, std::string(bytes_of(head)) + failure.text);
+  const FailureDetails details = packed(failure);
+  send(link, FrameType::failure, failure.writer, std::string(bytes_of(details)) + failure.text);
 }
 
 void ControlChannel::send_exit(Link& link, int rank, Presence how, Nanoseconds now) {
@@ -198,6 +191,7 @@ void ControlChannel::check(Nanoseconds now) {
 }
 
 void ControlChannel::check_ranks(Nanoseconds now, bool tick) {
+  if (tick) context_.look_for_replaced();
   for (Local& local : locals_) {
     if (local.gone) continue;
     const bool self = local.rank == context_.rank();
@@ -319,12 +313,12 @@ bool ControlChannel::handle_frame(Link& link, const Frame& frame, std::string_vi
       return frame.rank == link.leader;
     }
     case FrameType::failure: {
-      FailureFrame head;
-      if (payload.size() < sizeof(head)) return false;
-      std::memcpy(&head, payload.data(), sizeof(head));
+      FailureDetails details;
+      if (payload.size() < sizeof(details)) return false;
+      std::memcpy(&details, payload.data(), sizeof(details));
       failure_known_ = true;
-      context_.record_remote_failure({static_cast<ErrorKind>(head.kind), head.rank, head.writer,
-                                      std::string(payload.substr(sizeof(head)))});
+      context_.record_remote_failure(
+          unpacked(details, std::string(payload.substr(sizeof(details))), context_.size()));
       return false;
     }
     case FrameType::ping:

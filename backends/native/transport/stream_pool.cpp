@@ -129,7 +129,7 @@ Stream& StreamPool::with(const Call& call, int rank) {
     if (context_.rank() > rank) {
       preamble.sockets = static_cast<std::uint32_t>(sockets_for(first.front()));
       if (::send(fd, &preamble, sizeof(preamble), MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(preamble))) {
-        throw Error(ErrorKind::network, with_errno("a new connection broke", errno), rank);
+        throw Error(ErrorKind::network, with_errno("a new connection broke", errno), {.rank = rank});
       }
     } else {
       Stream incoming(rank, std::move(first));
@@ -137,7 +137,8 @@ Stream& StreamPool::with(const Call& call, int rank) {
       first = incoming.release();
       if (preamble.sockets < 1 || preamble.sockets > Stream::kMostSockets) {
         throw Error(ErrorKind::network,
-                    "rank " + std::to_string(rank) + " opened a stream with a malformed preamble", rank);
+                    "rank " + std::to_string(rank) + " opened a stream with a malformed preamble",
+                    {.rank = rank});
       }
     }
     sockets = std::move(first);

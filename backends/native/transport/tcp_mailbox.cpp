@@ -41,6 +41,10 @@ void TcpOutbox::end(const std::string& error_text) {
   begin_ = 0;
 }
 
+std::string TcpOutbox::error_text() const {
+  return dialled_ && !socket_ && ended_ == 0 ? connections_.connection_error() : error_text_;
+}
+
 void TcpOutbox::connect() {
   const std::uint64_t changes = connections_.changes();
   if (!dialled_) {

@@ -29,7 +29,7 @@ class TcpOutbox final : public Outbox {
   bool flushed() override;
   void before_sleep() override;
   Nanoseconds ended() const noexcept override { return ended_; }
-  std::string error_text() const override { return error_text_; }
+  std::string error_text() const override;
 
  private:
   void connect();

@@ -24,12 +24,14 @@ from harness import current_store, run_ranks
 
 from collectives import (
     DistBackendError,
+    DistError,
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
     ReduceOp,
     UnsupportedOperationError,
 )
+from collectives.backends._shared.exit_reasons import Departure
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.core.types import make_premul_sum
@@ -446,24 +448,30 @@ def ended_process() -> int:
 def test_liveness() -> None:
     store = dist.HashStore()
     ranks = [Liveness(PrefixStore("x", store), rank, 5) for rank in range(4)]
-    assert ranks[0].find_lost() == (-1, "")
+    assert ranks[0].find_lost() is None
+
+    def found(liveness: Liveness) -> tuple[int, str]:
+        departure = liveness.find_lost()
+        assert departure is not None
+        assert isinstance(departure.reason, DistError)
+        return departure.rank, str(departure.reason)
 
     def set_record(rank: int, **different: Any) -> None:
         record = replace(current_process(), **different)
         store.set(f"x/process/{rank}", record.to_bytes().hex())
 
     # An exit reason is known of ranks of other machines too.
-    ranks[3].publish_exit("it went home")
-    assert ranks[0].find_lost() == (3, "it went home")
-    ranks[2].publish_lost(1, "its process 5 has ended")
-    assert ranks[0].find_lost() == (1, "its process 5 has ended")
+    ranks[3].publish_exit(GroupAbortedError("went home", 3))
+    assert found(ranks[0]) == (3, "went home")
+    ranks[2].publish_lost(Departure(1, PeerLostError("its process 5 has ended", 1)))
+    assert found(ranks[0]) == (1, "its process 5 has ended")
     # A process that is seen to be dead comes first; one of another machine is never looked for.
     pid = ended_process()
     set_record(3, host="elsewhere", namespace=1, pid=pid, start=77)
-    assert ranks[0].find_lost()[0] == 1
+    assert found(ranks[0])[0] == 1
     set_record(4, pid=pid, start=77)
-    assert ranks[0].find_lost() == (4, f"its process {pid} has ended")
+    assert found(ranks[0]) == (4, f"its process {pid} has ended")
     # The number of a process that is used again is another process.
     set_record(4, start=77)
     newcomer = Liveness(PrefixStore("x", store), 0, 5)  # records are read once
-    assert newcomer.find_lost() == (4, f"its process {os.getpid()} has ended")
+    assert found(newcomer) == (4, f"its process {os.getpid()} has ended")
