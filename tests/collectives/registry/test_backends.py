@@ -351,6 +351,8 @@ def test_backends_that_cannot_be_loaded_are_not_available() -> None:
 @pytest.mark.parametrize("name", ["ucc", "XCCL", "cpu:ucc"])
 def test_backends_of_torch_without_a_counterpart(name: str) -> None:
     assert not dist.is_backend_available(name)
+    if ":" not in name:
+        assert dist.Backend(name) == name.lower()  # as Backend(Backend.UCC) of torch
     with pytest.raises(
         ValueError, match=r"is not offered: .*torch\.distributed.*register_backend.*host.*nccl"
     ):
