@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from collectives.core import sparse
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, record, reduce_op_code, reduction
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.dynamo import leave_uncompiled
@@ -40,7 +41,6 @@ from collectives.core.opcodes import (
 )
 from collectives.core.types import AllreduceOptions, GatherOptions, ReduceOp
 from collectives.core.work import Work
-from collectives.torch_bridge import sparse
 from collectives.torch_bridge.issuing import Issuing
 from collectives.torch_bridge.operands import list_or_none, only
 from collectives.torch_bridge.work import TorchWork
