@@ -297,9 +297,9 @@ def _default_backends() -> dict[str, str]:
     return chosen
 
 
-def default_timeout(config: BackendConfig) -> timedelta:
-    """Returns the time limit of a group's operations where the user names none."""
-    return _NCCL_TIMEOUT if Backend.NCCL in config.names() else default_pg_timeout
+def default_timeout(backend: str) -> timedelta:
+    """Returns the time limit of operations of a backend where the user names none."""
+    return _NCCL_TIMEOUT if backend == Backend.NCCL else default_pg_timeout
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
