@@ -23,7 +23,7 @@ COUNTS = (0, 1, 7, 60, 1009)
 LAYOUTS = ("dense", "offset", "strided", "transposed")
 
 Expected = list[tuple[Placed, list[torch.Tensor], ReduceOp | None]]
-"""Outputs, what each is made of in the order of the ranks, and the reduction; ``None`` where they are moved."""
+"""Outputs, what each is made of in the order of the ranks, and the reduction; ``None`` for moves."""
 
 
 @dataclass
