@@ -66,6 +66,7 @@ from collectives.api.reductions import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
+from collectives.api.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from collectives.api.subgroups import (
     new_subgroups,
     new_subgroups_by_enumeration,
@@ -177,6 +178,8 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "ScatterOptions",
     "Store",
     "TCPStore",
@@ -250,6 +253,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shrink_group",
     "split_group",
     "supports_complex",
 ]

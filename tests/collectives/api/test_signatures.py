@@ -30,7 +30,6 @@ LEFT_OUT = {
     "DeviceMesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
     "init_device_mesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
     "record_comm": "names profiler events, which operations have through torch.distributed only",
-    "shrink_group": "needs a backend that goes on after ranks are lost",
     "remote_device": "part of rpc",
 }
 
