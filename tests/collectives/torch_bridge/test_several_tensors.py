@@ -26,6 +26,8 @@ def several_tensors(rank, size):
     ):
         with pytest.raises(ValueError, match=words):
             dist.group.WORLD.allreduce(wrong)
+    with pytest.raises(TypeError, match=r"tensors\[1\]"):
+        dist.group.WORLD.allreduce([torch.ones(2), 3])
     options.reduceOp = dist.ReduceOp.AVG
     with pytest.raises(UnsupportedOperationError, match="AVG takes one tensor in a call, but there are 2"):
         dist.group.WORLD.allreduce(tensors, options)
