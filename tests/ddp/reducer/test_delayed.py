@@ -88,6 +88,22 @@ def test_delayed_gradients_are_averaged_under_no_sync() -> None:
     assert run_ranks(delayed_without_sync, 2, backend="host") == [[[], [], []]] * 2
 
 
+def launched_early(group):
+    module = Layers()
+    ours, _ = delaying(module, group, "layers.1.weight")
+    sent = Launches(group)
+    before = []
+    for layer in (2, 0):  # the engine comes from layer 3
+        module.layers[layer].weight.register_hook(lambda grad: before.append(len(sent.sizes)))
+    with ours.no_sync():
+        ours(data(group.rank())).sum().backward()
+    return before, sent.sizes
+
+
+def test_delayed_gradients_leave_as_soon_as_their_trigger_has_its_own() -> None:
+    assert run_ranks(launched_early, 2, backend="host") == [([0, 1], [15])] * 2
+
+
 def delayed_unused(group):
     module = Layers()
     ours, _ = delaying(module, group, "layers.0.weight")
