@@ -66,6 +66,7 @@ from collectives.api.reductions import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
+from collectives.api.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
 from collectives.api.subgroups import (
     new_subgroups,
     new_subgroups_by_enumeration,
@@ -98,6 +99,7 @@ from collectives.core.types import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    GroupName,
     ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
@@ -166,6 +168,7 @@ __all__ = [
     "GatherOptions",
     "GroupAbortedError",
     "GroupMember",
+    "GroupName",
     "HashStore",
     "P2POp",
     "PeerLostError",
@@ -175,6 +178,8 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "ScatterOptions",
     "Store",
     "TCPStore",
@@ -248,6 +253,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shrink_group",
     "split_group",
     "supports_complex",
 ]

@@ -93,8 +93,11 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             for parameters whose gradient comes several times in a pass (reentrant activation checkpointing of
             shared layers) and for unused ones. The first synchronised pass communicates at its end only.
         delay_all_reduce_named_params: names and parameters whose gradients are averaged together, in one
-            message for each data type, not before ``param_to_hook_all_reduce`` has its gradient.
-        param_to_hook_all_reduce: a parameter, of the module or not, that the delayed ones wait for.
+            message for each data type that follows the buckets of the others. As in torch, no other argument
+            applies to them, no communication hook sees them, they are averaged under :meth:`no_sync`, too,
+            and where they are unused, zeros count. Not with :meth:`join`.
+        param_to_hook_all_reduce: a parameter, of the module or not; the message leaves as soon as it and the
+            delayed ones have their gradients, or else at the end of the pass.
         mixed_precision: a :class:`~collectives.ddp.MixedPrecision`, or torch's: data types for parameters and
             inputs in forward and backward, for the reduction, for buffers. Parameters, their gradients and
             ``state_dict`` keep their own types.
@@ -215,9 +218,11 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         sparse = sparse_parameters(self.module)
         precision = self.mixed_precision
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        delayed = [trained.pop(name) for name in self._delayed if name in trained]
         return Reducer(
             trained,
             self.process_group,
+            device=self.device,
             model=self._in_words(),
             limits=self._bucket_limits,
             find_unused_parameters=self.find_unused_parameters,
@@ -225,8 +230,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             static_graph=self.static_graph,
             batched_grad_copy=self.batched_grad_copy,
             skip_unused=self.skip_all_reduce_unused_params,
-            sparse=[name for name, p in parameters.items() if id(p) in sparse],
-            delayed=self._delayed,
+            sparse=[name for name, p in trained.items() if id(p) in sparse],
+            delayed=delayed,
             trigger=self._trigger,
             frozen={name: p for name, p in parameters.items() if not p.requires_grad},
             reduce_dtype=None if precision is None else precision.wire_dtype,

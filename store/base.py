@@ -363,7 +363,7 @@ class Store(TorchStore):
     def _raise_timeout(self, operation: str, missing: Sequence[str], limit: float) -> NoReturn:
         """Raises the error of a waiting call whose time is up."""
         raise DistStoreError(
-            f"{operation} gave up after {limit:g} s: {self!r} has no {_named(missing)}. "
+            f"{operation} gave up at its timeout, after {limit:g} s: {self!r} has no {_named(missing)}. "
             "Does the rank that writes it still run, and does it use the same store, prefix and key?"
         )
 

@@ -130,7 +130,7 @@ def _tcp_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
     except ValueError as error:
         raise ValueError(f"tcp:// rendezvous: {error} in {url!r}") from error
     if not parts.hostname or port is None:
-        raise ValueError(f"tcp:// rendezvous needs a host and a port: tcp://host:port, not {url!r}")
+        raise ValueError(f"host or port number missing: tcp:// rendezvous needs tcp://host:port, not {url!r}")
     rank, world_size = _place(url, *_given_place(query, url))
     yield _tcp_store(parts.hostname, port, rank, world_size, timeout), rank, world_size
     raise RuntimeError("a process cannot meet the others at tcp:// again through the same rendezvous")

@@ -116,7 +116,7 @@ TESTED_THROUGH = {
     "collectives/core": (
         "conformance",
         "what groups of every backend do with arguments, members and opcodes",
-        "backend_interface dynamo forwarding membership monitored_barrier",
+        "dynamo forwarding membership monitored_barrier",
     ),
     "collectives/core/arguments": (
         "conformance",

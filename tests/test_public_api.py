@@ -115,7 +115,7 @@ def test_import_is_light() -> None:
         if name.startswith(("collectives.backends", "collectives.ddp", "collectives.bench"))
     ]
     assert not heavy, f"loaded without being asked for: {heavy}"
-    others = set(added) - ours
+    others = set(added) - ours - {"torch.distributed._dist2"}  # which learns the names of our backends
     assert others <= set(sys.stdlib_module_names), f"packages beyond torch's: {sorted(others)}"
     assert len(others) <= 10, f"more of the standard library than a start needs: {sorted(others)}"
     assert run.stderr == ""

@@ -44,7 +44,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CompletedWork, Work
-from collectives.errors import GroupAbortedError
+from collectives.errors import GroupAbortedError, PeerLostError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
@@ -436,6 +436,11 @@ class ProcessGroupMPI(ProcessGroup):
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
         self._engine.leave(GroupAbortedError(f"{self.where()} {belongs_to_parent('the group')}"))
+
+    def lost_ranks(self) -> list[int]:
+        """Returns the rank whose loss broke the group, if any is known."""
+        cause = self._engine.cause
+        return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

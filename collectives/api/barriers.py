@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from collectives.api.world_state import member_group
+from collectives.api.world_state import member_group, world
 from collectives.core.arguments.validation import fail, seconds
 from collectives.core.opcodes import (
     BARRIER,
@@ -35,7 +35,8 @@ def barrier(
     Args:
         group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work that is done when every rank has called this.
-        device_ids: number of the accelerator's device to use, as a list of one.
+        device_ids: number of the accelerator's device to use, as a list of one; ``None`` for the device that
+            ``init_process_group`` was given, where the group serves it.
         timeout: time limit; ``None`` takes the group's.
 
     Returns:
@@ -50,12 +51,16 @@ def barrier(
     target = member_group(group, "barrier")
     if target is None:
         return None
-    if timeout is None and device_ids is None:
+    bound = world.device
+    if bound is not None and (bound.type == "cpu" or bound.type not in target.capabilities.devices):
+        bound = None
+    if timeout is None and device_ids is None and bound is None:
         work = target.fast_collective(BARRIER, async_op=async_op)
         if work is not None:
             return finish(work, async_op)
     _check_timeout(target, "barrier", timeout)
     options = BarrierOptions(timeout, async_op)
+    options.device = bound
     if device_ids is not None:
         if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
             fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)

@@ -41,7 +41,7 @@ def make_group(
     name: str,
     rank: int,
     ranks: Sequence[int],
-    timeout: timedelta,
+    timeout: timedelta | None,
     *,
     desc: str,
     options: Any,
@@ -63,7 +63,7 @@ def make_group(
                 store=PrefixStore(backend, store) if mixed else store,
                 rank=rank,
                 size=len(ranks),
-                timeout=timeout,
+                timeout=limit_of(timeout, [backend]),
                 group_name=name,
                 group_desc=desc,
                 global_ranks=tuple(ranks),
@@ -134,7 +134,7 @@ def new_group(
     Args:
         ranks: ranks of the members in the default group; ``None`` for all.
         timeout: time limit of the group's operations, and for its members to come; ``None`` for 30 minutes,
-            10 with NCCL.
+            and 10 of the part that is NCCL's.
         backend: as for :func:`init_process_group`; ``None`` for the default group's.
         pg_options: as for :func:`init_process_group`.
         use_local_synchronization: only members call; ranks that make several overlapping groups so must keep
@@ -164,7 +164,7 @@ def new_group(
         default = default_group()
         config = record_of(default).config if backend is None else BackendConfig(backend)
         members = _check_ranks(ranks, default, sort_ranks)
-        limit = limit_of(timeout, config)
+        limit = limit_of(timeout, config.names())
         check_usable(config, pg_options)
         device = _same_device(device_id)
         if use_local_synchronization:
@@ -188,7 +188,7 @@ def new_group(
             name,
             members.index(default.rank()),
             members,
-            limit,
+            timeout,
             desc=group_desc or "",
             options=pg_options,
             device=device,
@@ -196,9 +196,9 @@ def new_group(
         )
 
 
-def limit_of(timeout: timedelta | None, config: BackendConfig) -> timedelta:
-    """Returns the time limit of a group, that of its backends where the user gives none."""
-    limit = default_timeout(config) if timeout is None else timeout
+def limit_of(timeout: timedelta | None, backends: Sequence[str]) -> timedelta:
+    """Returns the time limit that the user gives, else the longest of these backends."""
+    limit = max(map(default_timeout, backends)) if timeout is None else timeout
     seconds(limit)
     return limit
 

@@ -64,8 +64,8 @@ def init_process_group(
         init_method: ``"env://"``, ``"tcp://host:port"``, ``"file:///path"``, or ``"mpi://"`` under
             ``mpirun``. ``None`` for ``env://``, or for ``mpi://`` with the backend ``mpi`` where the
             environment does not say it all.
-        timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, 10 with
-            NCCL.
+        timeout: time limit for ranks to come and of the group's operations; ``None`` for 30 minutes, and
+            10 of the part that is NCCL's.
         world_size: number of ranks.
         rank: this process's rank.
         store: any ``torch.distributed.Store``, the same on all ranks.
@@ -100,7 +100,7 @@ def init_process_group(
         if backend is None and device is not None:
             backend = Backend.default_device_backend_map.get(device.type)
         config = BackendConfig(Backend.UNDEFINED if backend is None else backend)
-        limit = limit_of(timeout, config)
+        limit = limit_of(timeout, config.names())
         check_usable(config, pg_options)
         try:
             url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
@@ -116,7 +116,7 @@ def init_process_group(
             name = hashed_name(_ranks, "") if _ranks else "0"
             ranks = range(world_size)
             world.default = make_group(
-                config, name, rank, ranks, limit, desc="default_pg", options=pg_options, device=device
+                config, name, rank, ranks, timeout, desc="default_pg", options=pg_options, device=device
             )
         except BaseException:
             if world.owns_store:

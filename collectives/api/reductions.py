@@ -11,6 +11,7 @@ import torch
 
 from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import group_rank, member_group
+from collectives.core import sparse
 from collectives.core.arguments.validation import check_list, fail
 from collectives.core.opcodes import (
     ALL_REDUCE,
@@ -45,7 +46,8 @@ def all_reduce(
 
     Args:
         tensor: same shape and data type on every rank; input and output. Complex ones take SUM, AVG and
-            PREMUL_SUM.
+            PREMUL_SUM. One of layout ``torch.sparse_coo`` takes SUM and is coalesced afterwards; the call
+            then blocks until all ranks have told how many rows they have.
         op: how elements are combined, one of ours or of ``torch.distributed``.
         group: the ranks that take part; ``None`` for the default group.
         async_op: whether to return at once, with a Work; the tensors must not be touched until it is done.
@@ -78,7 +80,11 @@ def all_reduce(
         return DeferredWork() if async_op else None
     work = target.fast_collective(ALL_REDUCE, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
-        work = target.allreduce(tensor, AllreduceOptions(None, async_op, op))
+        opts = AllreduceOptions(None, async_op, op)
+        if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+            work = sparse.allreduce(target, tensor, opts)
+        else:
+            work = target.allreduce(tensor, opts)
     return finish(work, async_op)
 
 

@@ -167,7 +167,7 @@ def split_group(
                 f"{where}: split_ranks is {split_ranks}, but the ranks are 0 to {parent.size() - 1}"
             )
         config = record.config if backend is None else _part_of(record.config, backend, where)
-        limit = limit_of(timeout, config)
+        limit = limit_of(timeout, config.names())
         mine = next((sorted(part) for part in split_ranks if parent.rank() in part), [])
         members = tuple(record.ranks[r] for r in mine)
         name = f"{record.name}.split"
@@ -190,7 +190,7 @@ def split_group(
             f"{name}{turn}.{mine[0]}",
             mine.index(parent.rank()),
             members,
-            limit,
+            timeout,
             desc=group_desc or f"{parent.group_desc}:split:{turn}",
             options=pg_options,
             device=world.device,

@@ -251,8 +251,8 @@ def group_rank(
     if found is None:
         raise ValueError(
             f"[rank {group.rank()}] {operation} on {group.describe()}: {name} is global rank {global_rank}, "
-            "but the "
-            f"group has the global ranks {list(record.ranks)}; group_{name} names a rank within the group"
+            f"but the group has the global ranks {list(record.ranks)}"
+            + ("" if name == "global_rank" else f"; group_{name} names a rank within the group")
         )
     return found
 

@@ -243,9 +243,11 @@ class BackendInterface(ABC):
         opts: AllToAllOptions,  # noqa: ARG002 - messages take the group's limit
     ) -> Work:
         """A message for every pair of ranks."""
-        works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank and out.numel()]
-        works += [
+        works = [  # sends first: a backend may receive before it returns, but must not wait for receivers
             self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank and part.numel()
+        ]
+        works += [
+            self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank and out.numel()
         ]
         write(outputs[self._rank], inputs[self._rank])
         return CoalescedWork(works)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NewType
 
 import torch
 import torch.distributed as _torch_distributed
@@ -21,6 +21,7 @@ __all__ = [
     "BarrierOptions",
     "BroadcastOptions",
     "GatherOptions",
+    "GroupName",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -28,6 +29,9 @@ __all__ = [
     "default_pg_timeout",
     "make_premul_sum",
 ]
+
+GroupName = NewType("GroupName", str)
+"""The name of a group, for annotations."""
 
 default_pg_timeout = timedelta(minutes=30)
 """Time limit of an operation where the user names none (every backend but NCCL)."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 from collectives.core.capabilities import Capabilities
 from collectives.core.process_group import ProcessGroup
@@ -269,6 +270,8 @@ def refuse_unknown_options(given: Mapping[str, Any], known: Collection[str], whe
 def create_group(name: str, options: GroupOptions) -> ProcessGroup:
     """Makes a group of the named backend; called by all its ranks, blocks until they are connected.
 
+    Of torch's general options (``Backend.Options``) it takes the time limit.
+
     Raises:
         ValueError: the backend is not known.
         DistBackendError: it is known but cannot be used here; the message names the command that would mend
@@ -276,6 +279,8 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
         TypeError: it made something else than a group.
     """
     spec = backend_spec(name)
+    if type(options.pg_options) is c10d.Backend.Options:  # torch's general record, of no backend
+        options = replace(options, timeout=options.pg_options._timeout, pg_options=None)
     reason = why_unavailable(name)
     if reason is not None:
         raise DistBackendError(f"[rank {options.rank}] backend {name!r} is not available: {reason}")

@@ -71,6 +71,9 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
     ``Backend(name)`` returns the lower-case name as a plain string where it is known, or a list of names by
     device type such as ``"cpu:host,cuda:nccl"``.
 
+    Names of torch's that have no counterpart here, ``Backend.UCC`` and ``Backend.XCCL``, are names as well;
+    what makes groups refuses them.
+
     Raises:
         ValueError: the name is not known; the message lists those that are.
     """
@@ -110,7 +113,7 @@ class Backend(str):  # noqa: SLOT000 - attributes are added by register_backend
         if ":" in lower:
             for part in _split_pairs(lower).values():
                 registry.backend_spec(part)
-        elif lower != cls.UNDEFINED:
+        elif lower not in cls.backend_type_map:
             registry.backend_spec(lower)
         return lower
 
@@ -294,9 +297,9 @@ def _default_backends() -> dict[str, str]:
     return chosen
 
 
-def default_timeout(config: BackendConfig) -> timedelta:
-    """Returns the time limit of a group's operations where the user names none."""
-    return _NCCL_TIMEOUT if Backend.NCCL in config.names() else default_pg_timeout
+def default_timeout(backend: str) -> timedelta:
+    """Returns the time limit of operations of a backend where the user names none."""
+    return _NCCL_TIMEOUT if backend == Backend.NCCL else default_pg_timeout
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:

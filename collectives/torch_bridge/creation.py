@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch._C import _distributed_c10d as c10d
 from collectives.api.debug import checked
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
+from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
+from collectives.store.world_rendezvous import KEYS, join_world
 from collectives.torch_bridge import backend as torch_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.nan_check import NanCheckedGroup
 from collectives.torch_bridge.nan_check import wanted as nan_check_wanted
 
-__all__ = ["create"]
+__all__ = ["create", "independent_options"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,6 +72,25 @@ def create(
         return group
     kernels.acquire()
     return kind(inner, name, options.group_id, ended=kernels.release)
+
+
+def independent_options(
+    backend: str, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> DistributedBackendOptions:
+    """Waits until all ranks of a group that is in no world are here; returns what :func:`create` takes.
+
+    Args:
+        backend: name in the registry.
+        store: a store that all ranks reach, of several such groups one after the other.
+        rank: this process's rank.
+        size: number of ranks.
+        timeout: time limit for ranks to come and of operations.
+        device: device of the tensors.
+    """
+    number = join_world(PrefixStore(KEYS, store), rank, size, backend, timeout)
+    return DistributedBackendOptions(
+        PrefixStore(f"{KEYS}/{number}", store), rank, size, timeout, f"dist2.{number}", [], device
+    )
 
 
 def _make(backend: str, options: GroupOptions) -> ProcessGroup:

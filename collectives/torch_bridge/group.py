@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from collectives.core import sparse
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, record, reduce_op_code, reduction
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.dynamo import leave_uncompiled
@@ -40,7 +41,7 @@ from collectives.core.opcodes import (
 )
 from collectives.core.types import AllreduceOptions, GatherOptions, ReduceOp
 from collectives.core.work import Work
-from collectives.torch_bridge import sparse
+from collectives.torch_bridge import several_tensors
 from collectives.torch_bridge.issuing import Issuing
 from collectives.torch_bridge.operands import list_or_none, only
 from collectives.torch_bridge.work import TorchWork
@@ -72,7 +73,7 @@ class TorchGroup(Issuing):
         op: Any = None,
         tensor: Any = None,
     ) -> TorchWork:
-        """Reduces a tensor over all ranks, in place; a sparse one too."""
+        """Reduces a tensor over all ranks, in place; a sparse one too, and several of this rank to one."""
         if type(opts) is _AllreduceOptions and (_NO_INDICES or opts.sparseIndices is None):
             one = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
             work = self._fast_collective(
@@ -82,11 +83,13 @@ class TorchGroup(Issuing):
                 return work
         tensors = tensor if tensors is None else tensors
         tensor = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-        if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+        several = isinstance(tensors, (list, tuple)) and len(tensors) > 1
+        if several or (isinstance(tensor, torch.Tensor) and tensor.is_sparse):
             options = record(opts)
             if not isinstance(options, AllreduceOptions):
                 options = AllreduceOptions(timeout, True, reduction(op or options or ReduceOp.SUM))
-            return self._issue("all_reduce", tensors, sparse.allreduce, self.inner, tensor, options)
+            reduce = several_tensors.allreduce if several else sparse.allreduce
+            return self._issue("all_reduce", tensors, reduce, self.inner, tensor, options)
         call = self.inner.allreduce
         return self._issue("all_reduce", tensors, call, tensors, opts, timeout, op=op)
 

@@ -301,7 +301,7 @@ class Join:
             if self._throw:
                 self._group.allreduce([torch.ones(1, device=device)], _SUM).wait()
                 raise UnevenInputsError(
-                    f"[rank {self._group.rank()}] this rank ran out of inputs, while {int(active.item())} of "
+                    f"Rank {self._group.rank()} exhausted all inputs, while {int(active.item())} of "
                     f"{self._group.size()} ranks have some, and throw_on_early_termination is set",
                     [self._group.rank()],
                 )
@@ -368,8 +368,8 @@ def _count(joinable: Any, *, throws: bool) -> Work:
         group.allreduce([stop], _SUM).wait()
         if stop.item():
             raise UnevenInputsError(
-                f"[rank {group.rank()}] {int(stop.item())} of {group.size()} ranks ran out of inputs, "
-                "and throw_on_early_termination is set"
+                f"[rank {group.rank()}] Detected at least one rank that exhausted inputs: "
+                f"{int(stop.item())} of {group.size()} did, and throw_on_early_termination is set"
             )
     return work
 

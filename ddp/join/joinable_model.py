@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collectives import ProcessGroup
+from collectives import ProcessGroup, UnsupportedOperationError
 from collectives.ddp.join.join import Join, Joinable, JoinHook
 from collectives.ddp.join.protocol import Phase
 from collectives.ddp.join.shadow_collectives import (
@@ -46,6 +46,7 @@ class JoinableModel(Joinable):
     parameters_to_ignore: set[str]
     require_forward_param_sync: bool
     _buffer_sync: BufferSync
+    _delayed: list[str]
     _comm_hooks: list[tuple[Hook, object]]
     _given_group: Any
 
@@ -87,6 +88,7 @@ class JoinableModel(Joinable):
                 modules that communicate in forward, such as :class:`~collectives.ddp.SyncBatchNorm`.
 
         Raises:
+            UnsupportedOperationError: on entering, parameters are delayed.
             ValueError: on entering, a layer communicates and nothing would be thrown, or what a hook returns
                 cannot be scaled: it updates parameters, or averages over a part of the ranks.
             UnevenInputsError: ``throw_on_early_termination`` is set and a rank has left the loop.
@@ -107,6 +109,11 @@ class JoinableModel(Joinable):
             kwargs: ``divide_by_initial_world_size``; see :meth:`join`. Others are for other joinables.
         """
         config = self._join_config
+        if self._delayed and config.enable:
+            raise UnsupportedOperationError(
+                f"{self._in_words()} has delay_all_reduce_named_params, which are averaged in passes that "
+                "ranks without inputs do not hear of; train on even inputs, or delay none"
+            )
         if config.enable and not config.throw_on_early_termination:
             refuse_layers_that_communicate(self.module, self.process_group)
         by_initial = bool(kwargs.get("divide_by_initial_world_size", True))

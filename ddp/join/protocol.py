@@ -125,8 +125,11 @@ class JoinProtocol:
         if len(joined) == len(codes):
             return None
         if joined and self._throws:
+            mine = self._group.rank() in joined
+            found = "" if mine else "Detected at least one rank that exhausted inputs: "
+            who = _in_words(joined).capitalize() if mine else _in_words(joined)
             raise UnevenInputsError(
-                f"{self._here()} {_in_words(joined)} ran out of inputs, while others have some, and "
+                f"{self._here()} {found}{who} exhausted all inputs, while others have some, and "
                 "throw_on_early_termination is set",
                 joined,
             )

@@ -14,7 +14,8 @@ __all__ = ["Partition", "flatten_parameters"]
 class Partition:
     """Deals items out to ranks, so that these get about the same amount of each kind.
 
-    The largest item goes first, each to the rank that has least of its kind (greedy scheduling by size,
+    The largest item goes first, each to the rank that has least of its kind, and of those to the one that has
+    least of all kinds (greedy scheduling by size,
     Graham 1969, "Bounds on Multiprocessing Timing Anomalies"): no rank gets more than the mean plus the
     largest item. Items dealt out before stay where they are.
 
@@ -25,6 +26,7 @@ class Partition:
     def __init__(self, size: int) -> None:
         self._size = size
         self._loads: dict[Hashable, list[int]] = {}
+        self._totals = [0] * size
 
     def deal(self, sizes: Sequence[int], kinds: Sequence[Hashable]) -> list[int]:
         """Returns the rank that gets each item; the same on all ranks.
@@ -36,8 +38,10 @@ class Partition:
         owners = [0] * len(sizes)
         for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             loads = self._loads.setdefault(kinds[item], [0] * self._size)
-            owners[item] = loads.index(min(loads))
-            loads[owners[item]] += sizes[item]
+            owner = min(range(self._size), key=lambda rank: (loads[rank], self._totals[rank]))
+            owners[item] = owner
+            loads[owner] += sizes[item]
+            self._totals[owner] += sizes[item]
         return owners
 
 

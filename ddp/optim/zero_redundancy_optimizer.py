@@ -236,7 +236,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ---- step --------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates this rank's part of the parameters and gives all ranks all parameters; called by all.
 
         Blocks until all parameters are here. With ``overlap_with_ddp``, nothing is left to do. Where the
@@ -244,7 +244,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         they are: no rank waits for it, and all have the same parameters.
 
         Args:
-            closure: computes the gradients and returns the loss; called once, before the update.
+            closure: computes the gradients and returns the loss; called once, before the update. What cannot
+                be called goes to the wrapped optimizer as it is.
             kwargs: further arguments for the wrapped optimizer.
 
         Returns:
@@ -254,7 +255,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: ``overlap_with_ddp`` is set, but no communication hook was made.
         """
         loss = None
-        if closure is not None:
+        if closure is not None and not callable(closure):
+            kwargs["closure"] = closure
+        elif closure is not None:
             with torch.enable_grad():
                 loss = closure()
             kwargs["closure"] = lambda: loss

@@ -59,7 +59,7 @@ class BackwardPass:
         abandoned: whether an exception broke it off.
         nested: whether the current task is within another one.
         ending: whether the outermost task is complete.
-        triggered: whether the gradient came that delayed buckets wait for.
+        delayed: whether delayed gradients came.
         ready_order: parameters in the order in which their gradients came.
         unused: parameters for which something else than a gradient of this pass is sent.
         skipped: parameters whose buckets are not sent.
@@ -79,7 +79,7 @@ class BackwardPass:
     abandoned: bool = False
     nested: bool = False
     ending: bool = False
-    triggered: bool = False
+    delayed: bool = False
     ready_order: list[int] = field(default_factory=list)
     unused: set[int] = field(default_factory=set)
     skipped: Collection[int] = frozenset()
@@ -91,7 +91,7 @@ class BackwardPass:
 
     def took_part(self) -> bool:
         """Returns whether the pass reached a parameter, or would have."""
-        return self.committed or any(self.counts)
+        return self.committed or self.delayed or any(self.counts)
 
     def position(self, progress: Progress) -> Position | None:
         """Returns where this rank stands; ``None`` where it only shadows others."""

@@ -31,6 +31,7 @@ class BucketReducer:
     Attributes:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
         is_local: whether nothing communicates, because the hook does not.
+        abandoned: what was issued and has a result that nobody wants.
         before_pass: is called before a pass of this rank communicates; or ``None``.
 
     Args:
@@ -58,7 +59,12 @@ class BucketReducer:
         self.is_local = False
         self.before_pass: Callable[[], None] | None = None
         self._next = 0
-        self._abandoned: list[Work | Future[Any]] = []
+        self.abandoned: list[Work | Future[Any]] = []
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all buckets of the pass were launched."""
+        return self._next == len(self._gradients.buckets)
 
     def reset(self) -> None:
         """Begins or ends a synchronised pass."""
@@ -118,9 +124,7 @@ class BucketReducer:
         end = len(buckets) - bool(early and not current.abandoned)
         while self._next < end:
             bucket = buckets[self._next]
-            if not current.abandoned and (
-                bucket.pending or (bucket.delayed and not (current.triggered or current.ending))
-            ):
+            if bucket.pending and not current.abandoned:
                 return
             self._begin_communication(current)
             if not bucket.skipped and current.abandoned:
@@ -250,13 +254,13 @@ class BucketReducer:
         buckets = self._gradients.buckets
         self._gradients.release_grads(buckets[: self._next])
         self.launch_ready(current)
-        self._abandoned += [
+        self.abandoned += [
             handle for bucket in buckets if (handle := bucket.work or bucket.future) is not None
         ]
 
     def wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
-        abandoned, self._abandoned = self._abandoned, []
+        abandoned, self.abandoned = self.abandoned, []
         for handle in abandoned:
             with contextlib.suppress(Exception):
                 handle.wait()

@@ -144,11 +144,10 @@ class Bucket:
         device: device of the parameters.
         in_place: indices of the parameters whose gradients are reduced where they are.
         tail: number of elements after the gradients.
-        delayed: whether the bucket waits for a gradient beyond its own.
     """
 
     __slots__ = (
-        "buffer", "delayed", "flat", "future", "in_place", "in_place_tensors", "index", "indices",
+        "buffer", "flat", "future", "in_place", "in_place_tensors", "index", "indices",
         "parameters", "pending", "skipped", "state", "tail", "views", "work",
     )  # fmt: skip
 
@@ -162,13 +161,11 @@ class Bucket:
         device: torch.device,
         in_place: Collection[int] = (),
         tail: int = 0,
-        delayed: bool = False,
     ) -> None:
         self.index = index
         self.indices = list(indices)
         self.parameters = list(parameters)
         self.in_place = [i for i in self.indices if i in in_place]
-        self.delayed = delayed
         copied = [p for i, p in zip(self.indices, self.parameters, strict=True) if i not in in_place]
         numel = sum(parameter.numel() for parameter in copied)
         width = 2 if dtype.is_complex else 1

@@ -31,20 +31,17 @@ class Gradients:
         names: names of the parameters, by index.
         parameters: the parameters, by index.
         sparse: indices of the parameters with sparse gradients, which lie in no bucket.
-        delayed: indices of the parameters whose buckets come after that of :attr:`trigger`.
-        trigger: index of a parameter, or ``None``, which puts the delayed buckets at the end.
         buckets: the buckets, in the order of their reduction; the last one has a tail.
         bucket_of: each parameter's bucket.
 
     Args:
         parameters: parameters that need gradients, by name.
         limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
+        device: device of the tail where no gradient lies in a bucket.
         tail: number of elements of the last bucket's tail.
         as_views: whether ``.grad`` becomes the place in the bucket.
         batched: whether all gradients are copied, when their bucket is full.
         sparse: indices of the parameters with sparse gradients.
-        delayed: indices of the parameters whose reduction is delayed.
-        trigger: index of the parameter that the delayed ones come after.
         reduce_dtype: data type that real floating gradients have in the buckets; ``None`` for their own.
     """
 
@@ -53,20 +50,18 @@ class Gradients:
         parameters: Mapping[str, torch.nn.Parameter],
         limits: Sequence[int],
         *,
+        device: torch.device,
         tail: int,
         as_views: bool = False,
         batched: bool = False,
         sparse: Collection[int] = (),
-        delayed: Collection[int] = (),
-        trigger: int | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.limits = tuple(limits)
         self.sparse = sorted(sparse)
-        self.delayed = frozenset(delayed)
-        self.trigger = trigger
+        self._device = device
         self._tail = tail
         self._as_views = as_views
         self._batched = batched
@@ -90,12 +85,12 @@ class Gradients:
     def copy_all(self) -> None:
         """Reduces no gradient in place from now on, for a communication hook, which takes a flat buffer."""
         self._copies_all = True
-        self._make_buckets([(bucket.indices, bucket.delayed) for bucket in self.buckets])
+        self._make_buckets([bucket.indices for bucket in self.buckets])
 
     def set_tail(self, size: int) -> None:
         """Gives the last bucket a tail of another size."""
         self._tail = size
-        self._make_buckets([(bucket.indices, bucket.delayed) for bucket in self.buckets])
+        self._make_buckets([bucket.indices for bucket in self.buckets])
 
     def rebuild_buckets(self, order: Iterable[int]) -> bool:
         """Makes the buckets for gradients that come in ``order``; gradients that lie in the old ones move.
@@ -104,23 +99,13 @@ class Gradients:
             Whether that changed anything.
         """
         order = [index for index in order if index not in self.sparse]
-        early = self._assign([index for index in order if index not in self.delayed], self.limits)
-        late = self._assign([index for index in order if index in self.delayed], [2**63])
-        place = next((n for n, bucket in enumerate(early, 1) if self.trigger in bucket), len(early))
-        plan = [
-            *((indices, False) for indices in early[:place]),
-            *((indices, True) for indices in late),
-            *((indices, False) for indices in early[place:]),
-        ]
-        if self.buckets and plan == [(bucket.indices, bucket.delayed) for bucket in self.buckets]:
+        kinds = [(parameter.device, self._dtype(parameter)) for parameter in self.parameters]
+        sizes = [p.numel() * dtype.itemsize for p, (_, dtype) in zip(self.parameters, kinds, strict=True)]
+        plan = assign_buckets(sizes, kinds, self.limits, order)
+        if self.buckets and plan == [bucket.indices for bucket in self.buckets]:
             return False
         self._make_buckets(plan)
         return True
-
-    def _assign(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
-        kinds = [(parameter.device, self._dtype(parameter)) for parameter in self.parameters]
-        sizes = [p.numel() * dtype.itemsize for p, (_, dtype) in zip(self.parameters, kinds, strict=True)]
-        return assign_buckets(sizes, kinds, limits, order)
 
     def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if self._reduce_dtype is not None and parameter.dtype.is_floating_point:
@@ -128,7 +113,7 @@ class Gradients:
         return parameter.dtype
 
     @torch.no_grad()
-    def _make_buckets(self, plan: Sequence[tuple[Sequence[int], bool]]) -> None:
+    def _make_buckets(self, plan: Sequence[Sequence[int]]) -> None:
         # Old buckets that no gradient lies in go before the new ones come: both at once may be the peak.
         moving = {i: v for i, v in self._views.items() if self.parameters[i].grad is v}
         self._views, self.bucket_of, self.buckets = {}, {}, []
@@ -141,18 +126,16 @@ class Gradients:
             frozenset() if self._batched else frozenset(large - in_place).difference(self.sparse)
         )
         last = len(plan) - 1
-        for place, (indices, delayed) in enumerate(plan or [((), False)]):
+        for place, indices in enumerate(plan or [()]):
             parameters = [self.parameters[index] for index in indices]
-            first = parameters[0] if parameters else self.parameters[0]
             bucket = Bucket(
                 place,
                 indices,
                 parameters,
-                dtype=self._dtype(first) if parameters else torch.float32,
-                device=first.device,
+                dtype=self._dtype(parameters[0]) if parameters else torch.float32,
+                device=parameters[0].device if parameters else self._device,
                 in_place=in_place,
                 tail=self._tail if place >= last else 0,
-                delayed=delayed,
             )
             self.buckets.append(bucket)
             for index, parameter, view in zip(indices, parameters, bucket.views, strict=True):

@@ -21,6 +21,7 @@ from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
+from collectives.ddp.reducer.delayed import DelayedGradients
 from collectives.ddp.reducer.grad_bucket import BucketLayout
 from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
@@ -32,9 +33,6 @@ from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
 
 __all__ = ["Hook", "Reducer"]
-
-_OUTSIDE = -1
-"""Stands for the index of a parameter that is not the model's."""
 
 
 def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
@@ -66,6 +64,7 @@ class Reducer:
     Args:
         parameters: parameters that need gradients, by name.
         group: the ranks.
+        device: device of the first parameter of the model.
         model: the model in words, for messages.
         limits: caps of the buckets in bytes, from :func:`~collectives.ddp.reducer.buckets.bucket_limits`.
         find_unused_parameters: as of DistributedDataParallel, and the three that follow.
@@ -74,8 +73,8 @@ class Reducer:
         batched_grad_copy: see there.
         skip_unused: whether buckets that no rank can fill are not sent.
         sparse: names of the parameters with sparse gradients.
-        delayed: names of the parameters whose reduction waits for ``trigger``.
-        trigger: the parameter whose gradient the delayed ones wait for.
+        delayed: parameters that none of the other arguments apply to, and not among ``parameters``.
+        trigger: the parameter whose gradient they wait for.
         frozen: parameters that need no gradient, by name.
         reduce_dtype: data type that floating gradients are averaged in; ``None`` for their own.
         casts: what stands in for the parameters while forward and backward run.
@@ -86,6 +85,7 @@ class Reducer:
         parameters: Mapping[str, torch.nn.Parameter],
         group: ProcessGroup,
         *,
+        device: torch.device,
         model: str,
         limits: Sequence[int],
         find_unused_parameters: bool = False,
@@ -94,7 +94,7 @@ class Reducer:
         batched_grad_copy: bool = False,
         skip_unused: bool = False,
         sparse: Collection[str] = (),
-        delayed: Collection[str] = (),
+        delayed: Sequence[torch.nn.Parameter] = (),
         trigger: torch.nn.Parameter | None = None,
         frozen: Mapping[str, torch.nn.Parameter] | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -104,7 +104,7 @@ class Reducer:
         self._model = model
         self._frozen = frozen or {}
         self._casts = casts
-        self._device = device = next(iter(parameters.values())).device
+        self._device = device
         self._averager = Averager(group)
         for parameter in parameters.values():
             real = parameter.is_floating_point() and reduce_dtype
@@ -113,17 +113,15 @@ class Reducer:
         self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self._consensus = Consensus(self._averager, model, self.unused, self._order, device)
-        places = {id(parameter): index for index, parameter in enumerate(parameters.values())}
-        self._trigger = None if trigger is None else places.get(id(trigger), _OUTSIDE)
+        self._delayed = DelayedGradients(delayed, trigger, self._averager)
         self.gradients = Gradients(
             parameters,
             limits,
+            device=device,
             tail=self._consensus.tail_size,
             as_views=gradient_as_bucket_view,
             batched=batched_grad_copy,
             sparse=[index for index, name in enumerate(parameters) if name in sparse],
-            delayed=[index for index, name in enumerate(parameters) if name in delayed],
-            trigger=self._trigger,
             reduce_dtype=reduce_dtype,
         )
         self.clock = IterationClock(device)
@@ -151,8 +149,7 @@ class Reducer:
             self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
         hooked = [(p, _gradient_hook(self, index)) for index, p in enumerate(self.gradients.parameters)]
-        if trigger is not None and self._trigger == _OUTSIDE:
-            hooked.append((trigger, _gradient_hook(self, _OUTSIDE)))
+        hooked += [(p, _gradient_hook(self, ~place)) for place, p in enumerate(self._delayed.hooked)]
         self._hooks = engine.GradientHooks(hooked)
 
     # ---- what the module calls ---------------------------------------------------------------------------
@@ -289,7 +286,7 @@ class Reducer:
     # ---- what the autograd engine calls ------------------------------------------------------------------
 
     def autograd_hook(self, index: int) -> None:
-        """Called when the gradient of a parameter was accumulated in ``.grad``."""
+        """Called when the gradient of a parameter was accumulated; delayed ones are -1, -2, ..."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self.autograd_hook(index)
@@ -298,15 +295,14 @@ class Reducer:
             if engine.current_task() != self._task:
                 self._enter_task(None)
             current = self._pass
-            if index == self._trigger:
-                current.triggered = True
-                if index == _OUTSIDE:
-                    if current.sync:
-                        self._bucket_reducer.launch_ready(current)
-                    return
-            current.counts[index] += 1
-            if current.sync and self.unused.note_gradient(current, index):
-                self._mark_ready(current, index)
+            if index < 0:
+                current.delayed |= self._delayed.note(~index)
+            else:
+                current.counts[index] += 1
+                if current.sync and self.unused.note_gradient(current, index):
+                    self._mark_ready(current, index)
+            if self._delayed.is_ready and (self._bucket_reducer.is_drained or not current.sync):
+                self._delayed.launch()  # after the buckets, in whatever order gradients come
 
     def _mark_ready(self, current: BackwardPass, index: int) -> None:
         """Hands in a gradient to which nothing will be added; launches the buckets that are full by it."""
@@ -352,12 +348,13 @@ class Reducer:
                 if not current.took_part():
                     return
                 self.unused.add(current.counts)
-                if current.sync:
-                    self._latest = None
-                    with torch.no_grad():
+                with torch.no_grad():
+                    if current.sync:
+                        self._latest = None
                         self._finalize_backward(current)
-                elif current.forwards:
-                    self._consensus.progress.unsynced += 1
+                    elif current.forwards:
+                        self._consensus.progress.unsynced += 1
+                    self._delayed.finish()
             finally:
                 self._reset()
 
@@ -370,8 +367,8 @@ class Reducer:
                 return
             current = self._pass
             try:
-                if current.sync and current.took_part() and not current.broken:
-                    self._latest = None
+                if current.took_part() and not current.broken:
+                    self._latest = None if current.sync else self._latest
                     with torch.no_grad(), contextlib.suppress(Exception):
                         self._abandon(current)
             finally:
@@ -388,14 +385,14 @@ class Reducer:
                     forward.averaged = True
                 self.unused.clear()
             self._bucket_reducer.reset()
+        self._bucket_reducer.abandoned += self._delayed.reset()
         self._open_tasks.clear()
         self._task = engine.NO_TASK
         if self._casts is not None and self._pass.casts_active:
             self._casts.leave()
             if self._pass.took_part():
                 self._casts.forget()
-        count = len(self.gradients)
-        self._pass = BackwardPass([0] * count, ErrorReport(count), self.unused.used)
+        self._pass = BackwardPass([0] * (count := len(self.gradients)), ErrorReport(count), self.unused.used)
 
     def _enter_task(self, forward: Forward | None) -> None:
         """Takes note that hooks now run in another task than before; the first task of all begins a pass."""
@@ -429,8 +426,7 @@ class Reducer:
         self.clock.mark(Mark.BACKWARD_BEGIN)
         self._bucket_reducer.reset()
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            current.report.errors.append(errors.unfrozen(unfrozen))
+        current.report.errors += [errors.unfrozen(unfrozen)] if unfrozen else []
         current.skipped = self._bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
         self._mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
@@ -453,8 +449,11 @@ class Reducer:
         current.abandoned = True
         why = "its backward pass was broken off by an exception, which is raised there"
         current.report.errors.append(why)
-        if not self._bucket_reducer.is_local:
+        communicates = current.sync and not self._bucket_reducer.is_local
+        if communicates:
             self._bucket_reducer.abandon(current)
+        self._delayed.launch(zeros=True)
+        if communicates:
             self._consensus.abandon(current)
 
     def _wait_for_abandoned(self) -> None:
@@ -475,6 +474,7 @@ class Reducer:
                 self._mark_unused(current, [index])
         self.unused.report_missing(current)
         self._bucket_reducer.launch_ready(current)
+        self._delayed.launch()
         self._bucket_reducer.wait_for_hook(current)
         self._consensus.send_signals(current)
         tail = self.gradients.buckets[-1].tail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +54,9 @@ def construction_in_words(ddp: _Model) -> str:
 
 
 def logging_data(ddp: _Model) -> dict[str, Any]:
-    """Returns the facts that are known; sizes are in bytes, lists are joined by commas as in torch.
+    """Returns the facts that are known; sizes are in bytes, lists are joined by commas, as in torch.
+
+    Data types have the names that torch gives them here: ``float``, ``double``, ``c10::Half``, ...
 
     Times are in nanoseconds, of the last iteration that was sampled and, as ``avg_``, of all of them: each of
     the first ten and then one of a hundred. They are absent, and their averages zero, before the first one.
@@ -81,7 +83,7 @@ def logging_data(ddp: _Model) -> dict[str, Any]:
         "has_sync_bn": int(
             any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in ddp.module.modules())
         ),
-        "dtypes": _dtypes(parameters),
+        "dtypes": _dtypes(parameters, _CPP_NAMES),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": _nbytes(parameters),
         "unused_parameter_size": reducer.unused.unused_bytes,
@@ -107,6 +109,14 @@ _ENVIRONMENT = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT",
 )  # fmt: skip
 """Environment variables that are shown as they are."""
+
+_PLAIN: Mapping[str, str] = {}
+
+_CPP_NAMES = {
+    "float16": "c10::Half", "bfloat16": "c10::BFloat16", "float32": "float", "float64": "double",
+    "complex64": "c10::complex<float>", "complex128": "c10::complex<double>",
+}  # fmt: skip
+"""Names of data types in C++."""
 
 _FIELDS = {
     "forward": "forward_compute_time",
@@ -138,8 +148,9 @@ def _times(clock: IterationClock) -> dict[str, int]:
     return data
 
 
-def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
-    return _joined(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+def _dtypes(parameters: Iterable[torch.Tensor], other_names: Mapping[str, str] = _PLAIN) -> str:
+    names = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    return _joined(sorted(other_names.get(name, name) for name in names))
 
 
 def _nbytes(parameters: Iterable[torch.Tensor]) -> int:

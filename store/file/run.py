@@ -70,14 +70,18 @@ class Run:
                 return number
         return max(self.members, default=-1) + 1
 
-    def decide_join(self, world_size: int, token: bytes) -> tuple[JoinDecision, str]:
+    def decide_join(
+        self, world_size: int, token: bytes, process: ProcessIdentity
+    ) -> tuple[JoinDecision, str]:
         """Decides whether the finder belongs to this run.
 
-        A run lives while a process that has joined it runs, or may run where it cannot be seen.
+        A run lives while a process that has joined it runs, or may run where it cannot be seen. A process
+        that is all of it may join once more, as one that opens its own store twice.
 
         Args:
             world_size: that of the finder, negative if not fixed.
             token: launch token of the finder.
+            process: the finder.
 
         Returns:
             The decision, and for WAIT and REFUSE the reason as a clause.
@@ -86,7 +90,8 @@ class Run:
         if Life.ALIVE not in lives.values() and Life.UNKNOWN not in lives.values():
             kept = self.world_size is None and world_size < 0 and all(m.left for m in self.members.values())
             return (JoinDecision.JOIN if kept else JoinDecision.RECLAIM), ""
-        other = self._other_run(world_size, token)
+        alone = all(m.join.process == process and not m.left for m in self.members.values())
+        other = self._other_run(world_size, token, full=self.complete and not alone)
         if other:
             # A run that is torn down (or restarted by its launcher) is gone in a moment.
             ending = any(m.left or lives[n] is Life.DEAD for n, m in self.members.items())
@@ -96,14 +101,14 @@ class Run:
             return JoinDecision.WAIT, f"its member, {lost[0].join.process}, has died, others have not yet"
         return JoinDecision.JOIN, ""
 
-    def _other_run(self, world_size: int, token: bytes) -> str:
+    def _other_run(self, world_size: int, token: bytes, *, full: bool) -> str:
         """Returns why the finder is not of this run, or nothing."""
         tokens = {member.join.token for member in self.members.values()} - {b""}
         if token and tokens and token not in tokens:
             return f"it was launched as {tokens.pop().decode()!r}, this process as {token.decode()!r}"
         if self.world_size is not None and 0 < world_size != self.world_size:
             return f"it has world_size {self.world_size}, this process {world_size}"
-        if self.complete:
+        if full:
             return f"all {self.world_size} members have joined"
         return ""
 

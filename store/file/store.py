@@ -221,7 +221,7 @@ class _Shared:
             self._create(world_size, token)
             return None
         self._read()
-        decision, reason = self.content.run.decide_join(world_size, token)
+        decision, reason = self.content.run.decide_join(world_size, token, current_process())
         if decision is JoinDecision.WAIT:
             return reason
         if decision is JoinDecision.REFUSE:

@@ -103,7 +103,8 @@ class TCPStore(Store):
         multi_tenant: share the server that this process already runs on the same port, if there is one.
         master_listen_fd: descriptor of a socket bound to ``port`` (any if ``port`` is 0) that the server
             takes over.
-        use_libuv: accepted for torch's sake; our server is always event-driven (:attr:`libuvBackend`).
+        use_libuv: accepted for torch's sake, and what :attr:`libuvBackend` returns; our server is always
+            driven by events (epoll, without the library libuv).
 
     Raises:
         DistNetworkError: the port is in use, or no server answers, or only one that is not to be trusted.
@@ -120,7 +121,7 @@ class TCPStore(Store):
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
-        use_libuv: bool = True,  # noqa: ARG002
+        use_libuv: bool = True,
     ) -> None:
         super().__init__(timeout)
         if not isinstance(host_name, str):
@@ -131,6 +132,7 @@ class TCPStore(Store):
         if world_size == 0:
             raise ValueError("world_size of a TCPStore cannot be 0; None means that it is not fixed")
         self._host = host_name
+        self._use_libuv = bool(use_libuv)
         trust = _trust()
         self._server = (
             _start_server(host_name, port, multi_tenant, master_listen_fd, trust) if is_master else None
@@ -155,8 +157,8 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """``True``, because an event loop drives the server (epoll, without the library libuv)."""
-        return True
+        """What ``use_libuv`` was; both choose the same server."""
+        return self._use_libuv
 
     def close(self) -> None:
         """Closes the connections, and the server if no other store of this process uses it; idempotent."""

@@ -20,6 +20,22 @@ LIMIT = timedelta(seconds=30)
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
+def torch_groups(rank: int, size: int, port: int) -> None:
+    torch_dist2 = pytest.importorskip("torch.distributed._dist2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    for backend, options in (("collectives", {}), ("collectives_round_robin", {"lanes": 2})):
+        group = torch_dist2.new_group(backend, LIMIT, "cpu", **options)
+        tensor = torch.full((2,), float(rank))
+        with torch_dist2.process_group(group):
+            torch_dist2.current_process_group().allreduce(tensor, torch_dist2.ReduceOp.SUM).wait()
+        assert (tensor.tolist(), group.rank(), group.size()) == ([1, 1], rank, size)
+        group.shutdown()
+
+
+def test_groups_of_the_object_interface_of_torch() -> None:
+    run_ranks(torch_groups, 2, free_port(), isolated=True, env=dict.fromkeys(PLACE))
+
+
 def groups(rank: int, size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     first, second = (dist2.new_group("host", LIMIT, "cpu") for _ in range(2))

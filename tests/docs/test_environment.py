@@ -18,6 +18,7 @@ VARIABLE = re.compile(rf"(?<!-D)(?:{_PREFIXES})_[A-Z0-9_]+")  # -D: options of C
 BY_TORCH = {"TORCH_DEVICE_BACKEND_AUTOLOAD"}
 """What torch reads, and changes what users of this package see."""
 BY_NCCL = {
+    "NCCL_CROSS_NIC",
     "NCCL_DEBUG",
     "NCCL_DEBUG_SUBSYS",
     "NCCL_NSOCKS_PERTHREAD",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from forked import in_child
 
 import collectives
 from collectives.store import FileStore
@@ -117,12 +118,24 @@ class TestRuns:
         store.close()
         assert not path.exists()
 
+    def test_a_process_may_open_its_own_store_again(self, path):
+        store, again = FileStore(str(path), 1), FileStore(str(path), 1)
+        store.set("key", "value")
+        store.close()
+        assert again.get("key") == b"value"
+        again.close()
+        assert not path.exists()
+
     def test_a_further_member_belongs_to_another_run(self, path):
         store = FileStore(str(path), 1)
         store.set("key", "value")
-        with pytest.raises(collectives.DistStoreError) as caught:
-            FileStore(str(path), 1)
-        message = str(caught.value)
+
+        def join():
+            with pytest.raises(collectives.DistStoreError) as caught:
+                FileStore(str(path), 1)
+            return str(caught.value)
+
+        message = in_child(join)
         assert str(path) in message
         assert "all 1 members have joined" in message
         assert f"process {os.getpid()} on {os.uname().nodename}" in message

@@ -110,8 +110,8 @@ class TestTcp:
     @pytest.mark.parametrize(
         ("url", "message"),
         [
-            ("tcp://localhost?rank=0&world_size=1", "needs a host and a port"),
-            ("tcp://:29500?rank=0&world_size=1", "needs a host and a port"),
+            ("tcp://localhost?rank=0&world_size=1", "port number missing"),
+            ("tcp://:29500?rank=0&world_size=1", "host or port number missing"),
             ("tcp://localhost:99999?rank=0&world_size=1", "Port out of range"),
             ("tcp://localhost:1", "rank and world_size missing"),
             ("tcp://localhost:1?rank=0", "world_size missing"),

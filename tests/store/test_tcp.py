@@ -120,7 +120,7 @@ class TestListening:
         assert server.port > 0
         assert server.libuvBackend is True
         client = TCPStore("localhost", server.port, use_libuv=False)
-        assert (client.host, client.port, client.libuvBackend) == ("localhost", server.port, True)
+        assert (client.host, client.port, client.libuvBackend) == ("localhost", server.port, False)
         client.close()
 
     def test_port_in_use(self, server):

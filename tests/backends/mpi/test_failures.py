@@ -106,8 +106,10 @@ def killed(group: ProcessGroup) -> None:
     if group.rank() == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
+    assert group.lost_ranks() == []
     with pytest.raises(PeerLostError, match="rank 1 is lost") as info:
         group.allreduce(torch.ones(100_000)).wait()
+    assert group.lost_ranks() == [1]  # whom the end of the world does not wait for
     assert info.value.rank == 1
     with pytest.raises(PeerLostError):
         group.barrier().wait()

@@ -21,7 +21,6 @@ from collectives.registry import backends as registry
 
 # Public names of torch.distributed that are no part of collectives, with the reason.
 LEFT_OUT = {
-    "GroupName": "a type alias for the names of torch's own groups",
     "Logger": "internals of torch's DistributedDataParallel",
     "ProcessGroupGloo": "a class of one backend; ours are in collectives.backends",
     "RankType": "a type alias of torch's own typing",
@@ -30,8 +29,7 @@ LEFT_OUT = {
     "GradBucket": "part of collectives.ddp",
     "DeviceMesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
     "init_device_mesh": "torch's device meshes run on the groups of torch.distributed; use the bridge",
-    "record_comm": "names operations of torch's own groups in its profiler",
-    "shrink_group": "needs a backend that goes on after ranks are lost",
+    "record_comm": "names profiler events, which operations have through torch.distributed only",
     "remote_device": "part of rpc",
 }
 

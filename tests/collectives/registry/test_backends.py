@@ -13,7 +13,9 @@ from harness import current_store, run_ranks
 
 import collectives as dist
 from collectives import Work
+from collectives.api import world_state
 from collectives.backends.gloo import ProcessGroupGloo
+from collectives.backends.host import ProcessGroupHost
 from collectives.backends.round_robin import RoundRobinOptions
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import AllreduceOptions
@@ -344,6 +346,64 @@ def not_to_be_loaded(rank: int, size: int) -> None:
             create_group(name, GroupOptions(None, 0, 1))
 
 
+class Accelerated(ProcessGroupHost):
+    """Stands for a group of an accelerator; notes the devices of its barriers."""
+
+    def __init__(self, options: GroupOptions) -> None:
+        super().__init__(options.store, options.rank, options.size, options.timeout)
+        self.barriers: list[torch.device | None] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, devices=frozenset({"cuda"}))
+
+    def _barrier(self, opts):
+        self.barriers.append(opts.device)
+        return super()._barrier(opts)
+
+
+def parts_of_a_mixed_group(monkeypatch, timeout=None):
+    made: list[Accelerated] = []
+
+    def make(options):
+        made.append(Accelerated(options))
+        return made[-1]
+
+    name = f"accelerated{uuid.uuid4().hex[:6]}"
+    register_backend_spec(BackendSpec(name, ("cuda",), make))
+    monkeypatch.setattr(dist.Backend, "NCCL", name)
+    dist.init_process_group(
+        f"cpu:host,cuda:{name}", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+    return dist.group.WORLD, made[0]
+
+
+@pytest.fixture
+def _ends_the_world():
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_ends_the_world")
+def test_each_part_of_a_mixed_group_has_its_own_default_limit(monkeypatch) -> None:
+    world, accelerated = parts_of_a_mixed_group(monkeypatch)
+    assert (world.timeout, accelerated.timeout) == (timedelta(minutes=30), timedelta(minutes=10))
+    dist.destroy_process_group()
+    world, accelerated = parts_of_a_mixed_group(monkeypatch, timedelta(seconds=9))
+    assert (world.timeout, accelerated.timeout) == (timedelta(seconds=9),) * 2
+
+
+@pytest.mark.usefixtures("_ends_the_world")
+def test_a_barrier_runs_on_the_device_that_the_world_is_bound_to(monkeypatch) -> None:
+    _, accelerated = parts_of_a_mixed_group(monkeypatch)
+    dist.barrier()
+    assert accelerated.barriers == []
+    bound = torch.device("cuda", 0)
+    monkeypatch.setattr(world_state.world, "device", bound)  # there may be none on this machine
+    dist.barrier()
+    assert accelerated.barriers == [bound]
+
+
 def test_backends_that_cannot_be_loaded_are_not_available() -> None:
     run_ranks(not_to_be_loaded, 1, isolated=True)
 
@@ -351,6 +411,8 @@ def test_backends_that_cannot_be_loaded_are_not_available() -> None:
 @pytest.mark.parametrize("name", ["ucc", "XCCL", "cpu:ucc"])
 def test_backends_of_torch_without_a_counterpart(name: str) -> None:
     assert not dist.is_backend_available(name)
+    if ":" not in name:
+        assert dist.Backend(name) == name.lower()  # as Backend(Backend.UCC) of torch
     with pytest.raises(
         ValueError, match=r"is not offered: .*torch\.distributed.*register_backend.*host.*nccl"
     ):

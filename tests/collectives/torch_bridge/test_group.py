@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch_world import BACKEND, run_torch
@@ -230,6 +231,17 @@ def monitored_barrier(rank, size):
 
 def test_monitored_barrier():
     run_torch(monitored_barrier, 3)
+
+
+def general_options(rank, size):
+    limit = timedelta(seconds=11)
+    group = dist.new_group(pg_options=c10d.Backend.Options(BACKEND, limit))
+    assert group.inner.timeout == limit
+    assert summed(rank, group) == 1
+
+
+def test_general_options_of_torch_give_their_time_limit():
+    run_torch(general_options, 2)
 
 
 def refusals(rank, size):

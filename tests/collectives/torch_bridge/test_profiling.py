@@ -51,6 +51,18 @@ def single_events(rank, size):
     assert all(event.is_async and event.count == 1 for event in found)
 
 
+def chosen_names(rank, size):
+    with session() as recorded, dist.record_comm("step 7"):
+        dist.all_reduce(torch.ones(3, 5))
+    assert "step 7" in [event.name for event in recorded.events()]
+    assert [event.name for event in events_of(recorded)] == [f"{BACKEND}:all_reduce"]
+
+
+@pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="this torch has no record_comm")
+def test_record_comm_adds_events_of_its_name_as_on_gloo() -> None:
+    run_torch(chosen_names, 2)
+
+
 def events_last_as_long_as_operations(rank, size):
     """While one rank is late, the event goes on; afterwards it does not."""
     store = dist.group.WORLD.get_group_store()

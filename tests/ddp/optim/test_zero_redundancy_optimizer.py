@@ -124,6 +124,36 @@ def test_closures_and_ranks_without_parameters() -> None:
     assert sorted(kept for _, _, kept in results) == [0, 0, 1]
 
 
+class ExtraArgument(torch.optim.SGD):
+    """Takes one more argument of ``step``."""
+
+    def step(self, closure=None, extra=None):
+        super().step()
+        extra.append(closure)
+
+
+def closures_that_cannot_be_called(group):
+    zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(2))], ExtraArgument, group, lr=0.1)
+    seen = []
+    zero.step(0, extra=seen)
+    return seen
+
+
+def test_what_cannot_be_called_goes_to_the_optimizer_as_in_torch() -> None:
+    assert run_ranks(closures_that_cannot_be_called, 1, backend="host") == [[0]]
+
+
+def frozen_later(group):
+    sizes = [9, 7, 5, 3] * group.size()
+    zero = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(n)) for n in sizes[:-1]], torch.optim.SGD, group)
+    zero.add_param_group({"params": [nn.Parameter(torch.ones(sizes[-1]), requires_grad=False)]})
+    return sum(p.numel() for part in zero.optim.param_groups for p in part["params"])
+
+
+def test_a_frozen_parameter_added_later_goes_where_there_is_least() -> None:
+    assert run_ranks(frozen_later, 2, backend="host") == [24, 24]
+
+
 # ---- checkpoints and changes ---------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Options beyond the usual: delayed and skipped reductions, mixed precision, parameters that change."""
+"""Options beyond the usual: skipped reductions, mixed precision, parameters that change."""
 
 from __future__ import annotations
 
@@ -7,145 +7,15 @@ import functools
 
 import pytest
 import torch
-from ddp_oracle import AVERAGE, Layers, naive_average
+from ddp_oracle import AVERAGE, Launches, Layers, naive_average, same_gradients
 from harness import run_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from collectives.core.opcodes import ALL_REDUCE
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
-from collectives.ddp.hooks.default_hooks import allreduce_hook
 
 data = Layers.inputs
-
-
-def same_gradients(ours, theirs, equal=torch.equal):
-    """Returns the names of the gradients that differ."""
-    return [
-        name
-        for (name, p), q in zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
-        for q in [q[1]]
-        if (p.grad is None) != (q.grad is None) or (p.grad is not None and not equal(p.grad, q.grad))
-    ]
-
-
-class Launches:
-    """Notes what a group all-reduces."""
-
-    def __init__(self, group) -> None:
-        self.sizes: list[int] = []
-        checked, fast = group.allreduce, group.fast_collective
-
-        def noted(tensors, *args, **kwargs):
-            self.sizes.append(tensors[0].numel())
-            return checked(tensors, *args, **kwargs)
-
-        def noted_fast(opcode, output, *args, **kwargs):
-            work = fast(opcode, output, *args, **kwargs)
-            if work is not None and opcode == ALL_REDUCE:
-                self.sizes.append(output.numel())
-            return work
-
-        group.allreduce, group.fast_collective = noted, noted_fast
-
-
-# ---- delayed reductions ----------------------------------------------------------------------------------
-
-
-def delayed(group, names, trigger, options):
-    module, naive = Layers(), Layers()
-    parameters = dict(module.named_parameters())
-    foreign = nn.Parameter(torch.ones(1))
-    hooked = foreign if trigger == "foreign" else parameters[trigger]
-    launched = []
-    ours = DistributedDataParallel(
-        module,
-        process_group=group,
-        bucket_cap_mb=0,
-        delay_all_reduce_named_params=[(name, parameters[name]) for name in names],
-        param_to_hook_all_reduce=hooked,
-        **options,
-    )
-
-    def hook(state, bucket):
-        launched.append(bucket.names())
-        return allreduce_hook(state, bucket)
-
-    ours.register_comm_hook(group, hook)
-    hooked.register_hook(lambda grad: launched.append("trigger"))
-    wrong = []
-    for step in range(2):
-        launched.clear()
-        for model in (ours, naive):
-            model.zero_grad()
-        (ours(data(group.rank(), step) * foreign).sum()).backward()
-        naive(data(group.rank(), step) * foreign.detach()).sum().backward()
-        naive_average(naive.parameters(), group)
-        wrong += same_gradients(ours.module, naive)
-    return wrong, launched
-
-
-@pytest.mark.parametrize("trigger", ["layers.1.weight", "layers.3.bias", "foreign"])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-def test_delayed_gradients_follow_their_trigger_in_one_message(trigger, options) -> None:
-    names = ["layers.3.weight", "layers.3.bias", "layers.2.bias"]
-    for wrong, launched in run_ranks(delayed, 2, names, trigger, options, backend="host"):
-        assert wrong == []
-        late = next(item for item in launched if len(item) == 3 and item != "trigger")
-        assert sorted(late) == sorted(names)
-        assert launched.index("trigger") < launched.index(late)
-        assert len([item for item in launched if item != "trigger"]) == 6
-        if trigger == "layers.1.weight":
-            assert launched.index(late) == launched.index([trigger]) + 1
-
-
-def all_delayed(group):
-    module, naive = Layers(), Layers()
-    named = list(module.named_parameters())
-    ours = DistributedDataParallel(
-        module,
-        process_group=group,
-        delay_all_reduce_named_params=named,
-        param_to_hook_all_reduce=named[0][1],
-    )
-    sent = Launches(group)
-    ours(data(group.rank())).sum().backward()
-    number = len(sent.sizes)
-    naive(data(group.rank())).sum().backward()
-    naive_average(naive.parameters(), group)
-    return same_gradients(ours.module, naive), number
-
-
-def test_all_parameters_may_be_delayed() -> None:
-    assert run_ranks(all_delayed, 2, backend="host") == [([], 1)] * 2
-
-
-def bad_delays(group):
-    module = Layers()
-    weight = module.layers[0].weight
-    found = []
-    for arguments in (
-        {"param_to_hook_all_reduce": weight},
-        {"delay_all_reduce_named_params": [("layers.0.weight", weight)]},
-        {
-            "delay_all_reduce_named_params": [("x", nn.Parameter(weight.data))],
-            "param_to_hook_all_reduce": weight,
-        },
-        {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(1)},
-    ):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            DistributedDataParallel(module, process_group=group, **arguments)
-        found.append(str(caught.value))
-    return found
-
-
-def test_delays_that_make_no_sense_are_named() -> None:
-    ((second, first, unknown, kind),) = run_ranks(bad_delays, 1, backend="host")
-    assert "only the second is given" in second
-    assert "only the first is given" in first
-    assert "has 'x', which is no parameter" in unknown
-    assert "must be a parameter, but is of type Tensor" in kind
 
 
 # ---- skipped reductions ----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_logging_data() -> None:
             "rank": rank,
             "backend_name": "host",
             "module_name": "Sequential",
-            "dtypes": "float32, float64",
+            "dtypes": "double, float",
             "num_parameter_tensors": 4,
             "total_parameter_size_bytes": 24 + 72,
             "bucket_sizes": "24, 48, 24",

@@ -98,6 +98,14 @@ def test_use_adds_up_over_passes_without_synchronisation(mode) -> None:
         assert missing == [False] * 8
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_pass_without_synchronisation_may_use_all_that_the_next_leaves_out(mode) -> None:
+    plan = [("-0123", "-0123"), ("0", "0"), ("0", "01")]
+    for equal, missing in run_ranks(left_out, 2, mode, plan, False, backend="host"):
+        assert equal[1:] == [True, True]
+        assert missing == [False] * 8
+
+
 def untouched_older_gradient(group, view):
     """A gradient from before, whose average over three ranks would round."""
     ours = DistributedDataParallel(

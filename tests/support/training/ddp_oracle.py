@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
+from collectives.core.opcodes import ALL_REDUCE
 from collectives.ddp import DistributedDataParallel
 
 AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
@@ -176,3 +177,33 @@ def averages(model, group, seed=0):
     return all(
         torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), naive.parameters(), strict=True)
     )
+
+
+def same_gradients(ours, theirs, equal=torch.equal):
+    """Returns the names of the gradients that differ."""
+    return [
+        name
+        for (name, p), q in zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+        for q in [q[1]]
+        if (p.grad is None) != (q.grad is None) or (p.grad is not None and not equal(p.grad, q.grad))
+    ]
+
+
+class Launches:
+    """Notes what a group all-reduces."""
+
+    def __init__(self, group) -> None:
+        self.sizes: list[int] = []
+        checked, fast = group.allreduce, group.fast_collective
+
+        def noted(tensors, *args, **kwargs):
+            self.sizes.append(tensors[0].numel())
+            return checked(tensors, *args, **kwargs)
+
+        def noted_fast(opcode, output, *args, **kwargs):
+            work = fast(opcode, output, *args, **kwargs)
+            if work is not None and opcode == ALL_REDUCE:
+                self.sizes.append(output.numel())
+            return work
+
+        group.allreduce, group.fast_collective = noted, noted_fast

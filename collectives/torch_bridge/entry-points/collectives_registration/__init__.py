@@ -41,6 +41,7 @@ def register() -> None:
     for name, backend, devices, fixed in _known():
         register_backend(name, backend, devices, fixed)
     _register_rendezvous()
+    _register_independent()
 
 
 def register_backend(
@@ -98,6 +99,20 @@ def _register_rendezvous() -> None:
     handlers._rendezvous_handlers.setdefault("mpi", meet)
 
 
+def _register_independent() -> None:
+    """Makes the backends known to ``torch.distributed._dist2``, where this torch has it."""
+    import importlib
+
+    import torch.distributed as torch_dist
+
+    try:
+        dist2: Any = importlib.import_module("torch.distributed._dist2")
+    except ImportError:
+        return
+    for name, _, _, _ in _known():
+        dist2._BACKENDS.setdefault(name, torch_dist.Backend._plugins[name.upper()].creator_fn.independent)
+
+
 def _taken(name: str) -> bool:
     """Returns whether torch knows a backend of this name that is not ours."""
     import torch.distributed as torch_dist
@@ -130,3 +145,21 @@ class _Creator:
         from collectives.torch_bridge import creation
 
         return creation.create(self.name, self.backend, options, pg_options, self.fixed)
+
+    def independent(
+        self, store: Any, rank: int, world_size: int, timeout: Any, device: Any, **kwargs: Any
+    ) -> Any:
+        """Returns a group that is in no world; called by ``torch.distributed._dist2`` on every rank.
+
+        Args:
+            store: a store that all ranks reach.
+            rank: this process's rank.
+            world_size: number of ranks.
+            timeout: time limit of operations.
+            device: device of the tensors.
+            kwargs: options of the backend itself.
+        """
+        from collectives.torch_bridge import creation
+
+        about = creation.independent_options(self.backend, store, rank, world_size, timeout, device)
+        return creation.create(self.name, self.backend, about, kwargs or None, self.fixed)

@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors, which torch's Gloo backend offers and our groups do not.
+"""All-reduce of sparse tensors, which no backend has of its own.
 
 The ranks exchange their numbers of rows; then all gather everybody's indices and values, and each adds up
 what has the same index, in rank order, so that every rank gets the same bits.
