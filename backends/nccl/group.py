@@ -17,6 +17,7 @@ from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
@@ -103,7 +104,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}")
         where = self.where()
         store, rank, size = options.store, options.rank, options.size
-        self._failures = Failures(store, rank, size, where, self._end_pending)
+        self._failures = Failures(store, rank, size, where, self._ending)
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
@@ -122,7 +123,7 @@ class ProcessGroupNCCL(ProcessGroup):
         )
         self._loopback = Loopback()
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
-        self._finalizer = weakref.finalize(self, _let_go, self._communicators, self._watchdog)
+        self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
         device = options.device_id
         self._bound = device if device is not None and device.type == devices.kind else None
         self._global_ranks = options.global_ranks or tuple(range(options.size))
@@ -355,7 +356,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
-        for communicator in self._communicators.open():
+        for communicator in self._communicators.ends.open():
             error = communicator.async_error()
             if error is not None:
                 self._failures.communicator_failed(self._oldest(), error)
@@ -397,22 +398,29 @@ class ProcessGroupNCCL(ProcessGroup):
         if self._failures.cause is not None:
             raise self._failures.cause
 
+    def _raise_failure(self) -> None:
+        self._failures.refuse("its outputs may hold anything, as")
+
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")
 
-    def _end_pending(self, cause: Exception) -> None:
+    @contextmanager
+    def _ending(self, cause: Exception) -> Iterator[None]:
+        """Fails all pending operations and stops NCCL, which has ended after the ``with`` block."""
         for pending in self._watchdog.pending():
             if pending.error is None and not _has_completed(pending):
                 pending.error = self._failures.stopped_error(pending.operation, cause)
         self._loopback.clear()
-        self._communicators.abort()
+        self._communicators.ends.begin_abort()
+        yield
+        self._communicators.ends.abort()
 
     # ---- life ----------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
         if self._failures.leave(aborts=True):
-            self._communicators.abort()
+            self._communicators.ends.abort()
             self._watchdog.stop()
             self._finalizer.detach()
 
@@ -434,7 +442,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog.stop()
         if self._failures.cause is None:
             self._failures.publish_shutdown()
-            self._communicators.destroy()
+            self._communicators.ends.destroy()
         self._finalizer.detach()
 
 
@@ -449,7 +457,7 @@ def _has_ended(pending: PendingOperation) -> bool:
     return pending.error is not None or _has_completed(pending)
 
 
-def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:
+def _let_go(ends: Ends, watchdog: Watchdog) -> None:
     """Ends what a group leaves that was neither shut down nor aborted."""
     watchdog.stop()
-    communicators.abort()
+    ends.abort()

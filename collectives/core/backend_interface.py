@@ -175,6 +175,9 @@ class BackendInterface(ABC):
             works = issue()
         return CoalescedWork(works)
 
+    def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
+        """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
+
     def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
         """Takes part in making a group of other ranks, whose connections are split off this one's.
 

@@ -76,6 +76,10 @@ class ForwardingGroup(ProcessGroup):
         """Ends every group."""
         self._each(lambda group: group.shutdown())
 
+    def _raise_failure(self) -> None:
+        for group in self.inner_groups:
+            group._raise_failure()
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         with ExitStack() as stack:

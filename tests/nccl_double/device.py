@@ -1,8 +1,11 @@
 """The streams and events of the double of NCCL as a device, so that groups run on tensors of the CPU.
 
-Stream 0, the current one of a thread unless :meth:`DoubleDevice.using` says otherwise, is the thread itself:
-what is issued to it has run when the call returns, and waiting for an event blocks. Other streams are
-threads, which run behind the calls as a GPU does.
+Streams are threads, which run behind the calls as a GPU does. So is the default one, which all threads share,
+the current one unless :meth:`DoubleDevice.using` says otherwise.
+
+Inside :func:`tensors_on_device`, torch's operations of the calling thread go to its current stream, too:
+those that only write to their first argument are put there and return, and all others block the host until
+the stream is idle. Nothing else blocks: whoever reads what another stream has yet to write, reads too early.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from collectives.backends.nccl.device import Device
 
@@ -30,6 +37,7 @@ _SIGNATURES = {
     "event_record": (ctypes.c_int, _number, _number),
     "event_wait": (ctypes.c_int, _number, _number),
     "event_query": (ctypes.c_int, _number),
+    "set_device": (ctypes.c_int, ctypes.c_int),
 }
 """Result and arguments of the double's functions."""
 
@@ -37,6 +45,14 @@ _thread = threading.local()
 _calls: dict[int, Callable[[], object]] = {}
 _numbers = itertools.count(1)
 _functions: dict[str, Any] = {}
+_default: list[int] = []
+"""The default stream, once there is one."""
+
+_QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "neg_"})
+"""Operations that write to their first argument and do nothing else."""
+
+_READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Methods that need the values on the host, and read them without an operation."""
 
 
 @_callback
@@ -60,10 +76,54 @@ def _do(name: str, *arguments: object) -> int:
     return result
 
 
+def _current_stream() -> int:
+    if not _default:
+        _default.append(_do("stream_create"))
+    return getattr(_thread, "stream", _default[0])
+
+
+def _enqueue(stream: int, function: Callable[[], object]) -> None:
+    number = next(_numbers)
+    _calls[number] = function
+    _do("stream_call", stream, _run, number)
+
+
+class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if func.is_view:
+            return call()
+        if func.overloadpacket.__name__ in _QUEUED:
+            _enqueue(_current_stream(), call)
+            return args[0]
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves((args, kwargs))):
+            _do("stream_synchronize", _current_stream())
+        return call()
+
+
+class _Reads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            _do("stream_synchronize", _current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def tensors_on_device() -> Iterator[None]:
+    """Lets torch's operations of this thread run as those on tensors of a device."""
+    with _Reads(), _Operations():
+        yield
+
+
 class DoubleDevice(Device):
-    """The CPU with the double's streams."""
+    """The CPU with the double's streams. It is device 1; threads begin on another rank's, device 0."""
 
     kind = "cpu"
+    number: ClassVar[int] = 1
     priorities: ClassVar[list[bool]] = []
     """Of the streams that were made, whether they should have a high priority."""
 
@@ -75,15 +135,20 @@ class DoubleDevice(Device):
     def reduces_float8() -> bool:
         return True
 
-    def activate(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        before = _do("set_device", self.number)
+        try:
+            yield
+        finally:
+            _do("set_device", before)
 
     def current_stream(self) -> int:
-        return getattr(_thread, "stream", 0)
+        return _current_stream()
 
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
-        """Makes a stream the thread's current one for the group; torch's operations stay on the thread."""
+        """Makes a stream the thread's current one."""
         before, _thread.stream = self.current_stream(), stream
         try:
             yield
@@ -109,9 +174,7 @@ class DoubleDevice(Device):
         return bool(_do("event_query", event))
 
     def run(self, stream: int, function: Callable[[], object]) -> None:
-        number = next(_numbers)
-        _calls[number] = function
-        _do("stream_call", stream, _run, number)
+        _enqueue(stream, function)
 
     def sleep(self, stream: int, seconds: float) -> None:
         """Lets a stream do nothing for a while."""
@@ -137,4 +200,4 @@ class DoubleDevice(Device):
         return False
 
     def tolerate_captures(self) -> None:
-        pass
+        _do("set_device", self.number)

@@ -84,7 +84,7 @@ class Device(ABC):
 
     @abstractmethod
     def done(self, event: Event) -> bool:
-        """Returns whether a stream has got to the event.
+        """Returns whether a stream has got to the event; called with the device active.
 
         Raises:
             RuntimeError: the device has met an error.
