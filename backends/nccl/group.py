@@ -144,6 +144,11 @@ class ProcessGroupNCCL(ProcessGroup):
             self._capabilities = capabilities_on(self._make_device.kind, float8)
         return self._capabilities
 
+    @property
+    def needs_batches(self) -> bool:
+        """``True``: the first message between two ranks waits for the other one."""
+        return True
+
     def name(self) -> str:
         """Returns ``"nccl"``."""
         return "nccl"

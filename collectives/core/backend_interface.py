@@ -161,6 +161,14 @@ class BackendInterface(ABC):
 
     # ---- operations together, splits ------------------------------------------------------------------
 
+    @property
+    def needs_batches(self) -> bool:
+        """Whether messages that ranks call one by one, around a ring, may wait for each other for ever.
+
+        Those of a batch start together, and never do.
+        """
+        return False
+
     def _together(self) -> AbstractContextManager[None]:
         """Lets the operations that this thread issues in a ``with`` block start together, at its end.
 
