@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from collectives.backends.nccl.device import Device
+from collectives.core import work
 
 _number = ctypes.c_ssize_t
 _callback = ctypes.CFUNCTYPE(None, _number)
@@ -45,6 +47,7 @@ _thread = threading.local()
 _calls: dict[int, Callable[[], object]] = {}
 _numbers = itertools.count(1)
 _functions: dict[str, Any] = {}
+_collect_all = torch.futures.collect_all
 _default: list[int] = []
 """The default stream, once there is one."""
 
@@ -114,9 +117,83 @@ class _Reads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def tensors_on_device() -> Iterator[None]:
-    """Lets torch's operations of this thread run as those on tensors of a device."""
-    with _Reads(), _Operations():
+    """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so."""
+    futures = mock.patch.object(work, "Future", DoubleFuture)
+    with futures, mock.patch.object(torch.futures, "collect_all", collect_all), _Reads(), _Operations():
         yield
+
+
+class DoubleFuture(torch.futures.Future[Any]):
+    """A future of tensors on a device, as torch's: complete as soon as it has a value.
+
+    Streams of those who wait for the value wait for the stream that it was set on. Callbacks run at once, on
+    a stream of torch's pool, which has others' work to do before theirs.
+    """
+
+    def __init__(self, *, devices: object = None) -> None:
+        super().__init__()
+        self._event: int | None = None
+
+    def set_result(self, result: Any) -> None:
+        self._event = _do("event_create")
+        _do("event_record", self._event, _current_stream())
+        super().set_result(result)
+
+    def order(self, stream: int) -> None:
+        """Makes a stream wait for the value."""
+        if self._event is not None:
+            _do("event_wait", self._event, stream)
+
+    def wait(self) -> Any:
+        value = super().wait()
+        self.order(_current_stream())
+        return value
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        def call(_: object) -> None:
+            with _on_pool_stream([self]):
+                callback(self)
+
+        super().add_done_callback(call)
+
+    def then(self, callback: Callable[[Any], Any]) -> DoubleFuture:
+        following = DoubleFuture()
+
+        def call(_: object) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:  # noqa: BLE001 - handed on, as torch does
+                following.set_exception(error)
+            else:
+                following.set_result(value)
+
+        self.add_done_callback(call)
+        return following
+
+
+@contextlib.contextmanager
+def _on_pool_stream(futures: list[DoubleFuture]) -> Iterator[None]:
+    stream, before = _do("stream_create"), _current_stream()
+    for future in futures:
+        future.order(stream)
+    _do("stream_sleep", stream, 20)
+    _thread.stream = stream
+    try:
+        yield
+    finally:
+        _thread.stream = before
+
+
+def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+    """Returns a future of futures that are done, as ``torch.futures.collect_all``."""
+    collected = DoubleFuture()
+
+    def complete(_: object) -> None:
+        with _on_pool_stream([future for future in futures if isinstance(future, DoubleFuture)]):
+            collected.set_result(futures)
+
+    _collect_all(futures).add_done_callback(complete)
+    return collected
 
 
 class DoubleDevice(Device):
@@ -194,7 +271,7 @@ class DoubleDevice(Device):
         self.run(stream, tensors.clear)
 
     def future(self) -> torch.futures.Future[Any]:
-        return torch.futures.Future()
+        return DoubleFuture()
 
     def capturing(self) -> bool:
         return False

@@ -91,6 +91,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream the calling thread's current one for the length of a ``with`` block."""
+
+    @abstractmethod
     def run(self, stream: Stream, function: Callable[[], object]) -> None:
         """Carries out tensor operations in the order of a stream, without tracking gradients.
 

@@ -80,14 +80,18 @@ class CudaDevice(Device):
         runtime = loaded_runtime()
         return bool(event.query()) if runtime is None else runtime.event_done(event.cuda_event)
 
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream the current one, and its device the current device."""
+        return torch.cuda.stream(stream)
+
     def run(self, stream: Stream, function: Callable[[], object]) -> None:
         """Calls the function now, with the stream as the current one."""
-        with torch.cuda.stream(stream), torch.no_grad():
+        with self.using(stream), torch.no_grad():
             function()
 
     def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory that the caching allocator gives out again only behind the stream's work."""
-        with torch.cuda.stream(stream):
+        with self.using(stream):
             return torch.empty(count, dtype=dtype, device=self.device)
 
     def share(self, stream: Stream, tensor: torch.Tensor) -> None:

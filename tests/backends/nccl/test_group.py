@@ -37,7 +37,6 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_works.many_in_flight,
     test_works.states,
     test_works.polled,
-    test_works.futures,
     test_works.coalesced,
     test_works.shared_memory,
     test_forms.forms,
