@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -24,11 +28,13 @@ from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.errors import DistBackendError
+from collectives.errors import CollectiveTimeoutError, DistBackendError
 
 __all__ = ["Communicators", "Pair", "StreamedCommunicator"]
 
 _BYTE = NcclDataType.UINT8
+_CHECK_SECONDS = 1.0
+"""How often a rank looks after the others while it waits for them in NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +156,9 @@ class Communicators:
         self._rendezvous.broadcast(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
         try:
             with device.activate(), device.issuing:
-                return parent.split(color, key, config)
+                return self._in_time(
+                    device, lambda: parent.split(color, key, config), what, range(self._size), limit
+                )
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
@@ -203,15 +211,59 @@ class Communicators:
         own = ranks.index(self._rank)
         made = []
         try:
-            with device.activate():
-                for shift in range(count):
-                    identifier = value[shift * width : (shift + 1) * width]
-                    place = (own - shift) % size
-                    new = self._library.init(identifier, size, place, self._options.config)
-                    made.append(self._keep(device, new))
+            for shift in range(count):
+                identifier = value[shift * width : (shift + 1) * width]
+                init = partial(
+                    self._library.init, identifier, size, (own - shift) % size, self._options.config
+                )
+                new = self._in_time(device, init, what, ranks, limit)
+                assert new is not None  # noqa: S101
+                made.append(self._keep(device, new))
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
         return made
+
+    def _in_time(
+        self,
+        device: Device,
+        make: Callable[[], Communicator | None],
+        what: str,
+        ranks: Sequence[int],
+        limit: timedelta,
+    ) -> Communicator | None:
+        """Returns what a call of NCCL makes that waits for other ranks, without a limit of its own.
+
+        The call has a thread of its own. Where a rank is gone, or the limit passes, that is left behind, as
+        nothing breaks such a call off; what it may still make ends at once.
+        """
+        made: Future[Communicator | None] = Future()
+
+        def call() -> None:
+            try:
+                with device.activate():
+                    made.set_result(make())
+            except Exception as error:  # noqa: BLE001 - raised below
+                made.set_exception(error)
+
+        def end(late: Future[Communicator | None]) -> None:
+            communicator = None if late.exception() is not None else late.result()
+            if communicator is not None:
+                communicator.abort()
+
+        threading.Thread(target=call, name="nccl connect", daemon=True).start()
+        deadline = time.monotonic() + limit.total_seconds()
+        try:
+            while not wait_for([made], timeout=_CHECK_SECONDS).done:
+                self._rendezvous.check_missing([rank for rank in ranks if rank != self._rank])
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeoutError(
+                        f"{self._where} {what}: NCCL has not made the connections within "
+                        f"{limit.total_seconds():g} s, though all ranks have come"
+                    )
+        except BaseException:
+            made.add_done_callback(end)
+            raise
+        return made.result()
 
     def _keep(self, device: Device, communicator: Communicator) -> Communicator:
         """Notes a communicator, to be ended with the group; ends it here if the group ended meanwhile."""

@@ -77,7 +77,9 @@ class ProcessGroupNCCL(ProcessGroup):
 
     **Numerics.** NCCL cannot promise the rules of this package. All ranks get the same bits, but the order of
     a sum depends on the algorithm, the number of channels and the size; 16-bit floats are rounded at every
-    step; AVG and PREMUL_SUM multiply each input before it is added.
+    step; AVG and PREMUL_SUM multiply each input before it is added. The factor is rounded to the tensor's
+    type: where the number of ranks is no power of two, AVG of bfloat16 is off by up to 0.2 %, of float16 by
+    0.03 %. Averages of such tensors that must be better are sums of float32, divided.
 
     Args:
         options: store, rank, size and what else the registry gives.
@@ -97,7 +99,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._library = library
         self._make_device = devices
         self._devices: dict[torch.device, Device] = {}
-        self._last_device: Device | None = None
+        self._first_device: Device | None = None
         self._numbers = itertools.count(1)
         self._message_numbers = itertools.count(1)
         self._capabilities: Capabilities | None = None
@@ -310,11 +312,11 @@ class ProcessGroupNCCL(ProcessGroup):
         found = self._devices.get(device)
         if found is None:
             found = self._devices.setdefault(device, self._make_device.shared(device))
-        self._last_device = found
+            self._first_device = self._first_device or found
         return found
 
     def _device_of_barrier(self, opts: BarrierOptions) -> Device:
-        """Returns the device that the user names, the group's, the last one used, or the current one."""
+        """Returns the device that the user names, the group's, the first one used, or that of the rank."""
         kind = self._make_device.kind
         if opts.device is not None and opts.device.index is not None:
             return self._device(opts.device)
@@ -322,7 +324,7 @@ class ProcessGroupNCCL(ProcessGroup):
             return self._device(torch.device(kind, opts.device_ids[0]))
         if self._bound is not None:
             return self._device(self._bound)
-        return self._last_device or self._device(self._make_device.current())
+        return self._first_device or self._device(self._make_device.of_rank(self._global_ranks[self._rank]))
 
     def _connect(self, bound: torch.device, parent: ProcessGroup | None) -> None:
         """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""

@@ -311,7 +311,9 @@ class FinishingWork(Work):
         self._lock = threading.RLock()  # a future that is done runs the step inside get_future()
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
-        self._devices = list({tensor.device for tensor in tensors if tensor.is_cuda})
+        self._devices: list[int | str | torch.device] = [
+            *{tensor.device for tensor in tensors if tensor.is_cuda}
+        ]
         if async_op and not self._devices:
             self.get_future()
 

@@ -181,6 +181,10 @@ class NcclDouble:
         """Returns how many calls used a communicator after its end."""
         return int(self._library.double_misuses())
 
+    def launches(self) -> int:
+        """Returns how often operations were launched; those of a group of calls are launched once."""
+        return int(self._library.double_launches())
+
     def communicators(self) -> int:
         """Returns how many communicators have not been ended."""
         return int(self._library.double_communicators())

@@ -130,6 +130,7 @@ struct State {
   int version = 22809;
   std::atomic<bool> dry{false};
   std::atomic<int> misuses{0};
+  std::atomic<int> launches{0};
 };
 
 struct Group {

@@ -205,7 +205,7 @@ class DoubleDevice(Device):
     """Of the streams that were made, whether they should have a high priority."""
 
     @classmethod
-    def current(cls) -> torch.device:
+    def of_rank(cls, rank: int) -> torch.device:
         return torch.device("cpu")
 
     @staticmethod

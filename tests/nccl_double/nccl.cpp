@@ -80,7 +80,7 @@ int read_config(const Config* given, Config& config) {
   std::memcpy(static_cast<void*>(&merged), given, std::min(given->size, sizeof(Config)));
   const auto positive = [](int value) { return value == kUndefined || value > 0; };
   if (!positive(merged.minCTAs) || !positive(merged.maxCTAs) ||
-      (merged.minCTAs != kUndefined && merged.maxCTAs != kUndefined && merged.minCTAs > merged.maxCTAs) ||
+      merged.minCTAs > merged.maxCTAs ||  // also where the upper bound is undefined
       (merged.cgaClusterSize != kUndefined && (merged.cgaClusterSize < 0 || merged.cgaClusterSize > 8))) {
     return fail(kInvalidArgument, "the configuration has an invalid number of CTAs or cluster size");
   }
@@ -447,6 +447,9 @@ void double_set_version(int version) { state().version = version; }
 
 // Returns how many calls used a communicator after its end.
 int double_misuses() { return state().misuses; }
+
+// Returns how often operations were launched; those of a group of calls are launched once.
+int double_launches() { return state().launches; }
 
 // Returns how many communicators have not been ended.
 int double_communicators() {

@@ -50,8 +50,8 @@ class Device(ABC):
 
     @classmethod
     @abstractmethod
-    def current(cls) -> torch.device:
-        """Returns the calling thread's device."""
+    def of_rank(cls, rank: int) -> torch.device:
+        """Returns the device of a global rank, where the ranks of a machine have its devices in order."""
 
     @staticmethod
     @abstractmethod

@@ -38,9 +38,9 @@ class CudaDevice(Device):
         torch.zeros(1, device=device)  # NCCL takes the device's context as it finds it, so there must be one
 
     @classmethod
-    def current(cls) -> torch.device:
-        """Returns the current CUDA device."""
-        return torch.device("cuda", torch.cuda.current_device())
+    def of_rank(cls, rank: int) -> torch.device:
+        """Returns the CUDA device with the rank's number, counted from the first again after the last."""
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
     @staticmethod
     def reduces_float8() -> bool:

@@ -156,6 +156,33 @@ def test_a_rank_is_killed_before_connections_are_made(nccl_library: Path) -> Non
     run_over_double(killed_before_connecting, 2, nccl_library, lost={1})
 
 
+def killed_while_connecting(group: Any) -> None:
+    """NCCL itself would wait for it for ever."""
+    if group.rank() == 1:
+        group._library.init = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        group.allreduce(torch.ones(3))
+
+
+def connected_too_late(group: Any) -> None:
+    if group.rank() == 1:
+        made, group._library.init = group._library.init, lambda *about: (gate("told", group), made(*about))[1]
+        with pytest.raises(CollectiveTimeoutError, match=r"NCCL has not made|gave up"):
+            group.allreduce(torch.ones(3))
+        return
+    with pytest.raises(CollectiveTimeoutError, match="NCCL has not made the connections within 1 s"):
+        group.allreduce(torch.ones(3))
+    gate("told", group)
+
+
+def test_a_rank_is_killed_while_connections_are_made(nccl_library: Path) -> None:
+    run_over_double(killed_while_connecting, 2, nccl_library, lost={1})
+
+
+def test_connections_take_too_long(nccl_library: Path) -> None:
+    run_over_double(connected_too_late, 2, nccl_library, options=SHORT)
+
+
 def left(group: ProcessGroup) -> None:
     """A rank shuts the group down while another still needs it; one that does not goes on."""
     group.allreduce(torch.ones(1)).wait()
