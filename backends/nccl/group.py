@@ -356,11 +356,6 @@ class ProcessGroupNCCL(ProcessGroup):
 
     # ---- watching ------------------------------------------------------------------------------------------
 
-    def tolerate_captures(self) -> None:
-        """Prepares the watchdog's thread for asking for events."""
-        for device in list(self._devices.values()):
-            device.tolerate_captures()
-
     def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
         for communicator in self._communicators.ends.open():

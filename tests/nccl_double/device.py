@@ -275,6 +275,3 @@ class DoubleDevice(Device):
 
     def capturing(self) -> bool:
         return False
-
-    def tolerate_captures(self) -> None:
-        _do("set_device", self.number)

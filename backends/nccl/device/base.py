@@ -122,7 +122,3 @@ class Device(ABC):
     @abstractmethod
     def capturing(self) -> bool:
         """Returns whether the calling thread's stream on this device is being captured into a graph."""
-
-    @abstractmethod
-    def tolerate_captures(self) -> None:
-        """Lets the calling thread, which does nothing else, ask for events while others capture graphs."""

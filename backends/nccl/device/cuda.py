@@ -76,7 +76,7 @@ class CudaDevice(Device):
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        """Returns whether the event is done; the GIL is released."""
+        """Returns whether the event is done; the GIL is released, and captures of graphs go on."""
         runtime = loaded_runtime()
         return bool(event.query()) if runtime is None else runtime.event_done(event.cuda_event)
 
@@ -110,13 +110,3 @@ class CudaDevice(Device):
         """Returns whether the current stream is being captured into a CUDA graph."""
         with self.activate():
             return torch.cuda.is_current_stream_capturing()
-
-    def tolerate_captures(self) -> None:
-        """Sets the thread's capture mode.
-
-        Makes this the thread's device for good, as calls would give every rank a context on the first one.
-        """
-        torch.cuda.set_device(self.device)
-        runtime = loaded_runtime()
-        if runtime is not None:
-            runtime.tolerate_captures()
