@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from collectives.store.process import Life, ProcessIdentity, current_process
@@ -21,6 +22,9 @@ _SEARCH_SECONDS = 0.3
 _POLL_SECONDS = 0.01
 
 _WITHDRAWN = "withdrawn"
+
+_ANY_EXIT = "exits"
+"""Key that is there as soon as a rank has published an exit reason, so that one look tells that none has."""
 
 
 class Liveness:
@@ -45,6 +49,7 @@ class Liveness:
         """Tells the others that this rank leaves; a store that no longer answers is not an error here."""
         with contextlib.suppress(Exception):
             self._store.set(f"exit/{self._rank}", reason)
+            self._store.set(_ANY_EXIT, "1")
 
     def publish_lost(self, rank: int, how: str) -> None:
         """Tells the others which rank is lost, so that those who cannot find out themselves name the same."""
@@ -75,19 +80,24 @@ class Liveness:
 
         Raises the store's errors.
         """
-        return self._find_dead() or self._read_lost() or next(iter(self._others("exit")), None)
+        found = self._find_dead() or self._read_lost()
+        if found is None and self._store.check([_ANY_EXIT]):
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            found = next(iter(self._read("exit", others).items()), None)
+        return found
 
-    def _others(self, key: str) -> list[tuple[int, str]]:
-        """Returns the values of a key of the other ranks that set it."""
-        return [
-            (rank, self._store.get(f"{key}/{rank}").decode())
-            for rank in range(self._size)
-            if rank != self._rank and self._store.check([f"{key}/{rank}"])
-        ]
+    def _read(self, key: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Returns the values of a key of those of the ranks that set it."""
+        return {
+            rank: self._store.get(f"{key}/{rank}").decode()
+            for rank in ranks
+            if self._store.check([f"{key}/{rank}"])
+        }
 
     def _find_dead(self) -> tuple[int, str] | None:
         if len(self._records) < self._size - 1:
-            self._records = dict(self._others("process"))
+            missing = {*range(self._size)} - {self._rank, *self._records}
+            self._records |= self._read("process", missing)
         for rank, record in self._records.items():
             process = _process(record)
             # A record may have been withdrawn since it was read.
