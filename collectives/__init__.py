@@ -148,6 +148,8 @@ from collectives.store import (
 from collectives.torch_bridge import register as _register_with_torch
 
 __all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -178,8 +180,6 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
     "ScatterOptions",
     "Store",
     "TCPStore",

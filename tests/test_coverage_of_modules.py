@@ -46,7 +46,7 @@ TESTED_THROUGH = {
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "loopback rendezvous watchdog work",
+        "communicators loopback rendezvous watchdog work",
     ),
     "backends/nccl/device": (
         "backends/nccl",

@@ -31,6 +31,9 @@ _PUBLISH_SECONDS = 1.0
 
 _WITHDRAWN = "withdrawn"
 
+_ANY_DEPARTURE = "departures"
+"""Key that is there as soon as a rank has published a departure, so that one look tells that none has."""
+
 
 class Liveness:
     """The process records and exit reasons of a group's ranks.
@@ -65,6 +68,7 @@ class Liveness:
         def publish() -> None:
             with contextlib.suppress(Exception):
                 self._store.set(key, record)
+                self._store.set(_ANY_DEPARTURE, "1")
 
         thread = threading.Thread(target=publish, name="exit reason", daemon=True)
         try:
@@ -96,16 +100,16 @@ class Liveness:
 
         Raises the store's errors.
         """
-        exits = (self._read(f"exit/{rank}") for rank in range(self._size) if rank != self._rank)
-        return self._find_dead() or self._read("lost") or next(filter(None, exits), None)
+        found = self._find_dead()
+        if found is None and self._store.check([_ANY_DEPARTURE]):
+            exits = (self._read(f"exit/{rank}") for rank in range(self._size) if rank != self._rank)
+            found = self._read("lost") or next(filter(None, exits), None)
+        return found
 
     def _find_dead(self) -> Departure | None:
-        if len(self._records) < self._size - 1:
-            self._records = {
-                rank: self._store.get(f"process/{rank}").decode()
-                for rank in range(self._size)
-                if rank != self._rank and self._store.check([f"process/{rank}"])
-            }
+        for rank in {*range(self._size)} - {self._rank, *self._records}:
+            if self._store.check([f"process/{rank}"]):
+                self._records[rank] = self._store.get(f"process/{rank}").decode()
         for rank, record in self._records.items():
             process = _process(record)
             # A record may have been withdrawn since it was read.

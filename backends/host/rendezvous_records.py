@@ -24,7 +24,7 @@ _MOST_PORTS = 2**16
 
 
 def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, on which system, and its unix socket; or why it failed before."""
+    """Checks rank 0's record: where it runs, on which system, its unix socket; or why it failed."""
     if isinstance(record, dict) and "failed" in record:
         return {"failed": failure(record["failed"])}
     return fields(record, place=str, system=str, address=str)

@@ -1,4 +1,4 @@
-"""The communicators of a group: how they are made, split and ended.
+"""The communicators of a group: how they are made and split.
 
 Collectives use one communicator of all ranks for each device. Messages use two for each pair of ranks that
 exchange any, one for each direction, so that a message waits only for earlier ones of the same direction, and
@@ -9,10 +9,11 @@ process is bound to a device. Both ends of a message choose the same one, whatev
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,21 +22,19 @@ from functools import partial
 import torch
 
 from collectives.backends.nccl.device import Device, Stream
+from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
-from collectives.errors import DistBackendError
+from collectives.errors import CollectiveTimeoutError, DistBackendError
 
 __all__ = ["Communicators", "Pair", "StreamedCommunicator"]
 
-logger = logging.getLogger("collectives")
-
 _BYTE = NcclDataType.UINT8
-_END_SECONDS = 10.0
-"""How long the end of a group waits for NCCL, which waits for ranks that do not end the group, and while
-there is a CUDA graph with operations of it."""
+_CHECK_SECONDS = 1.0
+"""How often a rank looks after the others while it waits for them in NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,11 @@ class Pair:
     incoming: StreamedCommunicator
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The end of communicators on a thread of its own, and until when it is waited for."""
-
-    thread: threading.Thread
-    deadline: float
-
-
 class Communicators:
-    """Makes communicators, keeps them, and ends them.
+    """Makes communicators and keeps them.
+
+    Attributes:
+        ends: ends them.
 
     Args:
         library: NCCL.
@@ -97,8 +91,7 @@ class Communicators:
         self._splits = itertools.count()
         self._all_ranks: dict[torch.device, StreamedCommunicator] = {}
         self._pairs: dict[tuple[torch.device, int], Pair] = {}
-        self._all: list[Communicator] = []
-        self._ends: list[_End] = []  # only ever appended to: abort may run within any code, by the collector
+        self.ends = Ends(library, where)
 
     def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
@@ -139,7 +132,7 @@ class Communicators:
 
     def adopt(self, device: Device, communicator: Communicator) -> None:
         """Takes a communicator of all ranks that was split off another group's."""
-        self._keep(communicator)
+        self._keep(device, communicator)
         self._all_ranks[device.device] = self._with_stream(device, communicator)
 
     def split(
@@ -163,75 +156,11 @@ class Communicators:
         self._rendezvous.broadcast(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
         try:
             with device.activate(), device.issuing:
-                return parent.split(color, key, config)
+                return self._in_time(
+                    device, lambda: parent.split(color, key, config), what, range(self._size), limit
+                )
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
-
-    def open(self) -> list[Communicator]:
-        """Returns the communicators that have not been ended."""
-        return [one for one in self._all if not one.ended]
-
-    def abort(self) -> None:
-        """Ends all communicators at once; operations under way stop.
-
-        Each ends on a thread of its own: freeing the memory of one may wait for kernels of another, and NCCL
-        spins while there is a CUDA graph with operations of a communicator. What has not ended after ten
-        seconds is left behind with a warning, and ends when it can. A further call waits for the rest of the
-        ten seconds only.
-        """
-        earlier = list(self._ends)
-        ends = [
-            self._start("nccl abort", partial(self._one, "aborting", one, one.abort)) for one in self._all
-        ]
-        for end in earlier:
-            _join(end)
-        left = sum([not _join(end) for end in ends if end is not None])
-        if left:
-            logger.warning(
-                "%s NCCL has not aborted %d of %d communicators after %g s, and they are left behind; let go "
-                "of CUDA graphs with operations of the group before the group ends",
-                self._where,
-                left,
-                len(ends),
-                _END_SECONDS,
-            )
-
-    def destroy(self) -> None:
-        """Ends all communicators, whose operations are done, together with the other ranks."""
-
-        def destroy() -> None:
-            for one in list(self._all):
-                self._one("ending", one, one.destroy)
-
-        end = self._start("nccl destroy", destroy)
-        if end is not None and not _join(end):
-            logger.warning(
-                "%s NCCL has not ended its communicators after %g s, and is left behind; call "
-                "destroy_process_group() on all ranks, and before it let go of CUDA graphs with the group's "
-                "operations",
-                self._where,
-                _END_SECONDS,
-            )
-
-    def _start(self, name: str, function: Callable[[], None]) -> _End | None:
-        """Calls a function on a thread; here, where the interpreter's end lets no thread begin."""
-        thread = threading.Thread(target=function, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            function()
-            return None
-        end = _End(thread, time.monotonic() + _END_SECONDS)
-        self._ends.append(end)
-        return end
-
-    def _one(self, what: str, communicator: Communicator, end: Callable[[], None]) -> None:
-        try:
-            end()
-        except Exception as error:  # noqa: BLE001 - a provider's own errors, too: the others must be ended
-            logger.warning(
-                "%s %s a communicator of %d ranks failed: %s", self._where, what, communicator.size, error
-            )
 
     def _connect(self, device: Device, pair: Pair) -> None:
         """Connects both directions; both ranks are here.
@@ -282,27 +211,67 @@ class Communicators:
         own = ranks.index(self._rank)
         made = []
         try:
-            with device.activate():
-                for shift in range(count):
-                    identifier = value[shift * width : (shift + 1) * width]
-                    place = (own - shift) % size
-                    made.append(self._keep(self._library.init(identifier, size, place, self._options.config)))
+            for shift in range(count):
+                identifier = value[shift * width : (shift + 1) * width]
+                init = partial(
+                    self._library.init, identifier, size, (own - shift) % size, self._options.config
+                )
+                new = self._in_time(device, init, what, ranks, limit)
+                assert new is not None  # noqa: S101
+                made.append(self._keep(device, new))
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
         return made
 
-    def _keep(self, communicator: Communicator) -> Communicator:
+    def _in_time(
+        self,
+        device: Device,
+        make: Callable[[], Communicator | None],
+        what: str,
+        ranks: Sequence[int],
+        limit: timedelta,
+    ) -> Communicator | None:
+        """Returns what a call of NCCL makes that waits for other ranks, without a limit of its own.
+
+        The call has a thread of its own. Where a rank is gone, or the limit passes, that is left behind, as
+        nothing breaks such a call off; what it may still make ends at once.
+        """
+        made: Future[Communicator | None] = Future()
+
+        def call() -> None:
+            try:
+                with device.activate():
+                    made.set_result(make())
+            except Exception as error:  # noqa: BLE001 - raised below
+                made.set_exception(error)
+
+        def end(late: Future[Communicator | None]) -> None:
+            communicator = None if late.exception() is not None else late.result()
+            if communicator is not None:
+                communicator.abort()
+
+        threading.Thread(target=call, name="nccl connect", daemon=True).start()
+        deadline = time.monotonic() + limit.total_seconds()
+        try:
+            while not wait_for([made], timeout=_CHECK_SECONDS).done:
+                self._rendezvous.check_missing([rank for rank in ranks if rank != self._rank])
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeoutError(
+                        f"{self._where} {what}: NCCL has not made the connections within "
+                        f"{limit.total_seconds():g} s, though all ranks have come"
+                    )
+        except BaseException:
+            made.add_done_callback(end)
+            raise
+        return made.result()
+
+    def _keep(self, device: Device, communicator: Communicator) -> Communicator:
         """Notes a communicator, to be ended with the group; ends it here if the group ended meanwhile."""
-        self._all.append(communicator)
+        self.ends.add(device, communicator)
         try:
             self._refuse()
         except BaseException:
-            communicator.abort()
+            with device.activate():
+                communicator.abort()
             raise
         return communicator
-
-
-def _join(end: _End) -> bool:
-    """Waits for an end until its deadline; returns whether it is over."""
-    end.thread.join(max(0.0, end.deadline - time.monotonic()))
-    return not end.thread.is_alive()

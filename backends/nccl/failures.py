@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as torch_distributed
@@ -48,11 +49,17 @@ class Failures:
         rank: this rank.
         size: number of ranks.
         where: rank and group, to stand in front of a message.
-        end: fails all pending operations and stops NCCL; called once, with the cause.
+        ending: fails all pending operations and stops NCCL; entered once, with the cause, and left when the
+            other ranks have been told, as NCCL may take its time.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, where: str, end: Callable[[DistError], None]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        where: str,
+        ending: Callable[[DistError], AbstractContextManager[None]],
     ) -> None:
         prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
         self._store = prefix("waiting", store)
@@ -60,7 +67,7 @@ class Failures:
         self._rank = rank
         self._size = size
         self._where = where
-        self._end = end
+        self._ending = ending
         self._lock = threading.RLock()
         self._cause: DistError | None = None
         self._left: str | None = None
@@ -211,11 +218,11 @@ class Failures:
             self._cause = cause
             if pending is not None and pending.error is None:
                 pending.error = cause
-        if lost is not None:
-            self._liveness.publish_lost(lost)
-        if exit_reason is not None:
-            self._liveness.publish_exit(exit_reason)
-        self._end(cause)
+        with self._ending(cause):
+            if lost is not None:
+                self._liveness.publish_lost(lost)
+            if exit_reason is not None:
+                self._liveness.publish_exit(exit_reason)
 
 
 def _about(pending: PendingOperation | None) -> dict[str, Any]:

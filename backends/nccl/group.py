@@ -17,6 +17,7 @@ from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
@@ -77,7 +78,9 @@ class ProcessGroupNCCL(ProcessGroup):
 
     **Numerics.** NCCL cannot promise the rules of this package. All ranks get the same bits, but the order of
     a sum depends on the algorithm, the number of channels and the size; 16-bit floats are rounded at every
-    step; AVG and PREMUL_SUM multiply each input before it is added.
+    step; AVG and PREMUL_SUM multiply each input before it is added. The factor is rounded to the tensor's
+    type: where the number of ranks is no power of two, AVG of bfloat16 is off by up to 0.2 %, of float16 by
+    0.03 %. Averages of such tensors that must be better are sums of float32, divided.
 
     Args:
         options: store, rank, size and what else the registry gives.
@@ -97,14 +100,14 @@ class ProcessGroupNCCL(ProcessGroup):
         self._library = library
         self._make_device = devices
         self._devices: dict[torch.device, Device] = {}
-        self._last_device: Device | None = None
+        self._first_device: Device | None = None
         self._numbers = itertools.count(1)
         self._message_numbers = itertools.count(1)
         self._capabilities: Capabilities | None = None
         self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}")
         where = self.where()
         store, rank, size = options.store, options.rank, options.size
-        self._failures = Failures(store, rank, size, where, self._end_pending)
+        self._failures = Failures(store, rank, size, where, self._ending)
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
@@ -123,7 +126,7 @@ class ProcessGroupNCCL(ProcessGroup):
         )
         self._loopback = Loopback()
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
-        self._finalizer = weakref.finalize(self, _let_go, self._communicators, self._watchdog)
+        self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
         device = options.device_id
         self._bound = device if device is not None and device.type == devices.kind else None
         self._global_ranks = options.global_ranks or tuple(range(options.size))
@@ -143,6 +146,11 @@ class ProcessGroupNCCL(ProcessGroup):
             float8 = self._library.version() >= FLOAT8_VERSION and self._make_device.reduces_float8()
             self._capabilities = capabilities_on(self._make_device.kind, float8)
         return self._capabilities
+
+    @property
+    def needs_batches(self) -> bool:
+        """``True``: the first message between two ranks waits for the other one."""
+        return True
 
     def name(self) -> str:
         """Returns ``"nccl"``."""
@@ -305,11 +313,11 @@ class ProcessGroupNCCL(ProcessGroup):
         found = self._devices.get(device)
         if found is None:
             found = self._devices.setdefault(device, self._make_device.shared(device))
-        self._last_device = found
+            self._first_device = self._first_device or found
         return found
 
     def _device_of_barrier(self, opts: BarrierOptions) -> Device:
-        """Returns the device that the user names, the group's, the last one used, or the current one."""
+        """Returns the device that the user names, the group's, the first one used, or that of the rank."""
         kind = self._make_device.kind
         if opts.device is not None and opts.device.index is not None:
             return self._device(opts.device)
@@ -317,7 +325,7 @@ class ProcessGroupNCCL(ProcessGroup):
             return self._device(torch.device(kind, opts.device_ids[0]))
         if self._bound is not None:
             return self._device(self._bound)
-        return self._last_device or self._device(self._make_device.current())
+        return self._first_device or self._device(self._make_device.of_rank(self._global_ranks[self._rank]))
 
     def _connect(self, bound: torch.device, parent: ProcessGroup | None) -> None:
         """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
@@ -349,14 +357,9 @@ class ProcessGroupNCCL(ProcessGroup):
 
     # ---- watching ------------------------------------------------------------------------------------------
 
-    def tolerate_captures(self) -> None:
-        """Prepares the watchdog's thread for asking for events."""
-        for device in list(self._devices.values()):
-            device.tolerate_captures()
-
     def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
-        for communicator in self._communicators.open():
+        for communicator in self._communicators.ends.open():
             error = communicator.async_error()
             if error is not None:
                 self._failures.communicator_failed(self._oldest(), error)
@@ -398,22 +401,29 @@ class ProcessGroupNCCL(ProcessGroup):
         if self._failures.cause is not None:
             raise self._failures.cause
 
+    def _raise_failure(self) -> None:
+        self._failures.refuse("its outputs may hold anything, as")
+
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")
 
-    def _end_pending(self, cause: DistError) -> None:
+    @contextmanager
+    def _ending(self, cause: DistError) -> Iterator[None]:
+        """Fails all pending operations and stops NCCL, which has ended after the ``with`` block."""
         for pending in self._watchdog.pending():
             if pending.error is None and not _has_completed(pending):
                 pending.error = self._failures.stopped_error(pending.operation, cause)
         self._loopback.clear()
-        self._communicators.abort()
+        self._communicators.ends.begin_abort()
+        yield
+        self._communicators.ends.abort()
 
     # ---- life ----------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""
         if self._failures.leave(aborts=True):
-            self._communicators.abort()
+            self._communicators.ends.abort()
             self._watchdog.stop()
             self._finalizer.detach()
 
@@ -435,7 +445,7 @@ class ProcessGroupNCCL(ProcessGroup):
         self._watchdog.stop()
         if self._failures.cause is None:
             self._failures.publish_shutdown()
-            self._communicators.destroy()
+            self._communicators.ends.destroy()
         self._finalizer.detach()
 
 
@@ -450,7 +460,7 @@ def _has_ended(pending: PendingOperation) -> bool:
     return pending.error is not None or _has_completed(pending)
 
 
-def _let_go(communicators: Communicators, watchdog: Watchdog) -> None:
+def _let_go(ends: Ends, watchdog: Watchdog) -> None:
     """Ends what a group leaves that was neither shut down nor aborted."""
     watchdog.stop()
-    communicators.abort()
+    ends.abort()

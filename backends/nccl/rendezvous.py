@@ -19,12 +19,15 @@ _CHECK_SECONDS = 1.0
 class Rendezvous:
     """Broadcasts through the store that wait for all of their ranks.
 
+    Attributes:
+        check_missing: raises if the group has ended meanwhile, or has to because one of the ranks given is
+            gone.
+
     Args:
         store: the group's store.
         rank: this rank.
         where: rank and group, to stand in front of a message.
-        check_missing: raises if the group has ended meanwhile; called every second of waiting with the ranks
-            still missing.
+        check_missing: the attribute; called every second of waiting with the ranks still missing.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Rendezvous:
         self._store = store
         self._rank = rank
         self._where = where
-        self._check_missing = check_missing
+        self.check_missing = check_missing
 
     def broadcast(
         self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
@@ -83,7 +86,7 @@ class Rendezvous:
             now = time.monotonic()
             if now >= min(deadline, next_check):
                 missing = [r for r in ranks if not self._store.check([f"{key}/arrived/{r}"])]
-                self._check_missing(missing)
+                self.check_missing(missing)
                 next_check = now + _CHECK_SECONDS
                 if now >= deadline:
                     raise CollectiveTimeoutError(

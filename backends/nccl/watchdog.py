@@ -28,9 +28,6 @@ _SLOW_SECONDS = 1.0
 class Watched(Protocol):
     """The part of a group that its watchdog uses; methods are called from the watchdog's thread."""
 
-    def tolerate_captures(self) -> None:
-        """Prepares the thread for asking for events."""
-
     def check_communicators(self) -> None:
         """Breaks the group if a communicator has met an error."""
 
@@ -88,13 +85,6 @@ class Watchdog:
             self._changed.notify()
 
     def _run(self) -> None:
-        group = self._group()
-        if group is not None:
-            try:
-                group.tolerate_captures()
-            except Exception:
-                logger.exception("%s: cannot prepare for captures of graphs; it goes on", self._name)
-        del group
         while self._wait():
             group = self._group()
             if group is None:

@@ -143,17 +143,15 @@ class NcclWork(Work):
         pending, outputs = self._pending, list(self._outputs)
         future: Future[Any] = pending.device.future()
 
-        def complete() -> None:
-            if pending.error is not None:
-                fail(future, pending.error)
-            else:
-                future.set_result(outputs)
-
         # A stream of its own waits for no other operation. In a capture it would be a branch of the graph
         # that nobody joins again.
         relay = pending.streams[0] if pending.captured else pending.device.new_stream(high_priority=False)
         pending.block_stream(relay)
-        pending.device.run(relay, complete)
+        with pending.device.using(relay):
+            if pending.error is not None:
+                fail(future, pending.error)
+            else:
+                future.set_result(outputs)
         return future
 
 

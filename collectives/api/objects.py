@@ -77,7 +77,8 @@ def _pack(
 
 
 def _unpack(data: torch.Tensor, sizes: Sequence[int], weights_only: bool) -> list[Any]:
-    view = memoryview(data.cpu().numpy().data)
+    """Returns the objects whose bytes lie one after another in a tensor on the CPU."""
+    view = memoryview(data.numpy().data)
     plain = _is_plain(weights_only)
     objects, begin = [], 0
     for size in sizes:
@@ -109,7 +110,7 @@ def _gather_sizes(group: ProcessGroup, size: torch.Tensor) -> list[int]:
     """Returns the size of every rank's object."""
     sizes = torch.empty(group.size(), dtype=torch.int64, device=size.device)
     group.all_gather_single(sizes, size, AllgatherOptions(None, False)).wait()
-    return [int(n) for n in sizes.tolist()]
+    return [int(n) for n in group.to_host(sizes).tolist()]
 
 
 def all_gather_object(
@@ -146,7 +147,7 @@ def all_gather_object(
     whole, parts = _parts(target, sizes, data.device)
     own = data if target.capabilities.uneven else _padded(data, max(sizes))
     target.allgather([parts], own, AllgatherOptions(None, False)).wait()
-    object_list[:] = _unpack_parts(whole, parts, sizes, weights_only)
+    object_list[:] = _unpack_parts(target.to_host(whole), parts, sizes, weights_only)
 
 
 def _parts(
@@ -161,8 +162,8 @@ def _parts(
 def _unpack_parts(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int], weights_only: bool
 ) -> list[Any]:
-    host = torch.split(whole.cpu(), [part.numel() for part in parts])
-    return [_unpack(part, [size], weights_only)[0] for part, size in zip(host, sizes, strict=True)]
+    split = torch.split(whole, [part.numel() for part in parts])
+    return [_unpack(part, [size], weights_only)[0] for part, size in zip(split, sizes, strict=True)]
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -224,7 +225,7 @@ def gather_object(
     parts = None if whole is None else list(whole.view(target.size(), -1).unbind(0))
     target.gather(None if parts is None else [parts], own, GatherOptions(None, False, root)).wait()
     if whole is not None and parts is not None and object_gather_list is not None:
-        object_gather_list[:] = _unpack_parts(whole, parts, sizes, weights_only)
+        object_gather_list[:] = _unpack_parts(target.to_host(whole), parts, sizes, weights_only)
 
 
 def broadcast_object_list(
@@ -273,10 +274,10 @@ def broadcast_object_list(
         return
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=place)
     _broadcast(target, sizes, root)
-    counts = sizes.tolist()
+    counts = target.to_host(sizes).tolist()
     data = _bytes(sum(counts), place)
     _broadcast(target, data, root)
-    object_list[:] = _unpack(data, counts, weights_only)
+    object_list[:] = _unpack(target.to_host(data), counts, weights_only)
 
 
 def _broadcast(group: ProcessGroup, tensor: torch.Tensor, root: int) -> None:
@@ -334,10 +335,10 @@ def scatter_object_list(
         sizes = torch.cat([size for _, size in parts])
         rows = [_padded(data, int(sizes.max())) for data, _ in parts]
     _broadcast(target, sizes, root)
-    counts = sizes.tolist()
+    counts = target.to_host(sizes).tolist()
     own = _bytes(max(counts), place)
     target.scatter(own, None if rows is None else [rows], ScatterOptions(None, False, root)).wait()
-    scatter_object_output_list[0] = _unpack(own, [counts[target.rank()]], weights_only)[0]
+    scatter_object_output_list[0] = _unpack(target.to_host(own), [counts[target.rank()]], weights_only)[0]
 
 
 def send_object_list(
@@ -432,10 +433,10 @@ def recv_object_list(
         peer = group_rank(target, what, src, group_src, "src")
         not_self(target, what, peer, "source", "a copy")
         _message(irecv, target, sizes, peer, use_batch)
-    counts = sizes.tolist()
+    counts = target.to_host(sizes).tolist()
     data = _bytes(sum(counts), place)
     _message(irecv, target, data, peer, use_batch)
-    object_list[:] = _unpack(data, counts, weights_only)
+    object_list[:] = _unpack(target.to_host(data), counts, weights_only)
     return world_rank(target, peer)
 
 

@@ -161,6 +161,14 @@ class BackendInterface(ABC):
 
     # ---- operations together, splits ------------------------------------------------------------------
 
+    @property
+    def needs_batches(self) -> bool:
+        """Whether messages that ranks call one by one, around a ring, may wait for each other for ever.
+
+        Those of a batch start together, and never do.
+        """
+        return False
+
     def _together(self) -> AbstractContextManager[None]:
         """Lets the operations that this thread issues in a ``with`` block start together, at its end.
 
@@ -174,6 +182,9 @@ class BackendInterface(ABC):
         with self._together():
             works = issue()
         return CoalescedWork(works)
+
+    def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
+        """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
 
     def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
         """Takes part in making a group of other ranks, whose connections are split off this one's.

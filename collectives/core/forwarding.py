@@ -58,6 +58,11 @@ class ForwardingGroup(ProcessGroup):
         """Whether all groups do."""
         return all(group.detects_mismatch for group in self.inner_groups)
 
+    @property
+    def needs_batches(self) -> bool:
+        """Whether one of the groups does."""
+        return any(group.needs_batches for group in self.inner_groups)
+
     def lost_ranks(self) -> list[int]:
         """Returns the ranks that any of the groups knows to have died."""
         return sorted({rank for group in self.inner_groups for rank in group.lost_ranks()})
@@ -75,6 +80,10 @@ class ForwardingGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Ends every group."""
         self._each(lambda group: group.shutdown())
+
+    def _raise_failure(self) -> None:
+        for group in self.inner_groups:
+            group._raise_failure()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -138,6 +138,22 @@ class Membership(BackendInterface):
         """
         return self.capabilities.why_not(operation, **about) is None
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an output of finished operations in memory of the host; blocks until its values are there.
+
+        For CUDA tensors ``Work.wait()`` returns before an operation is done, so that one may still fail, and
+        its outputs hold anything then. Copied by this, they are right.
+
+        Args:
+            tensor: the output; returned as it is where it lies on the CPU.
+
+        Raises:
+            DistError: the group broke meanwhile.
+        """
+        values = tensor.detach().cpu()
+        self._raise_failure()
+        return values
+
     def next_monitored_barrier(self) -> int:
         """Returns the number of monitored barriers so far, and counts one more."""
         return next(self._monitored_barriers)

@@ -82,7 +82,7 @@ def _agree(group: ProcessGroup, mine: torch.Tensor, options: AllreduceOptions, w
     own = torch.tensor([mine._nnz(), *layout], dtype=torch.int64, device=mine.device)
     table = torch.empty((group.size(), len(own)), dtype=torch.int64, device=mine.device)
     group.all_gather_single(table, own, AllgatherOptions(options.timeout, asyncOp=False)).wait()
-    ranks = table.tolist()
+    ranks = group.to_host(table).tolist()
     different = [rank for rank, row in enumerate(ranks) if row[1:] != layout]
     if different:
         lines = [

@@ -51,16 +51,25 @@ def fail(future: Future[_T], error: BaseException) -> None:
     future.set_result(error)  # type: ignore[arg-type]
 
 
-def chain(future: Future[_S], function: Callable[[Future[_S]], _T]) -> Future[_T]:
+def chain(
+    future: Future[_S],
+    function: Callable[[Future[_S]], _T],
+    devices: Sequence[int | str | torch.device] | None = None,
+) -> Future[_T]:
     """Returns a future of what ``function`` makes of a future that is done.
 
     Unlike :meth:`torch.futures.Future.then` it keeps the class of an error that ``function`` raises or passes
     on.
+
+    Args:
+        future: the future.
+        function: gets it.
+        devices: CUDA devices of the tensors in what it returns; ``None`` for the current one.
     """
-    cuda: list[int | str | torch.device] = []
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        cuda.append(torch.cuda.current_device())
-    chained: Future[_T] = Future(devices=cuda)
+    if devices is None:
+        on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()] if on_cuda else []
+    chained: Future[_T] = Future(devices=list(devices))
 
     def complete(done: Future[_S]) -> None:
         try:
@@ -278,14 +287,15 @@ class FinishingWork(Work):
     """An operation whose outputs need one more local step, such as writing a dense temporary back.
 
     The step runs exactly once, on whichever thread first finds the inner operation done; the Work is done
-    after it. A step that a signal handler breaks off runs again.
+    after it. A step that a signal handler breaks off runs again. Its tensor operations go to that thread's
+    stream, and other streams wait for them in :meth:`wait`.
 
     Args:
         inner: the operation.
         finish: the step; not called where the inner operation failed.
         tensors: outputs of the whole.
         async_op: whether the step runs even if nobody waits. On CUDA devices it never does: it goes to the
-            stream that waits.
+            first stream that waits.
     """
 
     def __init__(
@@ -301,7 +311,10 @@ class FinishingWork(Work):
         self._lock = threading.RLock()  # a future that is done runs the step inside get_future()
         self._error: BaseException | None = None
         self._future: Future[list[torch.Tensor]] | None = None
-        if async_op and not any(tensor.is_cuda for tensor in tensors):
+        self._devices: list[int | str | torch.device] = [
+            *{tensor.device for tensor in tensors if tensor.is_cuda}
+        ]
+        if async_op and not self._devices:
             self.get_future()
 
     def _run_finish(self) -> None:
@@ -318,10 +331,24 @@ class FinishingWork(Work):
         if self._error is not None:
             raise self._error
 
+    def _finished(self) -> Future[list[torch.Tensor]]:
+        """Returns the future; where nobody asked for it yet, runs the step here, on the current stream."""
+        with self._lock:
+            if self._future is None:
+                future: Future[list[torch.Tensor]] = Future(devices=self._devices)
+                try:
+                    self._run_finish()
+                except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                    fail(future, error)
+                else:
+                    future.set_result(list(self._tensors))
+                self._future = future
+            return self._future
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the operation, then runs the step."""
+        """Waits for the operation and for the step, which runs now unless it has its place already."""
         self._inner.wait(timeout)
-        self._run_finish()
+        self._finished().wait()
         return True
 
     def is_completed(self) -> bool:
@@ -330,7 +357,7 @@ class FinishingWork(Work):
             return False
         if self._inner.exception() is None:
             with contextlib.suppress(Exception):  # kept in exception()
-                self._run_finish()
+                self._finished().wait()
         return True
 
     def exception(self) -> BaseException | None:
@@ -360,7 +387,7 @@ class FinishingWork(Work):
                     self._run_finish()
                     return list(self._tensors)
 
-                self._future = chain(self._inner.get_future(), finished)
+                self._future = chain(self._inner.get_future(), finished, self._devices)
             return self._future
 
 

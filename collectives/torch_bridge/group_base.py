@@ -119,7 +119,7 @@ class TorchGroupBase(_Group):
     @property
     def supports_coalescing(self) -> bool:
         """Whether a batch of sends and receives comes as a block, as NCCL needs it, and returns one Work."""
-        return "cuda" in self.inner.capabilities.devices
+        return self.inner.needs_batches
 
     @property
     def options(self) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -142,9 +142,7 @@ class Issuing(TorchGroupBase):
         return TorchWork(work)
 
     def _start_coalescing(self, device: Any = None) -> None:  # noqa: ARG002
-        left_open = self._batches.pop(threading.get_ident(), None)
-        if left_open is not None:  # by an exception: what the group deferred to its end is dropped
-            left_open[1].__exit__(RuntimeError, RuntimeError("the block was left by an exception"), None)
+        self._drop_coalesced()  # of a block that an exception left
         together = ExitStack()
         together.enter_context(self.inner._together())
         self._batches[threading.get_ident()] = [], together
@@ -156,6 +154,28 @@ class Issuing(TorchGroupBase):
         works, together = batch
         together.close()
         return TorchWork(CoalescedWork(works))
+
+    def _drop_coalesced(self) -> None:
+        """Drops what the group has deferred to the end of the open block, if there is one."""
+        left_open = self._batches.pop(threading.get_ident(), None)
+        if left_open is not None:
+            left_open[1].__exit__(RuntimeError, RuntimeError("the block was left by an exception"), None)
+
+    @contextmanager
+    def batch(self) -> Iterator[list[TorchWork]]:
+        """Starts the messages that this thread issues in a ``with`` block together, at its end.
+
+        Yields:
+            A list, which holds the Work of all of them after the block. An exception drops them.
+        """
+        whole: list[TorchWork] = []
+        self._start_coalescing()
+        try:
+            yield whole
+        except BaseException:
+            self._drop_coalesced()
+            raise
+        whole.append(self._end_coalescing())
 
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing

@@ -20,7 +20,6 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
 from collectives.core.arguments.option_records import reduction
-from collectives.core.work import CoalescedWork
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group import TorchGroup
@@ -172,17 +171,18 @@ def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[An
 
 def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
     """A batch of sends and receives, for which torch's kernel would need a C++ backend."""
-    works, outputs = [], []
-    for operation, peer, tag, tensor in zip(*arguments, strict=True):
-        if operation == "isend":
-            works.append(group.send([tensor], peer, tag).inner)
-            outputs.append(torch.empty(0, dtype=tensor.dtype))
-        elif operation == "irecv":
-            works.append(group.recv([tensor], peer, tag).inner)
-            outputs.append(tensor)
-        else:
-            raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
-    work = hold_for_cpp(TorchWork(CoalescedWork(works)))
+    outputs = []
+    with group.batch() as whole:
+        for operation, peer, tag, tensor in zip(*arguments, strict=True):
+            if operation == "isend":
+                group.send([tensor], peer, tag)
+                outputs.append(torch.empty(0, dtype=tensor.dtype))
+            elif operation == "irecv":
+                group.recv([tensor], peer, tag)
+                outputs.append(tensor)
+            else:
+                raise ValueError(f"operations of a batch are isend and irecv, but one is {operation!r}")
+    work = hold_for_cpp(whole[0])
     for output in outputs:
         c10d._register_work(output, work)
     return outputs

@@ -167,7 +167,7 @@ class AdaptiveState(EncodedState):
         if measured is not None:
             row, work = measured
             work.wait()
-            self._decide(keys, levels, group, row.tolist())
+            self._decide(keys, levels, group, group.to_host(row).tolist())
         return self.levels.get(keys, LEVELS[0])
 
     def _decide(

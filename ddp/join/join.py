@@ -296,12 +296,13 @@ class Join:
         while True:
             active = torch.zeros(1, device=device)
             self._group.allreduce([active], _SUM).wait()
-            if not active.item():
+            count = int(self._group.to_host(active))
+            if not count:
                 return last
             if self._throw:
                 self._group.allreduce([torch.ones(1, device=device)], _SUM).wait()
                 raise UnevenInputsError(
-                    f"Rank {self._group.rank()} exhausted all inputs, while {int(active.item())} of "
+                    f"Rank {self._group.rank()} exhausted all inputs, while {count} of "
                     f"{self._group.size()} ranks have some, and throw_on_early_termination is set",
                     [self._group.rank()],
                 )
@@ -366,10 +367,11 @@ def _count(joinable: Any, *, throws: bool) -> Work:
     if throws:
         stop = torch.zeros(1, device=device)
         group.allreduce([stop], _SUM).wait()
-        if stop.item():
+        stopped = int(group.to_host(stop))
+        if stopped:
             raise UnevenInputsError(
                 f"[rank {group.rank()}] Detected at least one rank that exhausted inputs: "
-                f"{int(stop.item())} of {group.size()} did, and throw_on_early_termination is set"
+                f"{stopped} of {group.size()} did, and throw_on_early_termination is set"
             )
     return work
 

@@ -114,7 +114,7 @@ class JoinProtocol:
     def _take(self, code: int) -> list[int]:
         row, work = self._start(code)
         work.wait()
-        codes: list[int] = row.tolist()
+        codes: list[int] = self._group.to_host(row).tolist()
         return codes
 
     def _read(self, codes: Sequence[int]) -> Announcement | None:

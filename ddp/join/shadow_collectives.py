@@ -72,7 +72,8 @@ def agree_on_collectives(
         codes[group.rank()] = mine.code()
     row = torch.tensor(codes, dtype=torch.int32, device=device)
     group.allreduce([row], _SUM).wait()
-    by_rank = {rank: ForwardCollectives.of(code) for rank, code in enumerate(row.tolist()) if code}
+    everyones = group.to_host(row).tolist()
+    by_rank = {rank: ForwardCollectives.of(code) for rank, code in enumerate(everyones) if code}
     if len(set(by_rank.values())) > 1:
         reasons = {rank: f"its forward {agreed}" for rank, agreed in by_rank.items()}
         head = f"[rank {group.rank()}] {model} over {group.describe()}: ranks differ in a forward under join:"
@@ -154,4 +155,4 @@ class ModelJoinHook(JoinHook):
                 parameter.grad = None
         root = torch.tensor([self._group.rank() if is_last_joiner else -1], device=self._device)
         self._group.allreduce([root], _MAX).wait()
-        broadcast_coalesced(self._group, list(self._state()), int(root.item()))
+        broadcast_coalesced(self._group, list(self._state()), int(self._group.to_host(root)))

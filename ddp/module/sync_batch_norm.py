@@ -183,7 +183,8 @@ def _statistics(input: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor,
     group.all_gather_single(everyones, mine, _GATHER).wait()
     counts, means, squares = torch.split(everyones, [1, channels, channels], dim=1)
     total = counts.sum()
-    if count <= 1 and total.item() == 1:  # a rank with more need not look, and wait for the device
+    # A rank with more need not look, and wait for the device.
+    if count <= 1 and group.to_host(total).item() == 1:
         raise ValueError(
             f"[rank {group.rank()}] batch normalisation needs more than 1 value in each channel in training, "
             f"but all ranks of {group.describe()} together have 1; give larger batches"

@@ -31,12 +31,15 @@ def gather_shards(
     mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     group.all_gather_single(lengths, torch.tensor([mine.numel()], device=device)).wait()
+    lengths = group.to_host(lengths)
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     rows = [torch.empty_like(padded) for _ in range(group.size())] if group.rank() == to else []
     group.gather(rows, [padded], GatherOptions(rootRank=to)).wait()
     shards = [
-        torch.load(io.BytesIO(row[:length].cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+        torch.load(
+            io.BytesIO(group.to_host(row)[:length].numpy().tobytes()), map_location="cpu", weights_only=True
+        )
         for row, length in zip(rows, lengths.tolist(), strict=False)
     ]
     return shards or None

@@ -64,7 +64,7 @@ def agree_on_order(group: ProcessGroup, trace: Sequence[int], device: torch.devi
         places[index] = place
     sums = torch.tensor(places, dtype=torch.int64, device=device)
     group.allreduce([sums], _SUM).wait()
-    total = sums.tolist()
+    total = group.to_host(sums).tolist()
     return sorted(range(len(trace)), key=lambda index: (total[index], -index))
 
 

@@ -94,7 +94,8 @@ class SparseGradients:
             return
         self._work.wait()
         self._work = None
-        table = self._rows.cpu().view(self._averager.group.size(), len(self._parameters), _FIELDS).tolist()
+        group = self._averager.group
+        table = group.to_host(self._rows).view(group.size(), len(self._parameters), _FIELDS).tolist()
         if any(row[0] == _Kind.ERROR for rank in table for row in rank):
             return
         for place, parameter in enumerate(self._parameters.values()):

@@ -95,7 +95,7 @@ class Consensus:
             self._work = self._averager.start([self._tail])
 
     def read_signals(self, current: BackwardPass, tail: torch.Tensor | None) -> ReducedSignals:
-        """Returns what the ranks signalled; blocks where the signals went separately.
+        """Returns what the ranks signalled; blocks until that is here.
 
         Args:
             current: the pass.
@@ -103,15 +103,16 @@ class Consensus:
 
         Raises:
             GradientSyncError: something went wrong on a rank; raised on all ranks.
+            DistError: the group broke, so that there are no averages.
         """
+        group = self._averager.group
         if self.is_local or tail is None:
             signals = self._signals.local(self._unused.used if self._unused.is_reported else ())
         else:
             if self._tail is not None and self._work is not None:
                 self._work.wait()
                 tail = self._tail
-            signals = self._signals.read(tail)
-        group = self._averager.group
+            signals = self._signals.read(group.to_host(tail))
         if signals.out_of_step and not current.shadow:
             current.report.position = str(current.position(self.progress))
         if signals.error or signals.out_of_step:

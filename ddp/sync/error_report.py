@@ -94,7 +94,7 @@ class ReportExchange:
             model: the model in words.
         """
         self.wait()
-        rows = self._all.cpu().view(self._group.size(), _REPORT_BYTES)
+        rows = self._group.to_host(self._all).view(self._group.size(), _REPORT_BYTES)
         return sync_error(self._group, model, {rank: row.numpy().tobytes() for rank, row in enumerate(rows)})
 
 

@@ -64,7 +64,7 @@ def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.dev
     mine = torch.tensor([len(text), digest], dtype=torch.int64, device=device)
     everyone = torch.empty(group.size() * 2, dtype=torch.int64, device=device)
     group.all_gather_single(everyone, mine).wait()
-    digests = everyone.cpu().view(-1, 2)
+    digests = group.to_host(everyone).view(-1, 2)
     if bool((digests == digests[0]).all()):
         return
     longest = int(digests[:, 0].max())
@@ -73,7 +73,7 @@ def verify_agreement(group: ProcessGroup, rows: Sequence[Row], device: torch.dev
     group.all_gather_single(texts, padded).wait()
     models = [
         [(name, words) for name, words in json.loads(row.numpy().tobytes())]
-        for row in texts.cpu().view(group.size(), longest)
+        for row in group.to_host(texts).view(group.size(), longest)
     ]
     lines = _differences(models)
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

@@ -122,7 +122,11 @@ class Signals:
             tail[_HEADER:].fill_(1)
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
-        """Returns what the ranks signalled; waits for the device that they are on."""
+        """Returns what the ranks signalled.
+
+        Args:
+            tail: the average of all ranks' signals, on the CPU.
+        """
         values = tail.tolist()
         used = values[_HEADER:]
         out_of_step = False

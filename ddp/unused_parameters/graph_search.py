@@ -122,6 +122,7 @@ class _SearchResult:
 
     def __init__(self, group: ProcessGroup, mine: Sequence[bool], device: torch.device) -> None:
         self.mine = mine
+        self._group = group
         self._sums = torch.tensor([int(value) for value in mine], dtype=torch.int32, device=device)
         self._work: Work | None = group.allreduce([self._sums], _SUM)
         self._on_any_rank: list[bool] = []
@@ -131,5 +132,5 @@ class _SearchResult:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
-            self._on_any_rank = [count > 0 for count in self._sums.tolist()]
+            self._on_any_rank = [count > 0 for count in self._group.to_host(self._sums).tolist()]
         return self._on_any_rank

@@ -168,9 +168,22 @@ class NcclDouble:
         """Sets the version that NCCL tells."""
         self._library.double_set_version(version)
 
+    def hold_in_graph(self, handle: int, on: bool) -> None:
+        """Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go."""
+        self._library.double_hold_in_graph(ctypes.c_void_p(handle), int(on))
+
+    def contexts(self) -> set[int]:
+        """Returns the devices on which a call made a context: the current ones of the threads that called."""
+        found = int(self._library.double_contexts())
+        return {device for device in range(32) if found >> device & 1}
+
     def misuses(self) -> int:
         """Returns how many calls used a communicator after its end."""
         return int(self._library.double_misuses())
+
+    def launches(self) -> int:
+        """Returns how often operations were launched; those of a group of calls are launched once."""
+        return int(self._library.double_launches())
 
     def communicators(self) -> int:
         """Returns how many communicators have not been ended."""

@@ -82,12 +82,24 @@ void Communicator::settle(bool all) {
   changed.wait(lock, [&] { return !running && (!all || turn == issued); });
 }
 
-void abort(const CommunicatorPtr& communicator) {
-  {
-    const std::lock_guard lock(communicator->mutex);
-    communicator->aborted = true;
+void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<CommunicatorPtr>& destroyed) {
+  for (const CommunicatorPtr& one : aborted) {
+    const std::lock_guard lock(one->mutex);
+    one->aborted = true;
   }
-  communicator->settle(false);
+  for (const CommunicatorPtr& one : aborted) one->settle(false);
+  for (const CommunicatorPtr& one : destroyed) one->settle(true);
+  std::vector<CommunicatorPtr> others;
+  {
+    std::unique_lock lock(state().mutex);
+    for (const auto* const ended : {&aborted, &destroyed}) {
+      for (const CommunicatorPtr& one : *ended) {
+        state().graphs_changed.wait(lock, [&] { return !state().in_graphs.contains(one.get()); });
+      }
+    }
+    for (const auto& [handle, other] : state().communicators) others.push_back(other);
+  }
+  for (const CommunicatorPtr& other : others) other->settle(true);
 }
 
 }  // namespace nccl_double

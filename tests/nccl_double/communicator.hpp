@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -123,10 +124,13 @@ struct State {
   std::mutex mutex;
   std::map<const void*, CommunicatorPtr> communicators;
   std::map<std::string, Failing> failing;
+  std::set<const void*> in_graphs;  // communicators that graphs hold operations of
+  std::condition_variable graphs_changed;
   LastCall last{};
   int version = 22809;
   std::atomic<bool> dry{false};
   std::atomic<int> misuses{0};
+  std::atomic<int> launches{0};
 };
 
 struct Group {
@@ -134,6 +138,7 @@ struct Group {
   int error = kSuccess;
   std::vector<std::pair<CommunicatorPtr, Operation>> operations;
   std::vector<CommunicatorPtr> aborts;
+  std::vector<CommunicatorPtr> destroys;
 };
 
 State& state();
@@ -155,7 +160,9 @@ const void* keep(CommunicatorPtr communicator);
 
 void forget(const CommunicatorPtr& communicator);
 
-void abort(const CommunicatorPtr& communicator);
+// Ends communicators that were forgotten: those of one group of calls, or one. As NCCL, it stops all that are
+// aborted, and then frees memory, for which the device must have nothing to do for any other communicator.
+void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<CommunicatorPtr>& destroyed);
 
 // Puts operations on their streams. A communicator's operations of one group start together: on the stream of
 // the first, which waits for the other streams, and they for it.

@@ -1,8 +1,11 @@
 """The streams and events of the double of NCCL as a device, so that groups run on tensors of the CPU.
 
-Stream 0, the current one of a thread unless :meth:`DoubleDevice.using` says otherwise, is the thread itself:
-what is issued to it has run when the call returns, and waiting for an event blocks. Other streams are
-threads, which run behind the calls as a GPU does.
+Streams are threads, which run behind the calls as a GPU does. So is the default one, which all threads share,
+the current one unless :meth:`DoubleDevice.using` says otherwise.
+
+Inside :func:`tensors_on_device`, torch's operations of the calling thread go to its current stream, too:
+those that only write to their first argument are put there and return, and all others block the host until
+the stream is idle. Nothing else blocks: whoever reads what another stream has yet to write, reads too early.
 """
 
 from __future__ import annotations
@@ -12,12 +15,18 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from collectives.backends.nccl.device import Device
+from collectives.core import work
 
 _number = ctypes.c_ssize_t
 _callback = ctypes.CFUNCTYPE(None, _number)
@@ -30,6 +39,7 @@ _SIGNATURES = {
     "event_record": (ctypes.c_int, _number, _number),
     "event_wait": (ctypes.c_int, _number, _number),
     "event_query": (ctypes.c_int, _number),
+    "set_device": (ctypes.c_int, ctypes.c_int),
 }
 """Result and arguments of the double's functions."""
 
@@ -37,6 +47,15 @@ _thread = threading.local()
 _calls: dict[int, Callable[[], object]] = {}
 _numbers = itertools.count(1)
 _functions: dict[str, Any] = {}
+_collect_all = torch.futures.collect_all
+_default: list[int] = []
+"""The default stream, once there is one."""
+
+_QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "neg_"})
+"""Operations that write to their first argument and do nothing else."""
+
+_READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Methods that need the values on the host, and read them without an operation."""
 
 
 @_callback
@@ -60,30 +79,153 @@ def _do(name: str, *arguments: object) -> int:
     return result
 
 
+def _current_stream() -> int:
+    if not _default:
+        _default.append(_do("stream_create"))
+    return getattr(_thread, "stream", _default[0])
+
+
+def _enqueue(stream: int, function: Callable[[], object]) -> None:
+    number = next(_numbers)
+    _calls[number] = function
+    _do("stream_call", stream, _run, number)
+
+
+class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if func.is_view:
+            return call()
+        if func.overloadpacket.__name__ in _QUEUED:
+            _enqueue(_current_stream(), call)
+            return args[0]
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves((args, kwargs))):
+            _do("stream_synchronize", _current_stream())
+        return call()
+
+
+class _Reads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            _do("stream_synchronize", _current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def tensors_on_device() -> Iterator[None]:
+    """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so."""
+    futures = mock.patch.object(work, "Future", DoubleFuture)
+    with futures, mock.patch.object(torch.futures, "collect_all", collect_all), _Reads(), _Operations():
+        yield
+
+
+class DoubleFuture(torch.futures.Future[Any]):
+    """A future of tensors on a device, as torch's: complete as soon as it has a value.
+
+    Streams of those who wait for the value wait for the stream that it was set on. Callbacks run at once, on
+    a stream of torch's pool, which has others' work to do before theirs.
+    """
+
+    def __init__(self, *, devices: object = None) -> None:
+        super().__init__()
+        self._event: int | None = None
+
+    def set_result(self, result: Any) -> None:
+        self._event = _do("event_create")
+        _do("event_record", self._event, _current_stream())
+        super().set_result(result)
+
+    def order(self, stream: int) -> None:
+        """Makes a stream wait for the value."""
+        if self._event is not None:
+            _do("event_wait", self._event, stream)
+
+    def wait(self) -> Any:
+        value = super().wait()
+        self.order(_current_stream())
+        return value
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        def call(_: object) -> None:
+            with _on_pool_stream([self]):
+                callback(self)
+
+        super().add_done_callback(call)
+
+    def then(self, callback: Callable[[Any], Any]) -> DoubleFuture:
+        following = DoubleFuture()
+
+        def call(_: object) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:  # noqa: BLE001 - handed on, as torch does
+                following.set_exception(error)
+            else:
+                following.set_result(value)
+
+        self.add_done_callback(call)
+        return following
+
+
+@contextlib.contextmanager
+def _on_pool_stream(futures: list[DoubleFuture]) -> Iterator[None]:
+    stream, before = _do("stream_create"), _current_stream()
+    for future in futures:
+        future.order(stream)
+    _do("stream_sleep", stream, 20)
+    _thread.stream = stream
+    try:
+        yield
+    finally:
+        _thread.stream = before
+
+
+def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+    """Returns a future of futures that are done, as ``torch.futures.collect_all``."""
+    collected = DoubleFuture()
+
+    def complete(_: object) -> None:
+        with _on_pool_stream([future for future in futures if isinstance(future, DoubleFuture)]):
+            collected.set_result(futures)
+
+    _collect_all(futures).add_done_callback(complete)
+    return collected
+
+
 class DoubleDevice(Device):
-    """The CPU with the double's streams."""
+    """The CPU with the double's streams. It is device 1; threads begin on another rank's, device 0."""
 
     kind = "cpu"
+    number: ClassVar[int] = 1
     priorities: ClassVar[list[bool]] = []
     """Of the streams that were made, whether they should have a high priority."""
 
     @classmethod
-    def current(cls) -> torch.device:
+    def of_rank(cls, rank: int) -> torch.device:
         return torch.device("cpu")
 
     @staticmethod
     def reduces_float8() -> bool:
         return True
 
-    def activate(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        before = _do("set_device", self.number)
+        try:
+            yield
+        finally:
+            _do("set_device", before)
 
     def current_stream(self) -> int:
-        return getattr(_thread, "stream", 0)
+        return _current_stream()
 
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
-        """Makes a stream the thread's current one for the group; torch's operations stay on the thread."""
+        """Makes a stream the thread's current one."""
         before, _thread.stream = self.current_stream(), stream
         try:
             yield
@@ -109,9 +251,7 @@ class DoubleDevice(Device):
         return bool(_do("event_query", event))
 
     def run(self, stream: int, function: Callable[[], object]) -> None:
-        number = next(_numbers)
-        _calls[number] = function
-        _do("stream_call", stream, _run, number)
+        _enqueue(stream, function)
 
     def sleep(self, stream: int, seconds: float) -> None:
         """Lets a stream do nothing for a while."""
@@ -131,10 +271,7 @@ class DoubleDevice(Device):
         self.run(stream, tensors.clear)
 
     def future(self) -> torch.futures.Future[Any]:
-        return torch.futures.Future()
+        return DoubleFuture()
 
     def capturing(self) -> bool:
         return False
-
-    def tolerate_captures(self) -> None:
-        pass

@@ -166,12 +166,22 @@ void reduce(int type, int op, const std::vector<const std::byte*>& inputs, std::
   with_type(type, [&](auto example) {
     using T = decltype(example);
     using W = typename Wide<T>::type;
+    // As NCCL: integers are divided in the end, others multiplied by an inverse of their own type before.
+    W inverse = 1;
+    if constexpr (!std::is_integral_v<W>) {
+      std::byte rounded[sizeof(T)];
+      store<T>(rounded, 0, W(1) / static_cast<W>(inputs.size()));
+      if (op == kAvg) inverse = load<T>(rounded, 0);
+    }
+    const auto given = [&](std::size_t k, std::size_t i) {
+      std::byte scaled[sizeof(T)];
+      store<T>(scaled, 0, times<W>(load<T>(inputs[k], i), inverse));
+      return static_cast<W>(load<T>(scaled, 0));
+    };
     for (std::size_t i = 0; i < count; ++i) {
-      W value = load<T>(inputs[0], i);
-      for (std::size_t k = 1; k < inputs.size(); ++k) {
-        value = combine<W>(op, value, load<T>(inputs[k], i));
-      }
-      if (op == kAvg) value = static_cast<W>(value / static_cast<W>(inputs.size()));
+      W value = given(0, i);
+      for (std::size_t k = 1; k < inputs.size(); ++k) value = combine<W>(op, value, given(k, i));
+      if (std::is_integral_v<W> && op == kAvg) value = static_cast<W>(value / static_cast<W>(inputs.size()));
       store<T>(output, i, value);
     }
   });

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness import current_store, run_ranks
 
 from collectives.registry.backends import GroupOptions
 from nccl_double import NcclDouble
-from nccl_double.device import DoubleDevice, use
+from nccl_double.device import DoubleDevice, tensors_on_device, use
 
 _doubles: dict[Path, NcclDouble] = {}
 
@@ -44,13 +46,16 @@ def run_over_double(
     *args: Any,
     provider: str = "cupy",
     options: dict[str, Any] | None = None,
+    on_device: bool = True,
     **more: Any,
 ) -> list[Any]:
     """Runs ``body(group, *args)`` on every rank, in new processes; returns the results by rank.
 
-    ``more`` are arguments of :func:`harness.run_ranks`.
+    ``more`` are arguments of :func:`harness.run_ranks`. Without ``on_device``, torch's operations do not run
+    on the device's streams: the modes that carry that out would show in torch's front end.
     """
-    return run_ranks(_in_group, size, path, provider, options or {}, body, args, isolated=True, **more)
+    about = path, provider, options or {}, on_device
+    return run_ranks(_in_group, size, *about, body, args, isolated=True, **more)
 
 
 def _in_group(
@@ -59,15 +64,21 @@ def _in_group(
     path: Path,
     provider: str,
     options: dict[str, Any],
+    on_device: bool,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
     group = make_group(path, provider, rank, size, **options)
     try:
-        value = body(group, *args)
+        with (
+            tensors_on_device() if on_device else nullcontext(),
+            DoubleDevice.shared(torch.device("cpu")).activate(),
+        ):
+            value = body(group, *args)
     except BaseException:
         group.abort()
         raise
     group.shutdown()
     assert load(path).misuses() == 0, "calls used a communicator after its end"
+    assert load(path).contexts() <= {DoubleDevice.number}, "a thread used another rank's device"
     return value

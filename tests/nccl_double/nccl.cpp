@@ -28,6 +28,7 @@ namespace nccl_double {
 namespace {
 
 int issue(const char* function, const void* handle, Operation op) {
+  use_device();
   if (const int status = ordered_failure(function)) return status;
   int status = kSuccess;
   const CommunicatorPtr comm = find(function, handle, status);
@@ -79,7 +80,7 @@ int read_config(const Config* given, Config& config) {
   std::memcpy(static_cast<void*>(&merged), given, std::min(given->size, sizeof(Config)));
   const auto positive = [](int value) { return value == kUndefined || value > 0; };
   if (!positive(merged.minCTAs) || !positive(merged.maxCTAs) ||
-      (merged.minCTAs != kUndefined && merged.maxCTAs != kUndefined && merged.minCTAs > merged.maxCTAs) ||
+      merged.minCTAs > merged.maxCTAs ||  // also where the upper bound is undefined
       (merged.cgaClusterSize != kUndefined && (merged.cgaClusterSize < 0 || merged.cgaClusterSize > 8))) {
     return fail(kInvalidArgument, "the configuration has an invalid number of CTAs or cluster size");
   }
@@ -92,6 +93,7 @@ int read_config(const Config* given, Config& config) {
 }
 
 int init(const void** handle, int size, const UniqueId& id, int rank, const Config* given) {
+  use_device();
   if (handle == nullptr) return fail(kInvalidArgument, "CommInitRank : comm argument is NULL");
   if (size < 1 || rank < 0 || rank >= size || std::memcmp(id.bytes, "double\0", 8) != 0) {
     return fail(kInvalidArgument, "CommInitRank : invalid rank " + std::to_string(rank) + " of " +
@@ -114,6 +116,7 @@ int init(const void** handle, int size, const UniqueId& id, int rank, const Conf
 }
 
 int split(const CommunicatorPtr& comm, int color, int key, const void** handle, const Config* given) {
+  use_device();
   Config config = comm->config;
   if (const int status = read_config(given, config)) return status;
   std::uint64_t turn, number;
@@ -262,17 +265,23 @@ int ncclCommFinalize(const void* handle) {
 
 int ncclCommDestroy(const void* handle) {
   if (handle == nullptr) return kSuccess;
+  use_device();
   if (const int status = ordered_failure("ncclCommDestroy")) return status;
   int status = kSuccess;
   const CommunicatorPtr comm = find("CommDestroy", handle, status);
   if (!comm) return status;
-  comm->settle(true);
   forget(comm);
+  if (group.depth) {
+    group.destroys.push_back(comm);
+  } else {
+    end({}, {comm});
+  }
   return kSuccess;
 }
 
 int ncclCommAbort(const void* handle) {
   if (handle == nullptr) return kSuccess;
+  use_device();
   int status = kSuccess;
   const CommunicatorPtr comm = find("CommAbort", handle, status);
   if (!comm) return status;
@@ -280,7 +289,7 @@ int ncclCommAbort(const void* handle) {
   if (group.depth) {
     group.aborts.push_back(comm);
   } else {
-    abort(comm);
+    end({comm}, {});
   }
   return kSuccess;
 }
@@ -388,7 +397,8 @@ int ncclGroupEnd() {
   if (group.depth == 0) return fail(kInvalidUsage, "ncclGroupEnd: not in a group call.");
   if (--group.depth) return kSuccess;
   const Group ended = std::exchange(group, {});
-  for (const CommunicatorPtr& comm : ended.aborts) abort(comm);
+  use_device();
+  if (!ended.aborts.empty() || !ended.destroys.empty()) end(ended.aborts, ended.destroys);
   if (ended.error) return ended.error;
   if (!ended.operations.empty()) launch(ended.operations);
   return kSuccess;
@@ -413,6 +423,17 @@ int double_set_async_error(const void* handle, int error, const char* reason) {
   return status;
 }
 
+// Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go.
+void double_hold_in_graph(const void* handle, int on) {
+  const std::lock_guard lock(state().mutex);
+  if (on) {
+    state().in_graphs.insert(handle);
+  } else {
+    state().in_graphs.erase(handle);
+  }
+  state().graphs_changed.notify_all();
+}
+
 // With dry runs, operations are checked and noted, but not carried out, whatever counts and pointers they
 // have.
 void double_dry_run(int on) { state().dry = on != 0; }
@@ -426,6 +447,9 @@ void double_set_version(int version) { state().version = version; }
 
 // Returns how many calls used a communicator after its end.
 int double_misuses() { return state().misuses; }
+
+// Returns how often operations were launched; those of a group of calls are launched once.
+int double_launches() { return state().launches; }
 
 // Returns how many communicators have not been ended.
 int double_communicators() {

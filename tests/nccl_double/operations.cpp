@@ -87,6 +87,7 @@ bool run_all(Communicator& comm, const std::vector<Operation>& operations) {
 }  // namespace
 
 void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations) {
+  ++state().launches;
   std::vector<std::pair<CommunicatorPtr, std::vector<Operation>>> parts;
   for (const auto& [comm, op] : operations) {
     const auto same = [&, &comm = comm](const auto& part) { return part.first == comm; };

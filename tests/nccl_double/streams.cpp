@@ -1,5 +1,6 @@
 #include "streams.hpp"
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace nccl_double {
 
@@ -43,6 +45,9 @@ class Event {
 
 namespace {
 
+thread_local int current_device = 0;
+std::atomic<unsigned> contexts{0};
+
 class Stream {
  public:
   void add(std::function<void()> task) {
@@ -56,13 +61,21 @@ class Stream {
     closed_ = true;
     changed_.notify_all();
   }
+  // Waits until there is nothing to do.
+  void synchronize() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return tasks_.empty() && !busy_; });
+  }
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
+      busy_ = false;
+      changed_.notify_all();
       changed_.wait(lock, [&] { return closed_ || !tasks_.empty(); });
       if (tasks_.empty()) return;
       const auto task = std::move(tasks_.front());
       tasks_.pop_front();
+      busy_ = true;
       lock.unlock();
       task();
       lock.lock();
@@ -74,6 +87,7 @@ class Stream {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   bool closed_ = false;
+  bool busy_ = false;
 };
 
 // Never destroyed: threads of streams may outlive the end of main.
@@ -103,6 +117,8 @@ std::shared_ptr<Event> event_of(std::intptr_t id) {
 
 }  // namespace
 
+void use_device() { contexts |= 1U << current_device; }
+
 bool stream_exists(std::intptr_t stream) { return stream == 0 || stream_of(stream) != nullptr; }
 
 void enqueue(std::intptr_t stream, std::function<void()> task) {
@@ -130,6 +146,12 @@ using namespace nccl_double;
 // The functions that tests call. They return 0, or -1 for a stream or event that does not exist.
 extern "C" {
 
+// Changes the calling thread's device; returns the one before.
+int double_set_device(int device) { return std::exchange(current_device, device); }
+
+// Returns the devices with a context, a bit for each.
+int double_contexts() { return static_cast<int>(contexts.load()); }
+
 std::intptr_t double_stream_create() {
   const auto stream = std::make_shared<Stream>();
   std::thread([stream] { stream->run(); }).detach();
@@ -150,9 +172,7 @@ int double_stream_destroy(std::intptr_t id) {
 
 int double_stream_synchronize(std::intptr_t id) {
   if (!stream_exists(id)) return -1;
-  const auto event = make_event();
-  record(event, id);
-  event->wait(event->noted());
+  if (const auto stream = stream_of(id)) stream->synchronize();
   return 0;
 }
 
@@ -205,6 +225,7 @@ int double_event_wait(std::intptr_t id, std::intptr_t stream) {
 
 // Returns 1 when the noted place has been passed, or none was noted, and 0 before.
 int double_event_query(std::intptr_t id) {
+  use_device();
   const auto event = event_of(id);
   return event ? event->has_passed(event->noted()) : -1;
 }

@@ -12,6 +12,10 @@ namespace nccl_double {
 
 class Event;
 
+// Notes that a call of this thread made a context on its current device, as CUDA does where there is none.
+// Each thread begins on device 0.
+void use_device();
+
 bool stream_exists(std::intptr_t stream);
 
 // Runs a task after those that the stream has.

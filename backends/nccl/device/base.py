@@ -50,8 +50,8 @@ class Device(ABC):
 
     @classmethod
     @abstractmethod
-    def current(cls) -> torch.device:
-        """Returns the calling thread's device."""
+    def of_rank(cls, rank: int) -> torch.device:
+        """Returns the device of a global rank, where the ranks of a machine have its devices in order."""
 
     @staticmethod
     @abstractmethod
@@ -84,11 +84,15 @@ class Device(ABC):
 
     @abstractmethod
     def done(self, event: Event) -> bool:
-        """Returns whether a stream has got to the event.
+        """Returns whether a stream has got to the event; called with the device active.
 
         Raises:
             RuntimeError: the device has met an error.
         """
+
+    @abstractmethod
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream the calling thread's current one for the length of a ``with`` block."""
 
     @abstractmethod
     def run(self, stream: Stream, function: Callable[[], object]) -> None:
@@ -118,7 +122,3 @@ class Device(ABC):
     @abstractmethod
     def capturing(self) -> bool:
         """Returns whether the calling thread's stream on this device is being captured into a graph."""
-
-    @abstractmethod
-    def tolerate_captures(self) -> None:
-        """Lets the calling thread, which does nothing else, ask for events while others capture graphs."""

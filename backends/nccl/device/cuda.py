@@ -38,9 +38,9 @@ class CudaDevice(Device):
         torch.zeros(1, device=device)  # NCCL takes the device's context as it finds it, so there must be one
 
     @classmethod
-    def current(cls) -> torch.device:
-        """Returns the current CUDA device."""
-        return torch.device("cuda", torch.cuda.current_device())
+    def of_rank(cls, rank: int) -> torch.device:
+        """Returns the CUDA device with the rank's number, counted from the first again after the last."""
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
     @staticmethod
     def reduces_float8() -> bool:
@@ -76,18 +76,22 @@ class CudaDevice(Device):
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        """Returns whether the event is done; the GIL is released."""
+        """Returns whether the event is done; the GIL is released, and captures of graphs go on."""
         runtime = loaded_runtime()
         return bool(event.query()) if runtime is None else runtime.event_done(event.cuda_event)
 
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes a stream the current one, and its device the current device."""
+        return torch.cuda.stream(stream)
+
     def run(self, stream: Stream, function: Callable[[], object]) -> None:
         """Calls the function now, with the stream as the current one."""
-        with torch.cuda.stream(stream), torch.no_grad():
+        with self.using(stream), torch.no_grad():
             function()
 
     def empty(self, stream: Stream, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory that the caching allocator gives out again only behind the stream's work."""
-        with torch.cuda.stream(stream):
+        with self.using(stream):
             return torch.empty(count, dtype=dtype, device=self.device)
 
     def share(self, stream: Stream, tensor: torch.Tensor) -> None:
@@ -106,13 +110,3 @@ class CudaDevice(Device):
         """Returns whether the current stream is being captured into a CUDA graph."""
         with self.activate():
             return torch.cuda.is_current_stream_capturing()
-
-    def tolerate_captures(self) -> None:
-        """Sets the thread's capture mode.
-
-        Makes this the thread's device for good, as calls would give every rank a context on the first one.
-        """
-        torch.cuda.set_device(self.device)
-        runtime = loaded_runtime()
-        if runtime is not None:
-            runtime.tolerate_captures()

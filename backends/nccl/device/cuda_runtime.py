@@ -11,15 +11,17 @@ __all__ = ["CudaRuntime", "loaded_runtime"]
 
 _NOT_READY = 600
 """``cudaErrorNotReady``"""
-_THREAD_LOCAL_CAPTURE = 1
-"""``cudaStreamCaptureModeThreadLocal``"""
+_RELAXED_CAPTURE = 2
+"""``cudaStreamCaptureModeRelaxed``"""
 
 
 class CudaRuntime:
     """The runtime's library.
 
     torch asks for an event with the GIL held. That call may have to wait for a lock of the driver, which
-    another thread holds while it allocates memory or loads kernels; all of Python would wait with it.
+    another thread holds while it allocates memory or loads kernels; all of Python would wait with it. And
+    unless the asking thread has the relaxed capture mode, the question breaks off the captures of all
+    threads.
 
     Args:
         path: its file.
@@ -46,7 +48,12 @@ class CudaRuntime:
         Raises:
             RuntimeError: the device has met an error.
         """
-        status = self._query(event)
+        mode = ctypes.c_int(_RELAXED_CAPTURE)
+        self._exchange_mode(ctypes.byref(mode))
+        try:
+            status = self._query(event)
+        finally:
+            self._exchange_mode(ctypes.byref(mode))
         if status == 0:
             return True
         if status == _NOT_READY:
@@ -54,10 +61,6 @@ class CudaRuntime:
             return False
         name, text = self._name(status).decode(), self._text(status).decode()
         raise RuntimeError(f"CUDA error {status}: {text} ({name})")
-
-    def tolerate_captures(self) -> None:
-        """Sets this thread's capture mode: in the default one an event's query breaks every capture."""
-        self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_CAPTURE)))
 
 
 @functools.cache

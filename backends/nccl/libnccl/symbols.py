@@ -26,6 +26,8 @@ _UNDEFINED: Final = -(2**31)
 _MAGIC: Final = 0xCAFEBEEF
 _CONFIG_VERSION: Final = 22800
 _HOST_IMMEDIATE: Final = 1
+_MOST_CTAS: Final = 64
+"""The most thread blocks that NCCL gives a kernel."""
 
 
 class _UniqueId(Structure):
@@ -186,6 +188,8 @@ class Symbols:
         made.blocking = 1
         for name, value in given.items():
             setattr(made, _SETTINGS[name][0], value.encode() if isinstance(value, str) else int(value))
+        if made.minCTAs != _UNDEFINED and made.maxCTAs == _UNDEFINED:
+            made.maxCTAs = max(made.minCTAs, _MOST_CTAS)  # NCCL takes no lower bound without an upper one
         return byref(made)
 
 

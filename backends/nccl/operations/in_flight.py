@@ -74,7 +74,8 @@ class PendingOperation:
             RuntimeError: the device has met an error.
         """
         if not self._completed and self._issued:
-            self._completed = self.captured or all(self.device.done(event) for event in self._events)
+            with self.device.activate():  # on another device the question would open a context there
+                self._completed = self.captured or all(self.device.done(event) for event in self._events)
         return self._completed
 
     def ended(self) -> bool:

@@ -75,7 +75,7 @@ class HookState:
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         everyone = torch.empty(group.size() * _FACTS_BYTES, dtype=torch.uint8, device=device)
         group.all_gather_single(everyone, mine).wait()
-        rows = [json.loads(row.numpy().tobytes()) for row in everyone.cpu().view(group.size(), -1)]
+        rows = [json.loads(row.numpy().tobytes()) for row in group.to_host(everyone).view(group.size(), -1)]
         where = f"[rank {group.rank()}] {type(self).__name__} over {group.describe()}"
         different = [
             f"{name}: {', '.join(f'{row.get(name)!r} on rank {rank}' for rank, row in enumerate(rows))}"

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -443,6 +444,19 @@ def ended_process() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_liveness_asks_the_store_as_little_on_many_ranks() -> None:
+    store, size = dist.HashStore(), 64
+    ranks = [Liveness(store, rank, size) for rank in range(size)]
+    assert ranks[0].poll_lost() is None  # which reads the records
+    asked = mock.Mock(wraps=store)
+    ranks[0]._store = asked
+    for _ in range(3):
+        assert ranks[0].poll_lost() is None
+    assert len(asked.method_calls) <= 3 * 2
+    ranks[5].publish_exit("it went home")
+    assert ranks[0].poll_lost() == (5, "it went home")
 
 
 def test_liveness() -> None:

@@ -159,7 +159,7 @@ def split_off(group: Any, path: Path) -> None:
     assert double.communicators() == before
 
 
-def mixed(group: Any) -> None:
+def mixed(group: Any, path: Path) -> None:
     by_device = ProcessGroupByDevice({"cpu": group})
     x, y = torch.ones(2), torch.empty(2)
     with by_device._together():
@@ -167,6 +167,11 @@ def mixed(group: Any) -> None:
         work = by_device.recv(y, (group.rank() - 1) % group.size())
     work.wait()
     assert y.tolist() == [1.0] * 2
+    before = load(path).launches()
+    tensors = [torch.ones(n + 1) for n in range(3)]
+    by_device.allreduce_coalesced(tensors).wait()
+    assert load(path).launches() == before + 1
+    assert [tensor.tolist() for tensor in tensors] == [[group.size()] * (n + 1) for n in range(3)]
 
 
 def by_dist2(group: Any) -> None:
@@ -234,7 +239,7 @@ def compositions(group: Any, path: Path) -> None:
     refuses_tensors_of_the_cpu(group, path)
     by_dist2(group)
     trains_as_one_process(group)
-    mixed(group)
+    mixed(group, path)
     on_a_world(group, path)
     over_lanes(group, path)
 

@@ -10,6 +10,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from conformance.test_works import eventually, gate
 from harness import Died
 from nccl_double.groups import load, make_group, run_over_double
 
+import collectives
 from collectives import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -24,11 +26,14 @@ from collectives import (
     PeerLostError,
     ProcessGroup,
 )
-from collectives.backends.nccl import communicators
+from collectives.backends.nccl import ends
 from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.core.types import AllreduceOptions, make_premul_sum
+from collectives.ddp import DistributedDataParallel
 
 SHORT = {"timeout": timedelta(seconds=1)}
+BLOCKS = timedelta(seconds=15)
+"""Lets ``wait()`` block the host."""
 
 
 def is_broken(group: ProcessGroup, why: str, kind: type[Exception] = GroupAbortedError) -> None:
@@ -48,7 +53,7 @@ def a_rank_does_not_call(group: ProcessGroup) -> None:
         is_broken(group, "first cause")
         return
     with pytest.raises(CollectiveTimeoutError, match="passed its time limit of 1 s") as info:
-        group.allreduce([torch.ones(3)], AllreduceOptions(asyncOp=False)).wait()
+        group.allreduce([torch.ones(3)], AllreduceOptions(asyncOp=False)).wait(BLOCKS)
     assert "[rank 0]" in str(info.value)
     assert "all_reduce #2 (SUM, torch.float32 [3])" in str(info.value)
     assert "rank 1 waits in no operation" in str(info.value)
@@ -74,7 +79,7 @@ def elsewhere(group: ProcessGroup) -> None:
         x = torch.empty(2)
         group.recv(x, 0).wait()
         with pytest.raises(CollectiveTimeoutError, match="rank 0 gave up: its barrier #2"):
-            group.recv(x, 0).wait(timedelta(seconds=15))
+            group.recv(x, 0).wait(BLOCKS)
 
 
 @pytest.mark.full
@@ -99,7 +104,8 @@ def test_a_rank_never_comes(nccl_library: Path) -> None:
 
 def aborted_by_rank_0(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait()
-    blocked = lambda: group.allreduce([torch.ones(3)], AllreduceOptions(asyncOp=False)).wait()  # noqa: E731
+    alone = AllreduceOptions(asyncOp=False)
+    blocked = lambda: group.allreduce([torch.ones(3)], alone).wait(BLOCKS)  # noqa: E731
     if group.rank() == 2:
         gate("over", group)
         return
@@ -127,7 +133,7 @@ def killed(group: ProcessGroup) -> None:
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="rank 1 is lost") as info:
-        group.allreduce(torch.ones(3)).wait(timedelta(seconds=15))
+        group.allreduce(torch.ones(3)).wait(BLOCKS)
     assert info.value.rank == 1
     is_broken(group, "rank 1 is lost", PeerLostError)
     group.abort()
@@ -148,6 +154,34 @@ def killed_before_connecting(group: ProcessGroup) -> None:
 
 def test_a_rank_is_killed_before_connections_are_made(nccl_library: Path) -> None:
     run_over_double(killed_before_connecting, 2, nccl_library, lost={1})
+
+
+def killed_while_connecting(group: Any) -> None:
+    """NCCL itself would wait for it for ever."""
+    if group.rank() == 1:
+        group._library.init = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        group.allreduce(torch.ones(3))
+
+
+def connected_too_late(group: Any) -> None:
+    """What NCCL makes after the limit ends at once."""
+    over = threading.Event()
+    if group.rank() == 1:
+        made = group._library.init
+        group._library.init = lambda *about: made(*about) if over.wait() else None
+    with pytest.raises(CollectiveTimeoutError, match="NCCL has not made the connections within 1 s"):
+        group.allreduce(torch.ones(3))
+    over.set()
+    gate("told", group)
+
+
+def test_a_rank_is_killed_while_connections_are_made(nccl_library: Path) -> None:
+    run_over_double(killed_while_connecting, 2, nccl_library, lost={1})
+
+
+def test_connections_take_too_long(nccl_library: Path) -> None:
+    run_over_double(connected_too_late, 2, nccl_library, options=SHORT)
 
 
 def left(group: ProcessGroup) -> None:
@@ -174,7 +208,7 @@ def errors_of_nccl(group: Any, path: Path) -> None:
         with pytest.raises(
             DistBackendError, match=r"rank 0 gave up: its all_reduce #2 failed.*ordered by a test"
         ):
-            group.allreduce(torch.ones(3)).wait(timedelta(seconds=15))
+            group.allreduce(torch.ones(3)).wait(BLOCKS)
         return
     double.fail_next("ncclAllReduce", 3, "ordered by a test")
     with pytest.raises(DistBackendError, match=r"all_reduce #2 .*ncclAllReduce failed.*ordered by a test"):
@@ -187,10 +221,10 @@ def asynchronous_error(group: Any, path: Path) -> None:
     group.allreduce(torch.ones(1)).wait()
     if group.rank() == 0:
         work = group.allreduce(torch.ones(3))
-        (communicator,) = group._communicators.open()
+        (communicator,) = group._communicators.ends.open()
         double.set_async_error(communicator.handle, 1, "ordered by a test")
         with pytest.raises(DistBackendError, match=r"all_reduce #2 .*ordered by a test"):
-            work.wait(timedelta(seconds=15))
+            work.wait(BLOCKS)
         gate("failed", group)
         return
     gate("failed", group)
@@ -229,7 +263,7 @@ def not_connected(group: Any, path: Path) -> None:
         is_broken(group, "first cause.*ordered by a test")
     else:
         with pytest.raises(DistBackendError, match=r"rank 0 gave up: its send #1 failed.*ordered by a test"):
-            group.send(torch.ones(3), 0).wait(timedelta(seconds=15))
+            group.send(torch.ones(3), 0).wait(BLOCKS)
 
 
 def a_bad_factor(group: Any, _: Path) -> None:
@@ -237,7 +271,7 @@ def a_bad_factor(group: Any, _: Path) -> None:
     if group.rank() == 1:
         gate("failed", group)
         return
-    (communicator,) = group._communicators.open()
+    (communicator,) = group._communicators.ends.open()
 
     def fails(factor: float, dtype: int) -> int:
         raise NcclError(3, "ncclRedOpCreatePreMulSum", "ordered by a test")
@@ -275,52 +309,57 @@ def connect(group: Any) -> list[Any]:
     group.send(torch.ones(1), 1 - group.rank())
     group.recv(torch.ones(1), 1 - group.rank()).wait()
     group.barrier().wait()
-    opened: list[Any] = group._communicators.open()
+    opened: list[Any] = group._communicators.ends.open()
     assert len(opened) == 3
     return opened
 
 
-def aborted_together(group: Any) -> None:
-    """The abort of one communicator may need that of another, as the device frees memory behind kernels."""
+def aborted_together(group: Any, path: Path) -> None:
+    """The abort of one communicator needs that of another, as the device frees memory behind its kernels."""
     opened = connect(group)
-    gate("connected", group)
-    last_began = threading.Event()
-    seen: list[bool] = []
-    first, last = opened[0].abort, opened[-1].abort
-    opened[0].abort = lambda: (seen.append(last_began.wait(8)), first())
-    opened[-1].abort = lambda: (last_began.set(), last())
+    if group.rank() == 0:
+        works = [group.allreduce(torch.ones(3)), group.recv(torch.ones(3), 1)]
+        assert not any(work.is_completed() for work in works)
     group.abort()
-    assert seen, "abort did not wait for all"
-    assert all(seen), "the first was not aborted beside the last"
+    assert load(path).communicators() == 0, "one was left behind"
     assert [one.handle for one in opened] == [0] * 3
+    gate("aborted", group)
+
+
+def at_the_end_of_the_interpreter(group: Any, path: Path) -> None:
+    """No thread can begin then, and NCCL may not come back."""
+    opened = connect(group)
+    ends._SECONDS = 0.5
+    load(path).hold_in_graph(opened[0].handle, True)
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("the interpreter ends")):
+        group._finalizer()
+    assert load(path).communicators() == 0
+    load(path).hold_in_graph(opened[0].handle, False)
 
 
 def left_behind(group: Any, path: Path) -> None:
     """NCCL does not abort a communicator while a CUDA graph with its operations lives; abort goes on."""
     opened = connect(group)
     gate("connected", group)
-    communicators._END_SECONDS = 0.5
-    graph_gone = threading.Event()
-    first = opened[0].abort
-    opened[0].abort = lambda: (graph_gone.wait(), first())
+    ends._SECONDS = 0.5
+    handle = opened[0].handle
+    load(path).hold_in_graph(handle, True)
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("collectives").addHandler(handler)
     group.abort()
-    assert not opened[0].ended
-    assert all(one.handle == 0 for one in opened[1:])
-    assert any("has not aborted 1 of 3" in line and "CUDA graphs" in line for line in told), told
-    graph_gone.set()
-    assert eventually(lambda: load(path).communicators() == 0)
+    assert any("has not aborted the group's communicators" in line for line in told), told
+    assert not group._communicators.ends._over.is_set()
+    load(path).hold_in_graph(handle, False)
+    assert eventually(group._communicators.ends._over.is_set)
 
 
-def test_all_communicators_are_aborted_together(nccl_library: Path) -> None:
-    run_over_double(aborted_together, 2, nccl_library)
-
-
-def test_what_does_not_end_is_left_behind(nccl_library: Path) -> None:
-    run_over_double(left_behind, 2, nccl_library, nccl_library)
+@pytest.mark.parametrize(
+    "body", [aborted_together, at_the_end_of_the_interpreter, left_behind], ids=lambda body: body.__name__
+)
+def test_the_end_of_all_communicators(nccl_library: Path, body: Any) -> None:
+    run_over_double(body, 2, nccl_library, nccl_library)
 
 
 def dropped(group: Any, path: Path) -> None:
@@ -347,3 +386,30 @@ def dropped(group: Any, path: Path) -> None:
 
 def test_nothing_is_left(nccl_library: Path) -> None:
     run_over_double(dropped, 2, nccl_library, nccl_library)
+
+
+def lost_under_training(group: ProcessGroup) -> None:
+    """What a rank computed alone is never taken for the average."""
+    module = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+    module(torch.ones(3, 4)).sum().backward()
+    loss = module(torch.ones(3, 4)).sum()
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        loss.backward()
+
+
+def lost_under_objects(group: ProcessGroup) -> None:
+    """Nor is memory that a lost rank did not fill taken for its object."""
+    if group.rank() == 1:
+        size = torch.tensor([200])  # of what never comes
+        group.broadcast(size, root=1).wait()
+        group.to_host(size)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        collectives.broadcast_object_list([None], group_src=1, group=group)
+
+
+@pytest.mark.parametrize("body", [lost_under_training, lost_under_objects], ids=lambda body: body.__name__)
+def test_a_rank_is_lost_while_the_host_reads(nccl_library: Path, body: Any) -> None:
+    run_over_double(body, 2, nccl_library, lost={1}, timeout=100)

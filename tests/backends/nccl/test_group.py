@@ -37,7 +37,6 @@ BODIES: list[Callable[[ProcessGroup], object]] = [
     test_works.many_in_flight,
     test_works.states,
     test_works.polled,
-    test_works.futures,
     test_works.coalesced,
     test_works.shared_memory,
     test_forms.forms,
@@ -181,6 +180,21 @@ def limits_of_arguments(group: ProcessGroup) -> None:
     assert work.wait()
     assert work.result()[0].tolist() == [group.size()] * 2
     assert group.barrier(BarrierOptions(device=torch.device("cpu"))).wait()
+
+
+def barriers(group: Any, path: Path) -> None:
+    """A barrier uses the device that the group used first, unless it names another."""
+    double = load(path)
+    group.allreduce(torch.ones(1)).wait()
+    first = double.last_call().communicator
+    group.barrier(BarrierOptions(device=torch.device("cpu", 1))).wait()
+    assert double.last_call().communicator != first
+    group.barrier().wait()
+    assert double.last_call().communicator == first
+
+
+def test_the_device_of_a_barrier(nccl_library: Path) -> None:
+    run_over_double(barriers, 2, nccl_library, nccl_library)
 
 
 def chosen(group: ProcessGroup, path: Path, config: dict[str, Any], high_priority: bool) -> None:

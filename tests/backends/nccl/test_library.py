@@ -39,13 +39,14 @@ def reduced(op: NcclRedOp, inputs: list[torch.Tensor]) -> torch.Tensor:
         NcclRedOp.PROD: wide.prod(0),
         NcclRedOp.MAX: wide.amax(0),
         NcclRedOp.MIN: wide.amin(0),
-        NcclRedOp.AVG: wide.mean(0),
     }
-    result = kinds[op]
-    if inputs[0].dtype == torch.float64:
-        return result
-    # By way of float32, in which sums are divided.
-    return (result if inputs[0].is_floating_point() else result.floor()).to(torch.float32).to(inputs[0].dtype)
+    dtype = inputs[0].dtype
+    if op == NcclRedOp.AVG and dtype.is_floating_point:  # each input times an inverse of its own type
+        inverse = torch.tensor(1 / len(inputs), dtype=dtype).to(torch.float64)
+        scaled = (wide * inverse).to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        return sum(scaled[1:], scaled[0]).to(dtype)
+    result = wide.mean(0).floor() if op == NcclRedOp.AVG else kinds[op]
+    return result.to(dtype)
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -388,6 +389,10 @@ def settings(rank: int, size: int, provider: str, path: Path) -> None:
             assert double.config(own.handle) == {"blocking": 1, "maxCTAs": 7}
             with pytest.raises(NcclError, match="CTAs"):
                 communicator.split(0, 0, NcclConfig(max_ctas=-7))
+            lower = communicator.split(0, 0, NcclConfig(min_ctas=2))
+            assert lower is not None
+            assert double.config(lower.handle) == {"blocking": 1, "minCTAs": 2, "maxCTAs": 64}
+            lower.destroy()
             inherited.destroy()
             own.destroy()
     else:

@@ -120,15 +120,15 @@ def an_unanswered_receive(group: ProcessGroup) -> None:
     x = torch.ones(1000)
     alive = weakref.ref(x)
     future = group.allreduce(x).get_future()
-    assert eventually(future.done), "held back by a receive"
     assert future.wait()[0] is x
+    device.synchronize(device.current_stream())  # not held back by the receive
     del x, future
     gc.collect()
     group.barrier().wait()
     group.allreduce(torch.ones(1)).wait()
     assert eventually(lambda: alive() is None), "kept because of a receive"
     assert not receive.is_completed()
-    assert not answered.done()
+    assert answered.done(), "on a device, what has been issued"
     gate("seen unanswered", group)
     group.send(torch.full((4,), float(me)), 1 - me).wait()
     receive.wait()
@@ -174,6 +174,45 @@ def futures(group: ProcessGroup) -> None:
     total = float(sum(range(1, size + 1)))
     assert doubled.wait().tolist() == [2 * total] * 3
     assert future.wait()[0] is x
+    strided = torch.ones(8)[::2]
+    works = [
+        group.allreduce(strided),
+        group.allgather([torch.empty(4) for _ in range(size)], torch.ones(4)),
+        group.barrier(),
+        group.allreduce_coalesced([torch.ones(2), torch.ones(3, dtype=torch.int32)]),
+    ]
+    asked = [work.get_future() for work in works]
+    assert all(one.done() for one in asked), "on a device, what has been issued"
+    results = [one.wait() for one in asked]
+    assert [len(result) for result in results] == [1, size, 0, 2]
+    assert strided.tolist() == results[0][0].tolist() == [float(size)] * 4
+    assert [tensor.tolist() for tensor in results[3]] == [[size] * 2, [size] * 3]
+    for work, one in zip(works, asked, strict=True):
+        assert work.get_future() is one
+        assert work.get_future_result().wait() == 0
+
+
+def last_steps(group: ProcessGroup) -> None:
+    """What is written back behind an operation is there for every stream that waits, wherever it ran."""
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    own, other = device.new_stream(False), device.new_stream(False)
+    total = float(sum(range(1, size + 1)))
+    for asks in (True, False):
+        x = torch.zeros(48)[::3]
+        seen: list[list[float]] = []
+        with device.using(own):
+            late(device, own, x, 1.0 + me)
+            work = group.allreduce_coalesced([x])  # reduced as a copy, which a last step writes back
+            if asks:
+                work.get_future()
+            work.wait()
+            device.run(own, lambda x=x, seen=seen: seen.append(x.tolist()))
+        with device.using(other):
+            work.wait()
+            device.run(other, lambda x=x, seen=seen: seen.append(x.tolist()))
+        device.synchronize(own)
+        device.synchronize(other)
+        assert seen == [[total] * 16] * 2
 
 
 def host_blocks(group: ProcessGroup) -> None:
@@ -222,7 +261,16 @@ LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads)
 
 def streams(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(1)).wait()
-    for body in (asynchronous, on_the_current_stream, kept_alive, futures, host_blocks, messages, *LATER):
+    for body in (
+        asynchronous,
+        on_the_current_stream,
+        kept_alive,
+        futures,
+        last_steps,
+        host_blocks,
+        messages,
+        *LATER,
+    ):
         body(group)
 
 

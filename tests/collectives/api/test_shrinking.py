@@ -62,8 +62,7 @@ def goes_on_after_a_death(rank, size):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.PeerLostError) as caught:
-        for _ in range(1000):
-            total()
+        total()
     dist.shrink_group([caught.value.rank], shrink_flags=dist.SHRINK_ABORT)
     return total()
 

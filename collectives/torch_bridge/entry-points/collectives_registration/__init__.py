@@ -9,6 +9,7 @@ group is made.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ def autoload() -> None:
             if not _taken(name):
                 register_backend(name, backend, devices, fixed)
         _register_rendezvous()
+        _start_batches_together()
 
 
 def register() -> None:
@@ -42,6 +44,7 @@ def register() -> None:
         register_backend(name, backend, devices, fixed)
     _register_rendezvous()
     _register_independent()
+    _start_batches_together()
 
 
 def register_backend(
@@ -90,7 +93,6 @@ def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
 
 def _register_rendezvous() -> None:
     """Makes ``mpi://`` known to torch's rendezvous; what carries it out is imported when it is used."""
-    import importlib
 
     def meet(url: str, **options: Any) -> Any:
         return importlib.import_module("collectives.backends.mpi.rendezvous").handle_url(url, **options)
@@ -101,8 +103,6 @@ def _register_rendezvous() -> None:
 
 def _register_independent() -> None:
     """Makes the backends known to ``torch.distributed._dist2``, where this torch has it."""
-    import importlib
-
     import torch.distributed as torch_dist
 
     try:
@@ -111,6 +111,36 @@ def _register_independent() -> None:
         return
     for name, _, _, _ in _known():
         dist2._BACKENDS.setdefault(name, torch_dist.Backend._plugins[name.upper()].creator_fn.independent)
+
+
+def _start_batches_together() -> None:
+    """Puts a function before ``torch.distributed.batch_isend_irecv`` that knows our groups.
+
+    torch starts the messages of a batch together on groups of its own class only, not of one derived from it.
+    Called one by one, those that connect two ranks wait for each other around a ring.
+    """
+    import torch.distributed as torch_dist
+
+    functions: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    one_by_one = functions.batch_isend_irecv
+    if getattr(one_by_one, "__module__", "") == __name__:
+        return
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        group = (
+            getattr(p2p_op_list[0], "group", None) if isinstance(p2p_op_list, list) and p2p_op_list else None
+        )
+        if not (hasattr(group, "batch") and group.supports_coalescing):
+            works: list[Any] = one_by_one(p2p_op_list)
+            return works
+        functions._check_p2p_op_list(p2p_op_list)
+        with group.batch() as whole:
+            for op in p2p_op_list:
+                op.op(op.tensor, op.peer, op.group, op.tag)
+        return list(whole)
+
+    batch_isend_irecv.__doc__ = one_by_one.__doc__
+    functions.batch_isend_irecv = torch_dist.batch_isend_irecv = batch_isend_irecv
 
 
 def _taken(name: str) -> bool:

@@ -1,0 +1,125 @@
+"""How the communicators of a group end: in order, together with the other ranks, or at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from collectives.backends.nccl.device import Device
+from collectives.backends.nccl.libnccl.codes import NcclError
+from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+
+__all__ = ["Ends"]
+
+logger = logging.getLogger("collectives")
+
+_SECONDS = 10.0
+"""How long the end of a group waits for NCCL, which waits for ranks that do not end the group, and while
+there is a CUDA graph with operations of it."""
+
+
+class Ends:
+    """Ends the communicators of a group, all in one group of calls.
+
+    The abort of one frees memory, which waits for all kernels on the device, and those of another
+    communicator may wait for other ranks for ever: in a group, NCCL stops all of them before it frees
+    anything. It spins while there is a CUDA graph with operations of a communicator, so that an end runs on a
+    thread of its own. The one for the abort begins with the first communicator, because none can begin while
+    the interpreter ends.
+
+    Args:
+        library: NCCL.
+        where: rank and group, to stand in front of a message.
+    """
+
+    def __init__(self, library: NcclLibrary, where: str) -> None:
+        self._library = library
+        self._where = where
+        self._all: list[tuple[Device, Communicator]] = []
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._asked = threading.Event()
+        self._over = threading.Event()
+        self._deadline = 0.0
+
+    def add(self, device: Device, communicator: Communicator) -> None:
+        """Takes over a communicator, to be ended with the group."""
+        with self._starting:
+            self._all.append((device, communicator))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._abort_when_asked, name="nccl abort", daemon=True)
+                self._thread.start()
+
+    def open(self) -> list[Communicator]:
+        """Returns the communicators that have not been ended."""
+        return [one for _, one in self._all if not one.ended]
+
+    def begin_abort(self) -> None:
+        """Lets the abort of all communicators begin; does not wait."""
+        self._deadline = self._deadline or time.monotonic() + _SECONDS
+        self._asked.set()
+
+    def abort(self) -> None:
+        """Ends all communicators at once; operations under way stop.
+
+        What has not ended after ten seconds is left behind with a warning, and ends when it can. A further
+        call waits for the rest of the ten seconds only.
+        """
+        self.begin_abort()
+        if self._all and not self._over.wait(max(0.0, self._deadline - time.monotonic())):
+            logger.warning(
+                "%s NCCL has not aborted the group's communicators after %g s, and they are left behind; let "
+                "go of CUDA graphs with operations of the group before the group ends",
+                self._where,
+                _SECONDS,
+            )
+
+    def destroy(self) -> None:
+        """Ends all communicators, whose operations are done, together with the other ranks."""
+        thread = threading.Thread(
+            target=self._end_all, args=("ending", lambda one: one.destroy()), name="nccl destroy", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            self.abort()
+            return
+        thread.join(_SECONDS)
+        if thread.is_alive():
+            logger.warning(
+                "%s NCCL has not ended its communicators after %g s, and is left behind; call "
+                "destroy_process_group() on all ranks, and before it let go of CUDA graphs with the group's "
+                "operations",
+                self._where,
+                _SECONDS,
+            )
+            return
+        self._asked.set()  # nothing is left to abort, and the thread ends
+
+    def _abort_when_asked(self) -> None:
+        self._asked.wait()
+        self._end_all("aborting", lambda one: one.abort())
+        self._over.set()
+
+    def _end_all(self, what: str, end: Callable[[Communicator], None]) -> None:
+        communicators = list(self._all)
+        if not communicators:
+            return
+        try:
+            # Without a device of the group, the thread would open a context on the first one.
+            with communicators[0][0].activate(), self._library.group():
+                for device, one in communicators:
+                    with device.activate():
+                        self._end(what, one, end)
+        except NcclError as error:
+            logger.warning("%s %s the communicators failed: %s", self._where, what, error)
+
+    def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:
+        try:
+            end(communicator)
+        except Exception as error:  # noqa: BLE001 - a provider's own errors, too: the others must be ended
+            logger.warning(
+                "%s %s a communicator of %d ranks failed: %s", self._where, what, communicator.size, error
+            )
