@@ -81,7 +81,7 @@ TESTED_THROUGH = {
     "bench/core": (
         "bench/test_allreduce.py",
         "parts of every program",
-        "arguments groups image",
+        "arguments image",
     ),
     "bench/cost_model": (
         "bench/test_model_command.py",
