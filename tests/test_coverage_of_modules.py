@@ -88,6 +88,11 @@ TESTED_THROUGH = {
         "what the program prints",
         "plot report",
     ),
+    "bench/paper": (
+        "bench/paper/test_command.py",
+        "figures as users make them",
+        "bucketing cells drawing tables team",
+    ),
     "bench/training": (
         "bench/test_ddp.py",
         "what the program measures",
