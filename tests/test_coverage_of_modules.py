@@ -91,7 +91,7 @@ TESTED_THROUGH = {
     "bench/paper": (
         "bench/paper/test_command.py",
         "figures as users make them",
-        "bucketing cells drawing tables team",
+        "bucketing drawing tables team",
     ),
     "bench/training": (
         "bench/test_ddp.py",

@@ -10,6 +10,7 @@ fig11   loss, synchronised every 1, 2, 4 and 8 iterations, of a residual network
 fig12   latency over 1, 3 and 5 groups in turn
 table1  training systems by scheme, those of today too; nothing is measured
 all     all of them
+report  what the paper says of the figures beside those that --json DIR keeps, in Markdown
 
 Models are classifiers, trained by cross entropy on random labelled samples; the wrapper and the samples are
 made anew every 100 iterations, and iterations that include that are told apart. Ranks begin an iteration
@@ -54,7 +55,7 @@ from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
 from collectives.bench.paper.convergence import load_images
 from collectives.bench.paper.figures import FIGURES, Request
-from collectives.bench.paper.running import TABLE, Job, run_figure, run_table
+from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_report, run_table
 from collectives.bench.paper.scaling import read_parameters
 from collectives.bench.paper.team import LaunchedTeam, launched_ranks
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
@@ -88,7 +89,7 @@ EXTRA = "python -m pip install 'collectives[paper]'"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
-    parser.add_argument("figure", choices=[*FIGURES, TABLE, "all"], help="what to measure; see above")
+    parser.add_argument("figure", choices=[*FIGURES, TABLE, "all", REPORT], help="what to measure; see above")
     parser.add_argument("--quick", action="store_true", help="small models, few sizes, a small budget")
     parser.add_argument("--device", choices=tuple(DEVICES), default="cpu", help="default: %(default)s")
     parser.add_argument(
@@ -149,7 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
     names = [*FIGURES, TABLE] if arguments.figure == "all" else [arguments.figure]
     launched = launched_ranks()
     job = None
-    if names != [TABLE]:
+    if names == [REPORT] and arguments.json is None:
+        raise CommandError("the report is made of kept figures; name their folder with --json DIR")
+    if names not in ([TABLE], [REPORT]):
         job = _job(arguments, names, launched)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
         team = None
@@ -165,6 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name in names:
             if name == TABLE:
                 run_table(arguments.json)
+            elif name == REPORT:
+                run_report(arguments.json)
             elif job is not None:
                 status = max(status, run_figure(name, job, team))
     return status

@@ -13,6 +13,7 @@ import numpy as np
 from collectives.bench.core.image import image, made_with
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
+from collectives.bench.paper.tables import usual_samples
 
 __all__ = ["Predicted", "draw"]
 
@@ -124,7 +125,7 @@ def _draw_bucketing(axes: Any, records: Sequence[Measured]) -> None:
 
 def _draw_breakdown(axes: Any, records: Sequence[Measured]) -> None:
     names = [series["name"] for series in records[0].cell["series"]]
-    bars = [_usual(record, i) for record in records for i in range(len(names))]
+    bars = [usual_samples(record, i) for record in records for i in range(len(names))]
     medians = np.array([[np.median(times[phase]) for phase in PHASES] for times in bars])
     medians /= medians[names.index("no overlap")].sum()
     base = np.zeros(len(bars))
@@ -137,7 +138,7 @@ def _draw_breakdown(axes: Any, records: Sequence[Measured]) -> None:
 
 def _draw_boxes(axes: Any, records: Sequence[Measured]) -> None:
     series = records[0].cell["series"]
-    seconds = [np.array(_usual(records[0], i)["iteration"]) / 1e9 for i in range(len(series))]
+    seconds = [np.array(usual_samples(records[0], i)["iteration"]) / 1e9 for i in range(len(series))]
     axes.boxplot(seconds, sym=".")
     for i, times in enumerate(records[0].samples["series"]):
         rebuilt = [times["iteration"][place] / 1e9 for place in times["rebuilt"]]
@@ -147,7 +148,7 @@ def _draw_boxes(axes: Any, records: Sequence[Measured]) -> None:
 
 
 def _draw_scaling(axes: Any, records: Sequence[Measured], predicted: Sequence[Predicted]) -> None:
-    spread = [np.percentile(_usual(record, 0)["iteration"], (10, 50, 90)) / 1e9 for record in records]
+    spread = [np.percentile(usual_samples(record, 0)["iteration"], (10, 50, 90)) / 1e9 for record in records]
     ranks = [record.cell["ranks"] for record in records]
     low, middle, high = np.array(spread).T
     axes.errorbar(ranks, middle, (middle - low, high - middle), fmt="o-", capsize=3, label="measured")
@@ -168,7 +169,7 @@ def _draw_scaling(axes: Any, records: Sequence[Measured], predicted: Sequence[Pr
 def _draw_intervals(axes: Any, records: Sequence[Measured]) -> None:
     """Draws means, which skipped synchronisations lower, and not medians, which would show none."""
     for i, series in enumerate(records[0].cell["series"]):
-        means = [np.mean(_usual(record, i)["iteration"]) / 1e9 for record in records]
+        means = [np.mean(usual_samples(record, i)["iteration"]) / 1e9 for record in records]
         axes.plot([record.cell["ranks"] for record in records], means, "o-", label=series["name"])
     _ranks_axis(axes, [record.cell["ranks"] for record in records])
     axes.set_ylabel("mean latency of an iteration (s)")
@@ -189,22 +190,14 @@ def _draw_losses(axes: Any, records: Sequence[Measured]) -> None:
 
 def _draw_lanes(axes: Any, records: Sequence[Measured]) -> None:
     for i, series in enumerate(records[0].cell["series"]):
-        spread = [np.percentile(_usual(record, i)["iteration"], (10, 50, 90)) / 1e9 for record in records]
+        spread = [
+            np.percentile(usual_samples(record, i)["iteration"], (10, 50, 90)) / 1e9 for record in records
+        ]
         low, middle, high = np.array(spread).T
         ranks = [record.cell["ranks"] for record in records]
         axes.errorbar(ranks, middle, (middle - low, high - middle), fmt="o-", capsize=3, label=series["name"])
     _ranks_axis(axes, [record.cell["ranks"] for record in records])
     axes.set_ylabel("latency of an iteration (s)")
-
-
-def _usual(record: Measured, number: int) -> dict[str, list[int]]:
-    """Returns a series without the iterations in which the wrapper was made anew."""
-    times = record.samples["series"][number]
-    rebuilt = set(times["rebuilt"])
-    return {
-        name: [value for i, value in enumerate(times[name]) if i not in rebuilt]
-        for name in ("iteration", *PHASES)
-    }
 
 
 def _ranks_axis(axes: Any, ranks: Sequence[int]) -> None:

@@ -21,14 +21,16 @@ from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Cell, Measured
 from collectives.bench.paper.drawing import Predicted, draw
 from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
+from collectives.bench.paper.report import report_lines
 from collectives.bench.paper.scaling import predicted_s, predicted_scales
 from collectives.bench.paper.systems import systems_json, systems_lines
 from collectives.bench.paper.tables import best_bucket_mb, figure_lines
 from collectives.bench.paper.team import LocalTeam, Team
 
-__all__ = ["TABLE", "Job", "run_figure", "run_table"]
+__all__ = ["REPORT", "TABLE", "Job", "run_figure", "run_report", "run_table"]
 
 TABLE = "table1"
+REPORT = "report"
 
 DEFAULT_BUCKET_MB = 25.0
 
@@ -231,6 +233,30 @@ def _predictions(records: Sequence[Measured], job: Job) -> list[Predicted]:
             )  # fmt: skip
             found.append(Predicted(panel, scale.ranks, seconds, network))
     return found
+
+
+def run_report(folder: Path) -> None:
+    """Prints the report on all figures that a folder keeps.
+
+    Raises:
+        CommandError: there is none, one cannot be read, or they were measured on different machines.
+    """
+    figures: dict[str, list[Measured]] = {}
+    environments: list[Mapping[str, Any]] = []
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        for name in FIGURES:
+            file = folder / f"{name}.json"
+            if file.exists():
+                plain = json.loads(file.read_text(encoding="utf-8"))
+                figures[name] = [Measured(record["cell"], record["samples"]) for record in plain["records"]]
+                environments.append(plain["environment"])
+        if not environments:
+            raise ValueError(f"{folder} keeps no figure; measure some with --json {folder}")
+        for key in _SAME:
+            values = {str(environment.get(key)) for environment in environments}
+            if len(values) > 1:
+                raise ValueError(f"the figures in {folder} differ in {key}: {', '.join(sorted(values))}")
+    print("\n".join(report_lines(figures, environments[0])))
 
 
 def run_table(folder: Path | None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from collectives.bench.core.text import table_lines
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 
-__all__ = ["best_bucket_mb", "figure_lines"]
+__all__ = ["best_bucket_mb", "figure_lines", "usual_samples"]
 
 WITHIN = 1.1
 """A total time so many times the best one counts as as good: all beyond is noise."""
@@ -30,7 +29,7 @@ def figure_lines(records: Sequence[Measured]) -> Iterator[str]:
                 (
                     [record.cell["panel"], str(record.cell["ranks"]), *row]
                     for record in chosen
-                    for row in rows(record.cell, record.samples)
+                    for row in rows(record)
                 ),
             )
 
@@ -46,30 +45,42 @@ def best_bucket_mb(records: Sequence[Measured]) -> dict[str, float]:
     return found
 
 
-def _sweep_rows(cell: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[list[str]]:
+def usual_samples(record: Measured, number: int) -> dict[str, list[int]]:
+    """Returns a series of iterations, by phase, without those in which the wrapper was made anew."""
+    times = record.samples["series"][number]
+    rebuilt = set(times["rebuilt"])
+    return {
+        name: [value for i, value in enumerate(times[name]) if i not in rebuilt]
+        for name in ("iteration", *PHASES)
+    }
+
+
+def _sweep_rows(record: Measured) -> Iterator[list[str]]:
+    cell, samples = record.cell, record.samples
     for count, calls in zip(cell["counts"], samples["total_ns"], strict=True):
         yield [f"{count:,}", str(-(-cell["parameters"] // count)), *_spread(calls), str(samples["wrong"])]
 
 
-def _ready_rows(cell: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[list[str]]:  # noqa: ARG001
-    passes = samples["ready_ns"]
+def _ready_rows(record: Measured) -> Iterator[list[str]]:
+    passes = record.samples["ready_ns"]
     number = len(passes[0])
     for part in (0.1, 0.25, 0.5, 0.75, 1.0):
         place = max(0, round(part * number) - 1)
         yield [str(place + 1), *_spread([times[place] for times in passes])]
 
 
-def _iteration_rows(cell: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[list[str]]:
-    for series, times in zip(cell["series"], samples["series"], strict=True):
-        usual = [i for i in range(len(times["iteration"])) if i not in times["rebuilt"]]
-        phases = [f"{np.median([times[name][i] for i in usual]) / 1e6:.2f}" for name in PHASES]
-        yield [f"  {series['name']}", *_spread([times["iteration"][i] for i in usual]), *phases]
+def _iteration_rows(record: Measured) -> Iterator[list[str]]:
+    for i, series in enumerate(record.cell["series"]):
+        times = usual_samples(record, i)
+        phases = [f"{np.median(times[name]) / 1e6:.2f}" for name in PHASES]
+        yield [f"  {series['name']}", *_spread(times["iteration"]), *phases]
 
 
-def _loss_rows(cell: Mapping[str, Any], samples: Mapping[str, Any]) -> Iterator[list[str]]:
-    losses = samples["losses"]
+def _loss_rows(record: Measured) -> Iterator[list[str]]:
+    losses = record.samples["losses"]
     last = max(1, len(losses) // 10)
-    yield [str(cell["interval"]), str(len(losses)), f"{losses[0]:.3f}", f"{np.mean(losses[-last:]):.3f}"]
+    final = f"{np.mean(losses[-last:]):.3f}"
+    yield [str(record.cell["interval"]), str(len(losses)), f"{losses[0]:.3f}", final]
 
 
 def _spread(ns: Sequence[int]) -> list[str]:

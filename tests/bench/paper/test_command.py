@@ -146,6 +146,17 @@ class TestFigures:
         assert "was measured with cpu another" in capsys.readouterr().err
 
 
+def test_the_report_needs_figures(tmp_path, capsys):
+    assert main(["bench", "paper", "report"]) == 1
+    assert "--json DIR" in capsys.readouterr().err
+    assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
+    assert "keeps no figure" in capsys.readouterr().err
+    for name, cpu in (("fig6", "one"), ("fig7", "another")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"records": [], "environment": {"cpu": cpu}}))
+    assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
+    assert "differ in cpu: another, one" in capsys.readouterr().err
+
+
 def test_table1(tmp_path, capsys):
     assert main(["bench", "paper", "table1", "--json", str(tmp_path)]) == 0
     out = capsys.readouterr().out
