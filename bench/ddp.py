@@ -14,6 +14,11 @@ tensors:
 
     collectives bench ddp --models layers500 --peers ours:host,ours:host+unused,torch:gloo,torch:gloo+unused
 
+The model ``spare`` has a parameter that is not used, near the place where backward begins; beside ``small``
+it tells what such a parameter costs of the overlap, in the column /no-op:
+
+    collectives bench ddp --models small,spare --find-unused
+
 An iteration is zero_grad, forward, loss, backward and the optimizer's step.
 """
 

@@ -155,6 +155,18 @@ def _small() -> nn.Module:
     return _Small().train()
 
 
+class _Spare(_Small):
+    """The same with one more layer behind the others, which forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(1000, 10)
+
+
+def _spare() -> nn.Module:
+    return _Spare().train()
+
+
 def residual_reader() -> nn.Module:
     """Returns a residual network that reads digits from grey images of 8 x 8 pixels or more."""
     return nn.Sequential(
@@ -238,6 +250,14 @@ MODELS = {
             2,
             64,
             _small,
+            _images,
+        ),
+        Model(
+            "spare",
+            "small with a layer that is not used; needs peers that look for unused parameters",
+            2,
+            64,
+            _spare,
             _images,
         ),
         Model(
