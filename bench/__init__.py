@@ -1,7 +1,7 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
-Inside: the programs; in folders what they share (core) and what one question needs (comparison, training,
-cost_model, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
+Inside: the programs; in folders what they share (core) and what one question needs (comparison, cost_model,
+paper, training, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations
@@ -17,5 +17,9 @@ PROGRAMS = {
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
     "model": "collectives.bench.model",
+    "paper": "collectives.bench.paper.command",
 }
-"""Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``."""
+"""Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.
+
+One with ``EVERY_RANK = True`` is carried out by every process that a launcher started.
+"""

@@ -6,11 +6,18 @@ the slowest rank counts. Peers alternate in batches of a few iterations.
 
 Peers are named KIND:BACKEND+OPTION: ``ours:host`` is this package's DistributedDataParallel over the host
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
-torch.distributed, ``alone`` the bare model. Hooks: ``+noop`` (no communication: the best that is possible),
+torch.distributed, ``alone`` the bare model. ``ours:round_robin:5`` goes through 5 groups in turn, of the
+host backend or of a named one (``ours:round_robin:5:gloo``), ``torch:collectives_round_robin:3`` likewise
+under torch's wrapper. Hooks: ``+noop`` (no communication: the best that is possible),
 ``+fp16``, ``+bf16``. ``+unused`` looks for unused parameters; what that costs is best seen on a model of many
 tensors:
 
     collectives bench ddp --models layers500 --peers ours:host,ours:host+unused,torch:gloo,torch:gloo+unused
+
+The model ``spare`` has a parameter that is not used, near the place where backward begins; beside ``small``
+it tells what such a parameter costs of the overlap, in the column /no-op:
+
+    collectives bench ddp --models small,spare --find-unused
 
 An iteration is zero_grad, forward, loss, backward and the optimizer's step.
 """
@@ -38,7 +45,7 @@ from collectives.bench.core.arguments import (
     show_progress,
 )
 from collectives.bench.core.barrier import barrier_memory
-from collectives.bench.core.groups import parent_store
+from collectives.bench.core.groups import parent_store, split_lanes
 from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.ddp_peers import Peer
@@ -53,6 +60,9 @@ from collectives.store import TCPStore
 __all__ = ["Options", "add_arguments", "measure", "run"]
 
 PEERS = ("ours:host", "ours:host+noop", "torch:gloo", "torch:gloo+noop", "torch:collectives")
+
+FIELD = ("resnet50", "bert-base", "bert-mini")
+"""Models where the user names none."""
 
 ROUNDS = 8
 """Batches of iterations of each peer."""
@@ -120,7 +130,7 @@ class Options:
         for peer in self.peers:
             parsed = Peer.parse(peer)
             if parsed.kind == "ours":
-                backend_spec(parsed.backend)
+                split_lanes(parsed.backend)
         for name in self.models or ():
             if name not in MODELS:
                 raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
@@ -182,7 +192,7 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
 
 def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
     """Returns the models that can be built; the small one where none was named and no other can be."""
-    names = options.models or tuple(name for name, model in MODELS.items() if model.package)
+    names = options.models or FIELD
     chosen = []
     for name in names:
         reason = why_unavailable(MODELS[name])
@@ -198,11 +208,12 @@ def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     usable = []
     for peer in dict.fromkeys(map(Peer.parse, options.peers)):
-        reason = why_no_backend(peer.backend) if peer.kind == "ours" else None
+        backend = split_lanes(peer.backend)[0] if peer.kind == "ours" else ""
+        reason = why_no_backend(backend) if backend else None
         if reason is None:
             usable.append(peer)
         else:
-            skipped.append(Skipped(str(peer), reason, backend_spec(peer.backend).install))
+            skipped.append(Skipped(str(peer), reason, backend_spec(backend).install))
     return usable
 
 
@@ -312,7 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models",
         type=parse_names,
         metavar="NAME,...",
-        help=f"of {', '.join(MODELS)} (default: those of transformers, or small where it is missing)",
+        help=f"of {', '.join(MODELS)} (default: {','.join(FIELD)}, or small without transformers)",
     )
     parser.add_argument(
         "--peers", type=parse_names, default=PEERS, metavar="PEER,...", help=f"default: {','.join(PEERS)}"

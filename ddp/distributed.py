@@ -84,7 +84,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             MiB. Zero reduces every gradient by itself.
         find_unused_parameters: whether ranks may leave out parameters in the backward pass. Such a rank
             contributes what is in ``.grad``, else zeros. Where all ranks left a parameter out, its ``.grad``
-            stays as it was. Costs one small all-reduce.
+            stays as it was. Costs one small all-reduce, and overlap in passes that leave out others than
+            before.
         check_reduction: deprecated and without effect, as in torch; warns.
         gradient_as_bucket_view: whether ``.grad`` become views of the buckets in the first backward pass,
             which saves the memory of the gradients and a copy. Such gradients cannot be detached in place;

@@ -81,12 +81,17 @@ TESTED_THROUGH = {
     "bench/core": (
         "bench/test_allreduce.py",
         "parts of every program",
-        "arguments groups",
+        "arguments image",
     ),
     "bench/cost_model": (
         "bench/test_model_command.py",
         "what the program prints",
         "plot report",
+    ),
+    "bench/paper": (
+        "bench/paper/test_command.py",
+        "figures as users make them",
+        "bucketing drawing tables team",
     ),
     "bench/training": (
         "bench/test_ddp.py",

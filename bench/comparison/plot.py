@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.bench.comparison.records import Record, Report
+from collectives.bench.core.image import image, made_with
 from collectives.bench.core.sizes import format_bytes
 
 __all__ = ["plot"]
@@ -29,21 +30,14 @@ def plot(report: Report, path: Path, title: str = "") -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     operations = list(dict.fromkeys(record.compared_at for record in report.records if record.size_bytes))
-    figure = Figure(figsize=(13, 1 + 5.2 * len(operations)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle("\n".join([title or _title(report), _made_with(report)]), fontsize=11)
-    for operation, axes in zip(operations, figure.subplots(len(operations), 2, squeeze=False), strict=True):
-        _draw_operation(
-            axes[0], axes[1], [record for record in report.records if record.compared_at == operation]
-        )
-        if len(operations) > 1:
-            axes[0].set_title(operation)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120)
+    whole = "\n".join([title or _title(report), made_with(report.environment)])
+    with image(path, len(operations), 2, (6.5, 5.2), whole) as grid:
+        for operation, axes in zip(operations, grid, strict=True):
+            chosen = [record for record in report.records if record.compared_at == operation]
+            _draw_operation(axes[0], axes[1], chosen)
+            if len(operations) > 1:
+                axes[0].set_title(operation)
 
 
 def _draw_operation(time_axes: Any, rate_axes: Any, records: Sequence[Record]) -> None:
@@ -72,12 +66,6 @@ def _title(report: Report) -> str:
         return f"{first.compared_at} of {first.dtype} tensors"
     place = "in place" if first.in_place else "out of place"
     return f"all_reduce of {first.dtype} tensors, {first.redop}, {place}"
-
-
-def _made_with(report: Report) -> str:
-    environment = report.environment
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("collectives", "torch", "python"))
-    return f"{environment['cpu']}, {environment['cores_usable']} cores; {versions}"
 
 
 def _draw(time_axes: Any, rate_axes: Any, line: Sequence[Record], look: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,14 @@ class Device(ABC):
     def completing(self, call: Callable[[], object]) -> Callable[[], object]:
         """Returns the call with the wait until the device is done with it and all that came before."""
 
+    @abstractmethod
+    def mark(self) -> Any:
+        """Returns a point in time: when the device has done what this thread has issued to it so far."""
+
+    @abstractmethod
+    def between_ns(self, first: Any, last: Any) -> int:
+        """Returns the nanoseconds between two marks; blocks until the device has reached the later one."""
+
 
 class CpuDevice(Device):
     """The CPU."""
@@ -126,6 +135,14 @@ class CpuDevice(Device):
     def completing(self, call: Callable[[], object]) -> Callable[[], object]:
         """Returns the call itself."""
         return call
+
+    def mark(self) -> int:
+        """Returns the time now."""
+        return time.perf_counter_ns()
+
+    def between_ns(self, first: int, last: int) -> int:
+        """Returns the difference."""
+        return last - first
 
 
 class CudaDevice(Device):
@@ -184,6 +201,17 @@ class CudaDevice(Device):
             torch.cuda.synchronize()
 
         return complete
+
+    def mark(self) -> Any:
+        """Returns an event behind what the current stream has been given."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between_ns(self, first: Any, last: Any) -> int:
+        """Returns the time between two events."""
+        last.synchronize()
+        return int(first.elapsed_time(last) * 1e6)
 
 
 def _driver_version() -> str:

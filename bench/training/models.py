@@ -11,14 +11,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "Model", "checksum", "install_command", "loss_of", "why_unavailable"]
+__all__ = ["MODELS", "Model", "checksum", "install_command", "loss_of", "residual_reader", "why_unavailable"]
 
 PACKAGE = "transformers"
 
@@ -95,7 +95,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _from_config(kind: str, **sizes: int) -> nn.Module:
+def _from_config(kind: str, **sizes: int | Sequence[int]) -> nn.Module:
     package = importlib.import_module(PACKAGE)
     model: nn.Module = getattr(package, f"{kind}Model")(getattr(package, f"{kind}Config")(**sizes))
     return model.train()
@@ -155,6 +155,32 @@ def _small() -> nn.Module:
     return _Small().train()
 
 
+class _Spare(_Small):
+    """The same with one more layer behind the others, which forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(1000, 10)
+
+
+def _spare() -> nn.Module:
+    return _Spare().train()
+
+
+def residual_reader() -> nn.Module:
+    """Returns a residual network that reads digits from grey images of 8 x 8 pixels or more."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        _Residual(32),
+        _Residual(32),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        _Residual(64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ).train()
+
+
 DEPTH = 500
 WIDTH = 64
 
@@ -192,6 +218,15 @@ MODELS = {
             PACKAGE,
         ),
         Model(
+            "resnet152",
+            "ResNet-152 without its classifier, 58.1 M parameters",
+            1,
+            224,
+            functools.partial(_from_config, "ResNet", depths=[3, 8, 36, 3]),
+            _images,
+            PACKAGE,
+        ),
+        Model(
             "bert-base",
             "BERT-base, 109.5 M parameters",
             1,
@@ -215,6 +250,14 @@ MODELS = {
             2,
             64,
             _small,
+            _images,
+        ),
+        Model(
+            "spare",
+            "small with a layer that is not used; needs peers that look for unused parameters",
+            2,
+            64,
+            _spare,
             _images,
         ),
         Model(

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         with provided():  # the ranks that it starts are of one job
-            status: int = arguments.run(arguments) if _leads() else 0
+            status: int = arguments.run(arguments) if _takes_part(arguments) else 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("collectives: interrupted", file=sys.stderr)
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _leads() -> bool:
-    """Returns whether this process carries the command out: of those that ``mpirun`` started, one does."""
+def _takes_part(arguments: argparse.Namespace) -> bool:
+    """Returns whether this process carries the command out: of those of ``mpirun`` one does, or every one."""
     job = mpi_job.current()
-    if job is None:
+    if job is None or arguments.every_rank:
         return True
     if job.rank:
         return False
@@ -131,4 +131,4 @@ def _add_program(children: Any, name: str, module: str, summary: str, *, wanted:
         name, help=summary, description=program.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     program.add_arguments(parser)
-    parser.set_defaults(run=program.run)
+    parser.set_defaults(run=program.run, every_rank=getattr(program, "EVERY_RANK", False))

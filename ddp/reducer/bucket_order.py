@@ -7,7 +7,8 @@ section 6.2.1, "Gradient Order Prediction").
 
 They agree after the first pass, and again where the order changes for good: a rank whose trace has been
 another one for several passes requests it. After each agreement it waits for twice as many, so that a model
-whose order changes again and again does not make the ranks agree again and again.
+whose order changes again and again does not make the ranks agree again and again. Parameters that a pass
+leaves out come last in its trace.
 """
 
 from __future__ import annotations
@@ -27,28 +28,18 @@ _SUM = AllreduceOptions(asyncOp=False, reduceOp=ReduceOp.SUM)
 
 
 def complete_trace(ready_order: Iterable[int], before: Sequence[int]) -> list[int]:
-    """Returns the order of all parameters in a pass; each unused one follows the same one as before.
+    """Returns the order of all parameters in a pass; unused ones come last.
+
+    A bucket is launched when it is full and all before it are, and what is unused is known at the end of the
+    pass only. So the buckets of unused parameters come behind all others, which are launched as they fill.
 
     Args:
         ready_order: indices of parameters in the order in which their gradients came; the last time counts.
-        before: an order of all parameters, which says where unused ones go.
+        before: an order of all parameters, which unused ones keep among each other.
     """
     present = list(reversed(dict.fromkeys(reversed(list(ready_order)))))
-    if len(present) == len(before):
-        return present
     there = set(present)
-    trace: list[int] = []
-    following: dict[int, list[int]] = {}
-    place = trace
-    for index in before:
-        if index in there:
-            place = following.setdefault(index, [])
-        else:
-            place.append(index)
-    for index in present:
-        trace.append(index)
-        trace += following[index]
-    return trace
+    return present + [index for index in before if index not in there]
 
 
 def agree_on_order(group: ProcessGroup, trace: Sequence[int], device: torch.device) -> list[int]:

@@ -108,6 +108,26 @@ def test_ratios_compare_like_with_like():
     assert [row[-1] for row in rows] == ["yes", "-", "NO", "-", "yes"]
 
 
+@pytest.mark.full
+def test_lanes_are_named_on_the_command_line(capsys):
+    words = ["bench", "ddp", "--models", "small", "--iters", "1", "--warmup", "2", "--batch", "1"]
+    peers = "ours:round_robin:2:gloo,torch:collectives_round_robin:2"
+    assert main([*words, "--peers", peers]) == 0
+    assert capsys.readouterr().out.count(" yes") == 2
+    assert main([*words, "--peers", "ours:host:2"]) == 1
+    assert "round_robin:LANES" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_model_with_an_unused_parameter(tmp_path):
+    path = tmp_path / "out.json"
+    words = ["bench", "ddp", "--models", "spare", "--iters", "2", "--warmup", "2", "--batch", "1"]
+    assert main([*words, "--peers", "ours:host,torch:gloo", "--find-unused", "--json", str(path)]) == 0
+    for record in json.loads(path.read_text())["records"]:
+        assert record["agrees"]
+        assert record["parameters"] == 4_095_618
+
+
 def test_without_transformers_the_small_model_is_measured_and_the_command_is_named(monkeypatch):
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
     skipped = []

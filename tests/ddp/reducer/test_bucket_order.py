@@ -11,9 +11,9 @@ from collectives.ddp import DistributedDataParallel
 from collectives.ddp.reducer.bucket_order import OrderTrace, agree_on_order, complete_trace
 
 
-def test_a_trace_keeps_the_last_time_and_puts_absent_ones_after_those_they_followed() -> None:
+def test_a_trace_keeps_the_last_time_and_puts_absent_ones_last() -> None:
     assert complete_trace([2, 0, 2, 1], [0, 1, 2]) == [0, 2, 1]
-    assert complete_trace([3, 1], [0, 1, 2, 3, 4]) == [0, 3, 4, 1, 2]
+    assert complete_trace([3, 1], [0, 4, 1, 3, 2]) == [3, 1, 0, 4, 2]
     assert complete_trace([], [2, 1, 0]) == [2, 1, 0]
 
 

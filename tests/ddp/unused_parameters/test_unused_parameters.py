@@ -262,3 +262,37 @@ def forgotten(group):
 
 def test_a_pass_that_failed_does_not_count_as_use() -> None:
     assert run_ranks(forgotten, 2, backend="host") == [[False] * 2 + [True] * 6] * 2
+
+
+def launched_early(group, plan):
+    """Returns, for each pass, how many buckets were launched before the gradients of the first layer came."""
+    module = Layers()
+    events = []
+    for parameter in module.layers[0].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    ours = DistributedDataParallel(module, process_group=group, find_unused_parameters=True, bucket_cap_mb=0)
+
+    def hook(state, bucket):
+        events.append("bucket")
+        return allreduce_hook(state, bucket)
+
+    ours.register_comm_hook(group, hook)
+    found = []
+    for step, layers in enumerate(plan):
+        events.clear()
+        ours(data(group.rank(), step), layers).sum().backward()
+        assert events.count("bucket") == 8
+        found.append(events.index("first layer"))
+    return found
+
+
+def test_unused_parameters_do_not_keep_others_from_overlapping():
+    """The last layer comes first in backward, so that its buckets would keep all others waiting."""
+    for found in run_ranks(launched_early, 2, ["012"] * 3, backend="host"):
+        assert found == [0, 4, 4]  # the ranks know after the first pass
+
+
+def test_parameters_that_come_into_use_for_good_overlap_too():
+    for found in run_ranks(launched_early, 2, ["012"] * 2 + ["0123"] * 5, backend="host"):
+        assert found[1] == 4
+        assert found[-1] == 6

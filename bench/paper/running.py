@@ -1,0 +1,266 @@
+"""A figure from its cells to its image: what is kept, what is measured, what is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from collectives.bench.core.arguments import failing_as_command
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.machine import describe_machine, usable_cores
+from collectives.bench.core.namespaces import bytes_a_second
+from collectives.bench.core.records import SCHEMA, BaseReport, Skipped, write_json
+from collectives.bench.core.text import header_lines, skipped_lines
+from collectives.bench.cost_model.parameters import Parameters
+from collectives.bench.paper.cells import Cell, Measured
+from collectives.bench.paper.drawing import Predicted, draw
+from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
+from collectives.bench.paper.report import report_lines
+from collectives.bench.paper.scaling import predicted_s, predicted_scales
+from collectives.bench.paper.systems import systems_json, systems_lines
+from collectives.bench.paper.tables import best_bucket_mb, figure_lines
+from collectives.bench.paper.team import LocalTeam, Team
+
+__all__ = ["REPORT", "TABLE", "Job", "run_figure", "run_report", "run_table"]
+
+TABLE = "table1"
+REPORT = "report"
+
+DEFAULT_BUCKET_MB = 25.0
+
+
+class _Report(BaseReport[Measured]):
+    """All cells of a figure that are done."""
+
+    __slots__ = ()
+
+    def record_as_json(self, record: Measured) -> dict[str, Any]:
+        """Returns a cell and its raw samples."""
+        return asdict(record)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be done, as far as it is the same for all figures.
+
+    Attributes:
+        request: what the user asks for.
+        skipped: what cannot be measured here.
+        budget_s: seconds for each figure.
+        machines: number of network namespaces.
+        link: what each can send.
+        parameters: of the cost model; ``None`` for those of a usual network.
+        json_folder: where samples are kept; ``None`` for nowhere.
+        plot_folder: where images are left; ``None`` for nowhere.
+    """
+
+    request: Request
+    skipped: list[Skipped]
+    budget_s: float
+    machines: int
+    link: str | None
+    parameters: Parameters | None
+    json_folder: Path | None
+    plot_folder: Path | None
+
+
+def run_figure(name: str, job: Job, team: Team | None) -> int:
+    """Measures what is missing of a figure, prints and draws it; called by the leader.
+
+    Args:
+        name: of the figure.
+        job: what is to be done.
+        team: the ranks of a launcher; ``None`` to start some.
+
+    Returns:
+        1 where results are wrong, else 0.
+
+    Raises:
+        CommandError: what was kept of it does not fit, or a package is missing.
+        RankFailedError: a rank failed.
+        NamespacesUnavailableError: there can be no network namespaces here.
+    """
+    request = job.request
+    if name in {"fig7", "fig8"}:
+        request = replace(request, optima_mb=_optima(job))
+    cells = FIGURES[name].cells(request)
+    report = _Report(
+        f"paper {name}",
+        {**describe_machine(), **DEVICES[request.device].describe(request.ranks)},
+        {"machines": job.machines, "link": job.link, "quick": request.quick},
+        skipped=job.skipped,
+    )
+    file = None if job.json_folder is None else job.json_folder / f"{name}.json"
+    if file is not None:
+        report.records += _kept(file, report)
+    _measure(name, cells, report, job, team, file)
+    wanted = [cell.as_json() for cell in cells]
+    done = sorted(
+        (record for record in report.records if record.cell in wanted),
+        key=lambda record: wanted.index(dict(record.cell)),
+    )
+    print("\n".join([*header_lines(report), *figure_lines(done), *skipped_lines(report.skipped)]))
+    predicted = _predictions(done, job) if name == "fig9" and request.device == "cpu" else []
+    for point in predicted:
+        print(
+            f"# not measured, by the cost model: {point.panel}, {point.ranks} ranks: {point.seconds:.3f} s"
+            f" ({point.network})"
+        )
+    if job.plot_folder is not None and done:
+        draw(name, done, report.environment, job.plot_folder / f"{name}.png", predicted)
+    wrong = sum(record.samples.get("wrong", 0) for record in done)
+    if wrong:
+        print(f"# {wrong} elements of results were WRONG")
+    return 1 if wrong else 0
+
+
+def _measure(
+    name: str, cells: Sequence[Cell], report: _Report, job: Job, team: Team | None, file: Path | None
+) -> None:
+    """Measures the cells that are not in the report yet, and keeps each as soon as it is there."""
+    kept = [record.cell for record in report.records]
+    missing = [cell for cell in cells if cell.as_json() not in kept]
+    if not missing:
+        return
+    with ExitStack() as stack:
+        if team is None:
+            _say(f"{name}: starting ranks")
+            size = max(cell.ranks for cell in missing)
+            groups = list(dict.fromkeys(group for cell in missing for group in cell.groups))
+            needed = ["mpi" if "mpi" in group.split(":") else group for group in groups]
+            team = stack.enter_context(
+                LocalTeam(
+                    -(-size // job.machines) * job.machines, needed, cells[0].device, job.machines, job.link
+                )
+            )
+        end = time.monotonic() + job.budget_s
+        for number, cell in enumerate(missing):
+            left_s = max(0.0, end - time.monotonic())
+            at = len(cells) - len(missing) + number + 1
+            _say(
+                f"{name}: {at} of {len(cells)}: {cell.panel}, {cell.ranks} ranks; {max(left_s, 0):.0f} s left"
+            )
+            samples = team.run(cell, left_s / (len(missing) - number))
+            report.records.append(Measured(cell.as_json(), samples))
+            if file is not None:
+                _keep(file, report)
+
+
+def _say(line: str) -> None:
+    print(f"# {line}", file=sys.stderr, flush=True)
+
+
+# ---- what is kept --------------------------------------------------------------------------------------
+
+_SAME = ("cpu", "cores_usable", "torch", "collectives", "gpus")
+"""What must not differ among the samples of a file."""
+
+
+def _kept(file: Path, report: _Report) -> list[Measured]:
+    """Returns the cells in a file.
+
+    Raises:
+        CommandError: they were measured elsewhere, or in another way, or the file cannot be read.
+    """
+    if not file.exists():
+        return []
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        if plain["schema"] != SCHEMA or plain["program"] != report.program:
+            raise ValueError(f"{file} is of {plain['program']}, schema {plain['schema']}")
+        for what, mine, theirs in [
+            *((key, report.environment.get(key), plain["environment"].get(key)) for key in _SAME),
+            *((key, report.options[key], plain["options"].get(key)) for key in ("machines", "link")),
+        ]:
+            if mine != theirs:
+                raise ValueError(
+                    f"{file} was measured with {what} {theirs}, but here it is {mine}; name another --json"
+                )
+        return [Measured(record["cell"], record["samples"]) for record in plain["records"]]
+
+
+def _keep(file: Path, report: _Report) -> None:
+    """Writes the report in place of the file, which is whole at any time."""
+    fresh = file.with_name(f".{file.name}.new")
+    write_json(fresh, report.as_json())
+    fresh.replace(file)
+
+
+def _optima(job: Job) -> dict[str, float]:
+    """Returns the bucket sizes that figure 2 shows to be enough, where it was measured and they are new."""
+    file = None if job.json_folder is None else job.json_folder / "fig2.json"
+    if file is None or not file.exists():
+        return {}
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        records = [Measured(record["cell"], record["samples"]) for record in plain["records"]]
+        return {
+            backend: best
+            for backend, best in best_bucket_mb(records).items()
+            if all(abs(best - size) > 0.1 * size for size in BUCKETS_MB)
+        }
+
+
+def _predictions(records: Sequence[Measured], job: Job) -> list[Predicted]:
+    """Returns iterations on more ranks than were measured, where one rank by itself was."""
+    found = []
+    local: Mapping[str, Measured] = {
+        record.cell["model"]: record for record in records if record.cell["ranks"] == 1
+    }
+    most = max((record.cell["ranks"] for record in records), default=1)
+    per_machine = usable_cores() if job.machines == 1 else max(1, most // job.machines)
+    parameters = job.parameters or Parameters(cores=per_machine)
+    if job.parameters is None and job.link is not None:
+        parameters = replace(parameters, link_us_per_byte=1e6 / bytes_a_second(job.link))
+    network = f"{8e-3 / parameters.link_us_per_byte:.3g} Gb/s, {parameters.latency_us:.3g} us"
+    panels = {
+        record.cell["panel"]: record for record in records if record.cell["model"] in local
+        and record.cell["ranks"] > 1
+    }  # fmt: skip
+    for panel, record in panels.items():
+        one = local[record.cell["model"]]
+        backend = record.cell["series"][0]["group"]
+        for scale in predicted_scales(most, per_machine):
+            seconds = predicted_s(
+                one.samples["series"][0], one.samples["sizes"], DEFAULT_BUCKET_MB, scale, parameters,
+                host=backend == "host",
+            )  # fmt: skip
+            found.append(Predicted(panel, scale.ranks, seconds, network))
+    return found
+
+
+def run_report(folder: Path) -> None:
+    """Prints the report on all figures that a folder keeps.
+
+    Raises:
+        CommandError: there is none, one cannot be read, or they were measured on different machines.
+    """
+    figures: dict[str, list[Measured]] = {}
+    environments: list[Mapping[str, Any]] = []
+    with failing_as_command(OSError, ValueError, KeyError, TypeError):
+        for name in FIGURES:
+            file = folder / f"{name}.json"
+            if file.exists():
+                plain = json.loads(file.read_text(encoding="utf-8"))
+                figures[name] = [Measured(record["cell"], record["samples"]) for record in plain["records"]]
+                environments.append(plain["environment"])
+        if not environments:
+            raise ValueError(f"{folder} keeps no figure; measure some with --json {folder}")
+        for key in _SAME:
+            values = {str(environment.get(key)) for environment in environments}
+            if len(values) > 1:
+                raise ValueError(f"the figures in {folder} differ in {key}: {', '.join(sorted(values))}")
+    print("\n".join(report_lines(figures, environments[0])))
+
+
+def run_table(folder: Path | None) -> None:
+    """Prints table 1, and keeps it in a folder where one is named."""
+    print("\n".join(systems_lines()))
+    if folder is not None:
+        write_json(folder / f"{TABLE}.json", {"schema": SCHEMA, "program": TABLE, "systems": systems_json()})

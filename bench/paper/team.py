@@ -1,0 +1,288 @@
+"""The ranks that measure cells: processes that this one starts, or those that a launcher started.
+
+Under ``torchrun``, ``mpirun`` or ``srun`` every process is a rank, on as many machines as the launcher spans;
+rank 0 leads. Without a launcher the leader starts the ranks on this machine, under ``mpirun`` where a backend
+asks for it, or in network namespaces that play machines.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+import collectives
+from collectives.bench.comparison.torch_peer import PREFIX
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.groups import LOCALHOST, TIMEOUT, initialize, new_group, parent_store
+from collectives.bench.core.namespaces import Machines, enter_as_rank
+from collectives.bench.paper.cells import Cell, Place
+from collectives.cli import CommandError, mpi_job
+from collectives.ddp.default_group import resolve_group
+from collectives.ranks.mpirun import start_ranks
+from collectives.ranks.processes import RankProcesses, commands
+from collectives.store import PrefixStore
+
+__all__ = ["LaunchedTeam", "LocalTeam", "Team", "launched_ranks"]
+
+LEADER_LIMIT = timedelta(hours=2)
+"""How long ranks of a launcher wait for the next cell."""
+
+_SRUN_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What ranks are told.
+
+    Attributes:
+        cell: the cell to measure.
+        budget_s: how long it should take.
+    """
+
+    cell: Cell
+    budget_s: float
+
+
+class Team(ABC):
+    """Ranks that measure cells; a context manager."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Team:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _ask(self, order: _Order) -> list[Any]:
+        """Returns the answers of all ranks, in their order; ``None`` of those that the cell leaves out."""
+
+    def run(self, cell: Cell, budget_s: float) -> dict[str, Any]:
+        """Has a cell measured and returns its samples; called by the leader.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        answers = self._ask(_Order(cell, budget_s))
+        return cell.combine(answers[: cell.ranks])
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._stack.close()
+
+
+class LocalTeam(Team):
+    """Ranks that this process starts.
+
+    Args:
+        size: number of ranks.
+        backends: names of the groups that cells ask for.
+        device: type of the device.
+        machines: number of network namespaces that play machines; 1 for none.
+        link: what each of them can send; ``None`` does not limit it.
+
+    Raises:
+        RankFailedError: they could not be started.
+        NamespacesUnavailableError: there can be no network namespaces here.
+    """
+
+    def __init__(
+        self, size: int, backends: Sequence[str], device: str, machines: int = 1, link: str | None = None
+    ) -> None:
+        super().__init__()
+        try:
+            host = LOCALHOST
+            namespaces: tuple[str, ...] = ()
+            if machines > 1:
+                played = self._stack.enter_context(Machines(machines, link))
+                host, namespaces = played.host, played.namespaces_of(size)
+            store = parent_store(host)
+            self._stack.callback(store.close)
+            started = start_ranks(backends, size, _serve, (size, device, store.port, host, namespaces))
+            self._processes: RankProcesses = self._stack.enter_context(started)
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, order: _Order) -> list[Any]:
+        """Returns the answers of all ranks."""
+        return self._processes.ask(order)
+
+
+def _serve(
+    rank: int,
+    connection: Connection,
+    size: int,
+    device: str,
+    port: int,
+    host: str,
+    namespaces: tuple[str, ...],
+) -> None:
+    """Body of a rank: answers every order until the parent closes."""
+    torch.set_num_threads(1)
+    DEVICES[device].take(rank, size)
+    enter_as_rank(namespaces, rank)
+    initialize(rank, size, port, "host", host)
+    for order in commands(connection):
+        connection.send(_carry_out(order))
+    _leave()
+
+
+class LaunchedTeam(Team):
+    """This process and all others that a launcher started; made by every one of them.
+
+    Args:
+        device: type of the device.
+
+    Attributes:
+        leads: whether this process is rank 0, which alone calls :meth:`run`; the others call :meth:`follow`.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        _read_srun()
+        local = {name: os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        torch.set_num_threads(1)
+        method = "mpi://" if mpi_job.current() is not None and "RANK" not in os.environ else "env://"
+        collectives.init_process_group("host", init_method=method, timeout=LEADER_LIMIT)
+        rank, size = collectives.get_rank(), collectives.get_world_size()
+        names: list[Any] = [None] * size
+        collectives.all_gather_object(names, os.uname().nodename)
+        beside = [other for other, name in enumerate(names) if name == names[rank]]
+        place, count = beside.index(rank), len(beside)
+        if all(text.isdecimal() for text in local.values()):
+            place, count = int(local["LOCAL_RANK"]), int(local["LOCAL_WORLD_SIZE"])
+        DEVICES[device].take(place, count)
+        self.leads = rank == 0
+        self._size = size
+
+    def _ask(self, order: _Order) -> list[Any]:
+        """Returns the answers of all ranks, this one's too."""
+        collectives.broadcast_object_list([order], src=0)
+        answers: list[Any] = [None] * self._size
+        collectives.gather_object(_carry_out(order), answers, dst=0)
+        return answers
+
+    def follow(self) -> None:
+        """Measures what the leader asks for, until it closes."""
+        while True:
+            told: list[Any] = [None]
+            collectives.broadcast_object_list(told, src=0)
+            if told[0] is None:
+                return
+            collectives.gather_object(_carry_out(told[0]), None, dst=0)
+
+    def close(self) -> None:
+        """Ends the world; the leader tells the others first."""
+        if self.leads:
+            collectives.broadcast_object_list([None], src=0)
+        _leave()
+        super().close()
+
+
+def launched_ranks() -> int | None:
+    """Returns how many ranks a launcher started, this process among them; ``None`` without one."""
+    if all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return int(os.environ["WORLD_SIZE"])
+    steps = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if steps.isdecimal() and int(steps) > 1 and os.environ.get("SLURM_PROCID", "").isdecimal():
+        return int(steps)
+    job = mpi_job.current()
+    return None if job is None else job.size
+
+
+def _read_srun() -> None:
+    """Tells the rendezvous what ``srun`` tells this process, unless another launcher did.
+
+    Raises:
+        CommandError: the nodes of the step cannot be read.
+    """
+    step = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if "RANK" in os.environ or mpi_job.current() is not None or not step.isdecimal():
+        return
+    os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": step}
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    job = int(os.environ.get("SLURM_JOB_ID", "0"))
+    os.environ.setdefault("MASTER_PORT", str(_SRUN_PORT + job % 1000))
+    if "MASTER_ADDR" not in os.environ:
+        words = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
+        try:
+            found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CommandError(
+                f"cannot find the first node of this srun ({error}); set MASTER_ADDR to its address"
+            ) from error
+        os.environ["MASTER_ADDR"] = found[0]
+
+
+# ---- on every rank -------------------------------------------------------------------------------------
+
+
+def _carry_out(order: _Order) -> Any:
+    """Returns what this rank measured, ``None`` where the cell leaves it out; called by all ranks."""
+    cell = order.cell
+    rank, members = collectives.get_rank(), list(range(cell.ranks))
+    with _groups(("host", *cell.groups), members) as (own, *groups):
+        if rank not in members:
+            return None
+        place = Place(
+            rank,
+            DEVICES[cell.device],
+            dict(zip(cell.groups, groups, strict=True)),
+            partial(_cross, own),
+            partial(_agree, own),
+        )
+        return cell.measure(place, order.budget_s)
+
+
+@contextmanager
+def _groups(names: Sequence[str], members: list[int]) -> Iterator[list[Any]]:
+    """Context with groups of some ranks; called by all ranks."""
+    made = [_torch_group(name, members) if name.startswith(PREFIX) else new_group(name, members)
+            for name in names]  # fmt: skip
+    yield made
+    if collectives.get_rank() in members:
+        for name, group in zip(names, made, strict=True):
+            (torch_dist if name.startswith(PREFIX) else collectives).destroy_process_group(group)
+
+
+def _torch_group(name: str, members: list[int]) -> Any:
+    if not torch_dist.is_initialized():
+        store = PrefixStore("torch", resolve_group(None).get_group_store())
+        torch_dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=collectives.get_rank(),
+            world_size=collectives.get_world_size(),
+            timeout=TIMEOUT,
+        )
+    return torch_dist.new_group(members, backend=name.removeprefix(PREFIX), timeout=TIMEOUT)
+
+
+def _cross(group: Any) -> None:
+    collectives.barrier(group)
+
+
+def _agree(group: Any, number: int) -> int:
+    told = torch.tensor([number])
+    collectives.broadcast(told, 0, group=group)
+    return int(told)
+
+
+def _leave() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+    collectives.destroy_process_group()

@@ -1,0 +1,268 @@
+"""``collectives bench paper`` as users run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from mpi_team import find_installations
+from ports import free_port
+
+from collectives.bench.paper import command, running
+from collectives.bench.paper.figures import FIGURES, INTERVALS, LANES
+from collectives.bench.paper.iterations import PHASES
+from collectives.bench.paper.systems import SCHEMES, SYSTEMS
+from collectives.cli import main
+
+SMALL = ["--quick", "--models", "small", "--batch", "1", "--backends", "host", "--budget", "1"]
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def figure(name, folder, *words):
+    status = main(["bench", "paper", name, *SMALL, "--json", str(folder), "--plot", str(folder), *words])
+    assert status == 0
+    image = (folder / f"{name}.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def check_iterations(record):
+    """The kept samples are whole: as many of each phase, which add up."""
+    for series, times in zip(record["cell"]["series"], record["samples"]["series"], strict=True):
+        whole = times["iteration"]
+        assert len(whole) >= 6
+        assert times["rebuilt"][0] == 0
+        assert len(times["rebuilt"]) >= 2
+        for i, ns in enumerate(whole):
+            assert sum(times[phase][i] for phase in PHASES) == pytest.approx(ns, rel=1e-6), series
+
+
+@pytest.mark.usefixtures("quick_ranks")
+class TestFigures:
+    @pytest.mark.full
+    def test_fig2_and_what_fig7_takes_from_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("collectives.bench.paper.figures.QUICK_COUNTS", (10_000, 100_000))
+        monkeypatch.setattr("collectives.bench.paper.figures.QUICK_PARAMETERS", 250_000)
+        plain = figure("fig2", tmp_path, "--backends", "host,torch:gloo")
+        *sweeps, ready = plain["records"]
+        assert [record["cell"]["backend"] for record in sweeps] == ["host", "torch:gloo"]
+        for record in sweeps:
+            assert record["samples"]["wrong"] == 0
+            assert [len(calls) for calls in record["samples"]["total_ns"]] == [
+                len(record["samples"]["total_ns"][0])
+            ] * len(record["cell"]["counts"])
+        passes = ready["samples"]["ready_ns"]
+        assert {len(times) for times in passes} == {len(ready["samples"]["sizes"])}
+        assert all(times == sorted(times) for times in passes)
+
+        sweeps[0]["cell"] |= {"counts": [10_000, 262_144 * 3]}
+        sweeps[0]["samples"]["total_ns"] = [[30, 30, 30], [10, 10, 10]]
+        (tmp_path / "fig2.json").write_text(json.dumps(plain))
+        plain = figure("fig7", tmp_path)
+        (record,) = plain["records"]
+        assert [series["bucket_mb"] for series in record["cell"]["series"]] == [0, 3, 5, 10, 25, 50]
+        check_iterations(record)
+
+    @pytest.mark.full
+    def test_fig6_shows_where_time_goes(self, tmp_path):
+        (record,) = figure("fig6", tmp_path)["records"]
+        names = [series["name"] for series in record["cell"]["series"]]
+        assert names == ["no overlap", "overlap", "all-reduce a parameter", "parameter averaging"]
+        check_iterations(record)
+
+    @pytest.mark.full
+    def test_fig9_draws_what_was_not_measured_apart(self, tmp_path, capsys):
+        records = figure("fig9", tmp_path)["records"]
+        assert [record["cell"]["ranks"] for record in records] == [1, 2]
+        for record in records:
+            check_iterations(record)
+        out = capsys.readouterr().out
+        found = re.findall(r"not measured, by the cost model: small, host, (\d+) ranks", out)
+        assert int(found[0]) > 2
+        assert int(found[-1]) == 256
+
+    @pytest.mark.full
+    def test_fig10_synchronises_in_intervals(self, tmp_path):
+        (record,) = figure("fig10", tmp_path)["records"]
+        assert [series["interval"] for series in record["cell"]["series"]] == list(INTERVALS)
+        check_iterations(record)
+        lengths = {len(times["iteration"]) for times in record["samples"]["series"]}
+        assert len(lengths) == 1
+        assert not lengths.pop() % max(INTERVALS)
+
+    @pytest.mark.full
+    def test_fig12_goes_through_groups_in_turn(self, tmp_path):
+        (record,) = figure("fig12", tmp_path)["records"]
+        groups = [series["group"] for series in record["cell"]["series"]]
+        assert groups == [f"round_robin:{lanes}:host" for lanes in LANES]
+        check_iterations(record)
+
+    @pytest.mark.full
+    def test_fig11_keeps_every_loss_and_goes_on_after_an_interrupt(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("collectives.bench.paper.figures.RATES", {"a": (0.02, 4)})
+        keep = running._keep
+        kept = []
+
+        def keep_two(file, report):
+            keep(file, report)
+            kept.append(len(report.records))
+            if len(kept) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(running, "_keep", keep_two)
+        words = ["bench", "paper", "fig11", *SMALL, "--json", str(tmp_path), "--plot", str(tmp_path)]
+        assert main(words) == 130
+        first = json.loads((tmp_path / "fig11.json").read_text())["records"]
+        assert [record["cell"]["interval"] for record in first] == [1, 2]
+
+        records = figure("fig11", tmp_path)["records"]
+        assert kept == [1, 2, 3, 4]
+        assert records[:2] == first
+        for record, interval in zip(records, INTERVALS, strict=True):
+            assert record["cell"]["interval"] == interval
+            assert len(record["samples"]["losses"]) == record["cell"]["iterations"]
+        # Only the step at the end of an interval changes what the first loss of all is.
+        assert len({record["samples"]["losses"][0] for record in records}) == 1
+        assert records[0]["samples"]["losses"][1] != records[1]["samples"]["losses"][1]
+
+        capsys.readouterr()
+        figure("fig11", tmp_path)  # nothing is left to measure
+        assert "starting ranks" not in capsys.readouterr().err
+        assert kept == [1, 2, 3, 4]
+
+        plain = json.loads((tmp_path / "fig11.json").read_text())
+        plain["environment"]["cpu"] = "another"
+        (tmp_path / "fig11.json").write_text(json.dumps(plain))
+        assert main(words) == 1
+        assert "was measured with cpu another" in capsys.readouterr().err
+
+
+def test_the_report_needs_figures(tmp_path, capsys):
+    assert main(["bench", "paper", "report"]) == 1
+    assert "--json DIR" in capsys.readouterr().err
+    assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
+    assert "keeps no figure" in capsys.readouterr().err
+    for name, cpu in (("fig6", "one"), ("fig7", "another")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"records": [], "environment": {"cpu": cpu}}))
+    assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
+    assert "differ in cpu: another, one" in capsys.readouterr().err
+
+
+def test_table1(tmp_path, capsys):
+    assert main(["bench", "paper", "table1", "--json", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "PACE" in out
+    systems = json.loads((tmp_path / "table1.json").read_text())["systems"]
+    assert len([each for each in systems if each["year"] == 2020 and "table 1" in each["source"]]) == 15
+    assert all(set(system.schemes) <= set(SCHEMES) and system.source for system in SYSTEMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fig6", "--models", "tiny"], "unknown model 'tiny'"),
+        (["fig6", "--backends", "round_robin:0"], "round_robin:LANES"),
+        (["fig6", "--backends", "torch:absent"], "has no backend 'absent' here"),
+        (["fig9", "--machines", "3"], "cannot be shared equally among 3 machines"),
+        (["fig9", "--model", "absent.json"], "absent.json"),
+        (["fig11", "--images", "absent.npz"], "absent.npz"),
+    ],
+)
+def test_arguments_that_do_not_fit(words, message, capsys):
+    assert main(["bench", "paper", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_missing_packages_are_named_with_the_extra(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "paper", "fig11", "--plot", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "matplotlib, scipy, sklearn" in err
+    assert "collectives[paper]" in err
+    assert main(["bench", "paper", "fig6"]) == 1
+    err = capsys.readouterr().err
+    assert "resnet50: needs transformers" in err
+    assert "collectives[paper]" in err
+
+
+def test_every_figure_has_cells_for_the_papers_models():
+    request = command.Request("cpu", ("host", "torch:gloo"), command.PAPER_MODELS, "resnet152", (2, 4), 2)
+    for name, one in FIGURES.items():
+        cells = one.cells(request)
+        assert cells, name
+        keys = [json.dumps(cell.as_json(), sort_keys=True) for cell in cells]
+        assert len(set(keys)) == len(keys), f"two cells of {name} are the same"
+        assert {cell.ranks for cell in cells} <= {1, 2, 4}
+
+
+WORDS = ["bench", "paper", "fig12", *SMALL]
+
+
+def check_launched(done, folder):
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads((folder / "fig12.json").read_text())["records"]
+    assert record["cell"]["ranks"] == 2
+    check_iterations(record)
+    assert done.stdout.count("# paper fig12") == 1, "more than one process printed"
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "collectives"]
+    done = subprocess.run(
+        [sys.executable, *words, *WORDS, "--json", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    check_launched(done, tmp_path)
+
+
+@pytest.mark.full
+def test_under_mpirun(tmp_path):
+    found = find_installations()
+    if not found or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs an MPI and mpi4py")
+    environment = {**os.environ, **found[0].environment(str(tmp_path))}
+    words = [*found[0].command(2), sys.executable, "-m", "collectives", *WORDS, "--json", str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    check_launched(done, tmp_path)
+
+
+@pytest.mark.full
+def test_under_srun(tmp_path):
+    """Of Slurm there is only what ``srun`` tells its processes, and ``scontrol`` which nodes there are."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    scontrol = bin_folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho localhost\n")
+    scontrol.chmod(0o755)
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": "7",
+        "MASTER_PORT": str(free_port()),
+        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "collectives", *WORDS, "--json", str(tmp_path)],
+            env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate() for process in started]
+    assert started[1].returncode == 0, outputs[1]
+    done = subprocess.CompletedProcess(
+        [], started[0].returncode, outputs[0][0] + outputs[1][0], outputs[0][1]
+    )
+    check_launched(done, tmp_path)
