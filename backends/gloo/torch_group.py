@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -71,24 +71,38 @@ def break_connections(group: Any, rank: int, size: int, contexts: int) -> None:
     context; a receive that nobody will answer, with a limit of 1 ms, is such a call.
 
     Where connections are made on demand, Gloo makes each within that receive, and blocks until the other rank
-    takes part: one thread for each does so, here for a moment, and goes on to close what a rank may connect
-    that has not been waiting yet.
+    takes part. It must not close a context meanwhile: it would take the connection that comes into use after
+    that, and end the process at its first event. So one thread for each makes them all first. Those that are
+    not there in a moment close theirs when they come, as a rank may connect that has not been waiting yet.
     """
     peers = [peer for peer in range(size) if peer != rank]
-    if not connects_on_demand():
-        for context in range(contexts):
-            any(_close(group, peer, _ABORT_TAG - context) for peer in peers)
-        return
-    threads = [
-        threading.Thread(target=_close, args=(group, peer, _ABORT_TAG - context), daemon=True)
-        for context in range(contexts)
-        for peer in peers
-    ]
+    for context in range(contexts):
+        tag = _ABORT_TAG - context
+        if connects_on_demand():
+            _connect_and_close(group, peers, tag)
+        else:
+            any(_close(group, peer, tag) for peer in peers)
+
+
+def _connect_and_close(group: Any, peers: Sequence[int], tag: int) -> None:
+    connected: list[int] = []
+    late = threading.Event()
+
+    def connect(peer: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag)
+            connected.append(peer)
+            if late.is_set():
+                _close(group, peer, tag)
+
+    threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + _CONNECTING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    late.set()
+    any(_close(group, peer, tag) for peer in list(connected))
 
 
 def _close(group: Any, peer: int, tag: int) -> bool:
