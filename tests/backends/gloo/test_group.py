@@ -183,7 +183,9 @@ def on_demand(group: ProcessGroup) -> list[int]:
     everything = [torch.empty(2) for _ in range(group.size())]
     group.alltoall(everything, [torch.full((2,), float(group.rank()))] * group.size()).wait()
     assert [part[0].item() for part in everything] == list(range(group.size()))
-    return [*counts, len(connections())]
+    counts.append(len(connections()))
+    meet(group, "counted last")
+    return counts
 
 
 def test_connections_on_demand() -> None:
@@ -455,8 +457,10 @@ def test_liveness_asks_the_store_as_little_on_many_ranks() -> None:
     for _ in range(3):
         assert ranks[0].poll_lost() is None
     assert len(asked.method_calls) <= 3 * 2
-    ranks[5].publish_exit("it went home")
-    assert ranks[0].poll_lost() == (5, "it went home")
+    ranks[5].publish_exit(DistError("it went home"))
+    departure = ranks[0].poll_lost()
+    assert departure is not None
+    assert (departure.rank, str(departure.reason)) == (5, "it went home")
 
 
 def test_liveness() -> None:

@@ -110,8 +110,7 @@ def test_object_interface_is_that_of_torch(name: str) -> None:
     assert signature(getattr(dist2, name)) == signature(getattr(torch_dist2, name))
 
 
-def test_names_are_sorted_and_documented() -> None:
-    assert dist.__all__ == sorted(dist.__all__)
+def test_names_are_documented() -> None:
     for name in dist.__all__:
         value = getattr(dist, name)
         if value is dist.reduce_op:
