@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from collectives.errors import DistBackendError
+
 __all__ = ["Life", "ProcessIdentity", "current_process", "system"]
 
 _FIXED = struct.Struct("<16s16sQQQ")
@@ -77,12 +79,18 @@ def current_process() -> ProcessIdentity:
 
 
 def system() -> str:
-    """Returns what tells running systems and their network name spaces apart."""
+    """Returns what tells running systems and their network name spaces apart.
+
+    Raises:
+        DistBackendError: this process cannot find out.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return socket.gethostname()
+    except OSError as error:  # such as too many open files, which says nothing of the system
+        raise DistBackendError(f"cannot find out on which system this process runs: {error}") from error
 
 
 @functools.lru_cache(maxsize=1)

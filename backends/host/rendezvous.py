@@ -124,8 +124,9 @@ class _Attempt:
         """Rank 0: makes the memory of its machine and hands it to all who can attach it."""
         host = _native.BootstrapLeader(list(range(self.size)), self.size)
         self.tuning = tuning_for(self.size)
+        invitation = {"place": place(), "system": system(), "address": host.address}
         self._name_keys_after(host.address)
-        self._set(_ADDRESS, {"place": place(), "system": system(), "address": host.address})
+        self._set(_ADDRESS, invitation)
         locations = self._gather(host)
         self.several = bool(locations)
         if locations:

@@ -25,6 +25,7 @@ enum class ErrorKind : std::uint8_t {
 class Error;
 
 // What a program can read of an error besides its kind and text; as here where it is not known.
+// NOLINTBEGIN(readability-redundant-member-init): without them compilers warn where some are left out.
 struct ErrorDetails {
   int rank = -1;                            // at fault, within the group
   std::vector<int> missing = {};            // ranks that had not come, or the first of them
@@ -32,6 +33,7 @@ struct ErrorDetails {
   std::int64_t sequence = -1;               // of a collective within its group
   std::shared_ptr<const Error> cause = {};  // the first error, where this one comes of it
 };
+// NOLINTEND(readability-redundant-member-init)
 
 class Error : public std::exception {
  public:

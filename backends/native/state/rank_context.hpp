@@ -35,8 +35,8 @@ namespace collectives {
 // What broke a group, in words that every rank may show.
 struct Failure {
   ErrorKind kind = ErrorKind::aborted;
-  int writer = -1;  // who found out
-  std::string text = {};
+  int writer = -1;         // who found out
+  std::string text = {};   // NOLINT(readability-redundant-member-init): as in ErrorDetails
   std::size_t behind = 0;  // bytes at the end of the text: the exception for which a rank's program aborted
   ErrorDetails about = {};
 };

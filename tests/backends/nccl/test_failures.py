@@ -172,8 +172,8 @@ def connected_too_late(group: Any) -> None:
         group._library.init = lambda *about: made(*about) if over.wait() else None
     with pytest.raises(CollectiveTimeoutError, match="NCCL has not made the connections within 1 s"):
         group.allreduce(torch.ones(3))
-    over.set()
     gate("told", group)
+    over.set()
 
 
 def test_a_rank_is_killed_while_connections_are_made(nccl_library: Path) -> None:
