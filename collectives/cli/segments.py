@@ -30,12 +30,14 @@ class Process:
     Attributes:
         pid: its id, as this process sees it.
         own_pid: its id, as it sees itself.
+        space: number of the namespace in which that is its id.
         state: ``running``, ``stopped``, ``dead`` or ``in the kernel`` (which no signal ends).
         job: what its launcher calls the job; empty where it does not.
     """
 
     pid: int
     own_pid: int
+    space: int
     state: str
     job: str
 
@@ -155,15 +157,20 @@ def _process(pid: int) -> Process:
         names = (environment.get(variable, "") for variable in _JOB_VARIABLES)
         job = next((name for name in names if name not in {"", "none"}), "")
     own_pid = int(status.get("NSpid", str(pid)).split()[-1])
-    return Process(pid, own_pid, _STATES.get(status["State"].split()[0], "running"), job)
+    space = (folder / "ns/pid").stat().st_ino
+    return Process(pid, own_pid, space, _STATES.get(status["State"].split()[0], "running"), job)
 
 
 def _group(path: Path, holders: list[Process]) -> Group:
-    file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # By now it may be anything: a pipe that would be waited for, a terminal.
+    file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         about = _native.observe_segment(file_descriptor)
     finally:
         os.close(file_descriptor)
-    by_id = {process.own_pid: process for process in holders}
-    ranks = [Rank(by_id.get(rank["process"]) if rank["local"] else None, rank) for rank in about["ranks"]]
+    by_id = {(process.space, process.own_pid): process for process in holders}
+    ranks = [
+        Rank(by_id.get((rank["process_space"], rank["process"])) if rank["local"] else None, rank)
+        for rank in about["ranks"]
+    ]
     return Group(about["label"], about["failure"], ranks)
