@@ -125,8 +125,7 @@ def _wait_for_members(
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
     if not all_here:
         absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
-        raise DistStoreError(
-            f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}", missing_ranks=absent
-        )
+        text = f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}"
+        raise DistStoreError(text, absent[0] if absent else -1, missing_ranks=absent)
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
     return next((value.decode() for value in values if value.decode() != _AGREES), "")
