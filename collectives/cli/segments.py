@@ -134,7 +134,7 @@ def _job(groups: list[Group]) -> Job:
 def _segments() -> Iterator[tuple[Path, list[Process]]]:
     """Yields a path to open each segment by, and the processes that hold it."""
     found: dict[tuple[int, int], tuple[Path, dict[int, Process]]] = {}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in _descriptors():
         with contextlib.suppress(OSError):  # another user's, or its process ends
             if str(link.readlink()) == _LINK:
                 about = link.stat()
@@ -143,6 +143,13 @@ def _segments() -> Iterator[tuple[Path, list[Process]]]:
                 holders[pid] = holders.get(pid) or _process(pid)
     for link, holders in found.values():
         yield link, list(holders.values())
+
+
+def _descriptors() -> Iterator[Path]:
+    """Yields the links to all open files that this user may look at."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            yield from (process / "fd").iterdir()
 
 
 def _process(pid: int) -> Process:

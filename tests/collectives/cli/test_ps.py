@@ -18,6 +18,7 @@ from harness import current_store, run_ranks
 import collectives as dist
 from collectives import _native
 from collectives.cli import main
+from collectives.cli.segments import running_jobs
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -109,6 +110,19 @@ def test_what_would_command_the_terminal_is_not_printed() -> None:
     text = run_ranks(calls_from_an_odd_file, 2, isolated=True)[0]
     assert "?[2J.py" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("looks", ["listdir", "scandir"])
+def test_a_process_that_ends_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
+    look = getattr(os, looks)
+
+    def ended(path: Any = ".") -> Any:
+        if str(path) == f"/proc/{os.getpid()}/fd":
+            raise FileNotFoundError(path)
+        return look(path)
+
+    monkeypatch.setattr(os, looks, ended)
+    assert all(os.getpid() not in job.processes() for job in running_jobs())
 
 
 def test_no_such_job(capsys: pytest.CaptureFixture[str]) -> None:
