@@ -15,8 +15,6 @@ from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["join_group"]
 
-_AGREES = "here"
-
 _LOST_CHECK = timedelta(milliseconds=200)
 """How often those who wait for the members of a group ask whether one of them has died."""
 
@@ -56,7 +54,8 @@ def join_group(
     """
     try:
         conflict = _conflict(store, f"{key}/first", rank, request)
-        store.set(f"{key}/here/{rank}", conflict or _AGREES)
+        here = f"{key}/here/{rank}"
+        store.set(here, written(conflict, here))
         if not conflict and rank in members:
             conflict = _wait_for_members(store, key, rank, members, timeout, lost_ranks)
     except _torch_distributed.DistNetworkError:
@@ -78,6 +77,12 @@ def _request(record: Any) -> tuple[int, str]:
     """Checks a rank and what it asks for."""
     demand(isinstance(record, list) and [type(part) for part in record] == [int, str], f"{record!r}")
     return record[0], record[1]
+
+
+def _text(record: Any) -> str:
+    """Checks how a member's request differs; empty where it does not."""
+    demand(isinstance(record, str), f"{record!r}")
+    return str(record)
 
 
 def _conflict(store: Any, key: str, rank: int, request: str) -> str:
@@ -125,8 +130,8 @@ def _wait_for_members(
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
     if not all_here:
         absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
-        raise DistStoreError(
-            f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}", missing_ranks=absent
-        )
+        text = f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}"
+        raise DistStoreError(text, absent[0] if absent else -1, missing_ranks=absent)
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
-    return next((value.decode() for value in values if value.decode() != _AGREES), "")
+    conflicts = [read(value, k, _text) for k, value in zip(keys, values, strict=True)]
+    return next(filter(None, conflicts), "")

@@ -111,7 +111,7 @@ TESTED_THROUGH = {
     "collectives/cli": (
         "collectives/cli",
         "subcommands",
-        "backends mpi_job segments",
+        "backends mpi_job",
     ),
     "collectives/conformance": (
         "collectives/conformance",

@@ -7,17 +7,16 @@ which recorded processes have ended, as far as it can see them, and which ranks 
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import threading
 import time
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import Departure
-from collectives.errors import DistError, PeerLostError
+from collectives.errors import DistError, DistStoreError, PeerLostError
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
-from collectives.store.records import demand, read
+from collectives.store.records import demand, read, written
 
 __all__ = ["Liveness"]
 
@@ -28,8 +27,6 @@ _POLL_SECONDS = 0.01
 
 _PUBLISH_SECONDS = 1.0
 """How long to wait for a store whose server may be the stopped process that is to blame."""
-
-_WITHDRAWN = "withdrawn"
 
 _ANY_DEPARTURE = "departures"
 """Key that is there as soon as a rank has published a departure, so that one look tells that none has."""
@@ -48,10 +45,11 @@ class Liveness:
         self._store = store
         self._rank = rank
         self._size = size
-        self._records: dict[int, str] = {}
+        self._records: dict[int, tuple[bytes, ProcessIdentity | None]] = {}
         own = current_process()
         if own.start:  # without /proc nobody is ever found dead
-            store.set(f"process/{rank}", own.to_bytes().hex())
+            key = f"process/{rank}"
+            store.set(key, written(own.to_bytes().hex(), key))
 
     def publish_exit(self, reason: DistError | None) -> None:
         """Tells the others that this rank leaves; a store that no longer answers is not an error here."""
@@ -63,7 +61,7 @@ class Liveness:
 
     def _publish(self, key: str, departure: Departure) -> None:
         rank, reason = departure
-        record = json.dumps([rank, None if reason is None else record_of(reason)])
+        record = written([rank, None if reason is None else record_of(reason)], key)
 
         def publish() -> None:
             with contextlib.suppress(Exception):
@@ -81,7 +79,8 @@ class Liveness:
     def withdraw(self) -> None:
         """Withdraws the own record: from now on the end of this process is no loss."""
         with contextlib.suppress(Exception):
-            self._store.set(f"process/{self._rank}", _WITHDRAWN)
+            key = f"process/{self._rank}"
+            self._store.set(key, written(None, key))
 
     def find_lost(self) -> Departure | None:
         """Returns a rank that is gone, ``None`` where none is found; within 0.3 s."""
@@ -108,18 +107,18 @@ class Liveness:
 
     def _find_dead(self) -> Departure | None:
         for rank in {*range(self._size)} - {self._rank, *self._records}:
-            if self._store.check([f"process/{rank}"]):
-                self._records[rank] = self._store.get(f"process/{rank}").decode()
-        for rank, record in self._records.items():
-            process = _process(record)
+            key = f"process/{rank}"
+            if self._store.check([key]):
+                record = bytes(self._store.get(key))
+                self._records[rank] = record, _process(record, key)
+        for rank, (record, process) in self._records.items():
             # A record may have been withdrawn since it was read.
             if process is not None and process.life() is Life.DEAD and self._is_current(rank, record):
                 return Departure(rank, PeerLostError(f"its process {process.pid} has ended", rank))
         return None
 
-    def _is_current(self, rank: int, record: str) -> bool:
-        current: bool = self._store.get(f"process/{rank}").decode() == record
-        return current
+    def _is_current(self, rank: int, record: bytes) -> bool:
+        return bytes(self._store.get(f"process/{rank}")) == record
 
     def _read(self, key: str) -> Departure | None:
         return read(self._store.get(key), key, _departure) if self._store.check([key]) else None
@@ -131,9 +130,14 @@ def _departure(record: Any) -> Departure:
     return Departure(record[0], None if record[1] is None else error_of(record[1]))
 
 
-def _process(record: str) -> ProcessIdentity | None:
-    """Returns the process of a record; ``None`` for one that was withdrawn or cannot be read."""
+def _process(record: bytes, key: str) -> ProcessIdentity | None:
+    """Returns the process of a record; ``None`` for one that was withdrawn, or is not as ranks publish it."""
     try:
-        return ProcessIdentity.from_bytes(bytes.fromhex(record))
-    except (ValueError, struct.error):
+        return read(record, key, _identity)
+    except (DistStoreError, struct.error):
         return None
+
+
+def _identity(record: Any) -> ProcessIdentity:
+    demand(isinstance(record, str), f"{record!r}")
+    return ProcessIdentity.from_bytes(bytes.fromhex(record))

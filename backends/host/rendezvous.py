@@ -268,11 +268,8 @@ class _Attempt:
             with contextlib.suppress(StoreLostError):
                 self._check_failures()
             if time.monotonic() >= end:
-                raise DistNetworkError(
-                    f"rank {leader} has closed its connection while the group was formed, and says nothing "
-                    "of why",
-                    leader,
-                )
+                text = f"rank {leader} has closed its connection while the group was formed, and not said why"
+                raise DistNetworkError(text, leader)
             time.sleep(_FIRST_SLICE_S)
 
     # ---- who reaches whom ------------------------------------------------------------------------------
@@ -322,7 +319,8 @@ class _Attempt:
                 raise DistNetworkError(
                     f"rank {rank} on {one['host']!r} offers {len(one['places'])} network addresses and "
                     f"rank 0 on {ranks[0]['host']!r} {len(ranks[0]['places'])}; "
-                    "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks"
+                    "COLLECTIVES_SOCKET_IFNAME must name equally many interfaces on all ranks",
+                    rank,
                 )
 
     def _watch_rank_0(self, leader: int) -> None:
@@ -465,27 +463,29 @@ class _Attempt:
         It is not raised here: an exception in a frame of its own traceback would keep descriptors open until
         the next garbage collection.
         """
+        published = None
         # The store may have gone with the rank that kept it.
         with contextlib.suppress(StoreLostError, DistStoreError):
-            if published := self._published_failure():
-                failed = error_of(published)
-                await_readers(self._ask, self._key("failure read"), self.size, failed)
-                return failed
+            published = self._published_failure()
+        record = published or self._record(error)
+        with contextlib.suppress(StoreLostError):
+            if self.prefix and not published:
+                self._set(self._key("failed"), record)
+            elif self.rank == 0 and not published:
+                self._set(_ADDRESS, {"failed": record})
+            if published or self.prefix or self.rank == 0:
+                await_readers(self._ask, self._key("failure read"), self.size, error_of(record))
+        return error_of(record)
+
+    def _record(self, error: DistError | StoreLostError) -> Checked:
+        """Returns why this rank fails, which is at fault itself where no other rank is known to be."""
+        at_fault = -1 if isinstance(error, (PeerLostError, StoreLostError)) else self.rank
         if isinstance(error, StoreLostError):
             error = self._without_store(error)
         record = record_of(error)
         if not str(error).startswith("[rank"):
             record["text"] = f"[rank {self.rank}] {self.label}: {error}"
-        if error.rank < 0 and not isinstance(error, PeerLostError):
-            record["rank"] = self.rank
-        failed = error_of(record)
-        with contextlib.suppress(StoreLostError):
-            if self.prefix:
-                self._set(self._key("failed"), record)
-            elif self.rank == 0:
-                self._set(_ADDRESS, {"failed": record})
-            await_readers(self._ask, self._key("failure read"), self.size, failed)
-        return failed
+        return {**record, "rank": at_fault} if error.rank < 0 else record
 
     def _without_store(self, error: StoreLostError) -> DistError:
         """Returns the error of a store that failed; names the rank that died where that shows."""
@@ -496,6 +496,5 @@ class _Attempt:
             lost = self.members.ended[0]
             text = f"rank {lost} has died while the group was formed, and the store with it: {error}"
             return PeerLostError(text, lost)
-        return DistNetworkError(
-            f"the store failed while the group was formed; whoever kept it may have died: {error}"
-        )
+        text = f"the store failed while the group was formed; whoever kept it may have died: {error}"
+        return DistNetworkError(text)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from collectives.backends.nccl.device import Device
-from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 
 __all__ = ["Ends"]
@@ -113,7 +112,7 @@ class Ends:
                 for device, one in communicators:
                     with device.activate():
                         self._end(what, one, end)
-        except NcclError as error:
+        except Exception as error:  # noqa: BLE001 - also what a device says that has met an error
             logger.warning("%s %s the communicators failed: %s", self._where, what, error)
 
     def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:

@@ -60,7 +60,9 @@ def shrink_group(
         name += str(local_turn(f"{name} to {members}"))
         request = f"group {name} of ranks {members} on {record.config!r}"
         here = default.rank()
-        join_group(world.store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks)
+        join_group(
+            world.store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members
+        )
         replaces = old is default
         made = make_group(
             record.config,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 
 from collectives.cli import CommandError
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no such job.
     """
-    if arguments.watch is not None and arguments.watch <= 0:
+    if arguments.watch is not None and not 0 < arguments.watch < threading.TIMEOUT_MAX:
         raise CommandError(f"--watch needs a number of seconds above 0, not {arguments.watch:g}")
     while True:
         jobs = [job for job in running_jobs() if _is_wanted(job, arguments.job)]
@@ -69,9 +70,14 @@ def _is_wanted(job: Job, name: str | None) -> bool:
 
 
 def _text(jobs: list[Job], every_group: bool) -> str:
-    rows = tuple(row for job in jobs for row in _rows(job, every_group))
-    told = [line for job in jobs for group in job.groups for line in _complaints(group)]
+    rows = tuple(tuple(map(_printable, row)) for job in jobs for row in _rows(job, every_group))
+    told = [_printable(line) for job in jobs for group in job.groups for line in _complaints(group)]
     return "\n".join([plain_text(Table(_HEADER, rows)), *told])
+
+
+def _printable(text: str) -> str:
+    """Returns a text of another process without what would command the terminal."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _rows(job: Job, every_group: bool) -> list[tuple[str, ...]]:

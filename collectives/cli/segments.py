@@ -30,12 +30,14 @@ class Process:
     Attributes:
         pid: its id, as this process sees it.
         own_pid: its id, as it sees itself.
+        space: number of the namespace in which that is its id.
         state: ``running``, ``stopped``, ``dead`` or ``in the kernel`` (which no signal ends).
         job: what its launcher calls the job; empty where it does not.
     """
 
     pid: int
     own_pid: int
+    space: int
     state: str
     job: str
 
@@ -132,7 +134,7 @@ def _job(groups: list[Group]) -> Job:
 def _segments() -> Iterator[tuple[Path, list[Process]]]:
     """Yields a path to open each segment by, and the processes that hold it."""
     found: dict[tuple[int, int], tuple[Path, dict[int, Process]]] = {}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in _descriptors():
         with contextlib.suppress(OSError):  # another user's, or its process ends
             if str(link.readlink()) == _LINK:
                 about = link.stat()
@@ -141,6 +143,13 @@ def _segments() -> Iterator[tuple[Path, list[Process]]]:
                 holders[pid] = holders.get(pid) or _process(pid)
     for link, holders in found.values():
         yield link, list(holders.values())
+
+
+def _descriptors() -> Iterator[Path]:
+    """Yields the links to all open files that this user may look at."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            yield from (process / "fd").iterdir()
 
 
 def _process(pid: int) -> Process:
@@ -155,15 +164,20 @@ def _process(pid: int) -> Process:
         names = (environment.get(variable, "") for variable in _JOB_VARIABLES)
         job = next((name for name in names if name not in {"", "none"}), "")
     own_pid = int(status.get("NSpid", str(pid)).split()[-1])
-    return Process(pid, own_pid, _STATES.get(status["State"].split()[0], "running"), job)
+    space = (folder / "ns/pid").stat().st_ino
+    return Process(pid, own_pid, space, _STATES.get(status["State"].split()[0], "running"), job)
 
 
 def _group(path: Path, holders: list[Process]) -> Group:
-    file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # By now it may be anything: a pipe that would be waited for, a terminal.
+    file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         about = _native.observe_segment(file_descriptor)
     finally:
         os.close(file_descriptor)
-    by_id = {process.own_pid: process for process in holders}
-    ranks = [Rank(by_id.get(rank["process"]) if rank["local"] else None, rank) for rank in about["ranks"]]
+    by_id = {(process.space, process.own_pid): process for process in holders}
+    ranks = [
+        Rank(by_id.get((rank["process_space"], rank["process"])) if rank["local"] else None, rank)
+        for rank in about["ranks"]
+    ]
     return Group(about["label"], about["failure"], ranks)

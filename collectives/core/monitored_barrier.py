@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from collectives.core.membership import Membership
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, DistStoreError
 from collectives.store.error_records import error_of, record_of
-from collectives.store.records import read
+from collectives.store.records import read, written
 from collectives.store.waiting import delete_keys
 
 __all__ = ["monitored_barrier"]
@@ -58,7 +57,7 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
     if not missing:
         if turn:  # all ranks have come, so that none reads the outcome of the one before
             delete_keys(store, [f"monitored_barrier/{turn - 1}/outcome"])
-        store.set(outcome, json.dumps(None))
+        store.set(outcome, written(None, outcome))
         return
     names = ", ".join(map(str, missing))
     plural = "s" if len(missing) > 1 else ""
@@ -72,7 +71,7 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         + ("" if wait_all_ranks else "; pass wait_all_ranks=True to list every missing rank")
     )
     found = CollectiveTimeoutError(message, missing[0], missing_ranks=missing, **about)
-    store.set(outcome, json.dumps(record_of(found)))
+    store.set(outcome, written(record_of(found), outcome))
     raise CollectiveTimeoutError(f"[rank 0] {message}", **found.details())
 
 

@@ -91,6 +91,7 @@ def _agree(group: ProcessGroup, mine: torch.Tensor, options: AllreduceOptions, w
         ]
         raise CollectiveMismatchError(
             f"{who}: the ranks' sparse tensors differ in shape, sparse dimensions or data type (here "
-            f"{mine.dtype}) from those of ranks {different}; nothing was changed\n" + "\n".join(lines)
+            f"{mine.dtype}) from those of ranks {different}; nothing was changed\n" + "\n".join(lines),
+            operation="all_reduce",
         )
     return [row[0] for row in ranks]

@@ -178,6 +178,10 @@ def test_monitored_barrier_names_the_missing_rank(backend: str, world_size: int)
     run_ranks(monitored, world_size, backend=backend)
 
 
+def test_monitored_barrier_where_the_job_has_a_secret() -> None:
+    run_ranks(monitored, 2, backend="host", env={"COLLECTIVES_SECRET": "a secret that all processes share"})
+
+
 def limits(group: ProcessGroup) -> None:
     assert group.timeout == timedelta(seconds=25)
     group.set_timeout(timedelta(seconds=20))

@@ -10,6 +10,7 @@ from store_pairs import LONG
 
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, world_rendezvous
+from collectives.store.group_rendezvous import join_group
 from collectives.store.records import fields, read, written
 from collectives.store.world_rendezvous import join_world
 
@@ -76,6 +77,14 @@ def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) 
     store.set("join/call/1/2", "null")  # an attacker's word for rank 1's next attempt
     with pytest.raises(DistStoreError, match="'join/call/1/2' is not proved"):
         join_world(store, 1, 2, "host", LONG)
+
+
+def test_a_group_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    store = HashStore()
+    store.set("make/1/here/1", "rank 1 asks for something else")  # says an attacker
+    with pytest.raises(DistStoreError, match="'make/1/here/1' is not proved"):
+        join_group(store, "make/1", 0, [0, 1], "ranks 0 and 1", LONG)
 
 
 @pytest.mark.parametrize("setting", ["none", "COLLECTIVES_SECRET", "COLLECTIVES_INSECURE"])

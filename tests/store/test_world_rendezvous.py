@@ -115,6 +115,14 @@ def test_missing_ranks_are_named_to_those_who_came() -> None:
         assert str(error).startswith(
             f"[rank {rank}] init_process_group: ranks 1, 3, 4 did not come within 0.3 s"
         )
+        assert (error.rank, error.missing_ranks) == (1, (1, 3, 4))
+
+
+def test_missing_members_are_named_to_those_who_came() -> None:
+    store, short = dist.HashStore(), timedelta(milliseconds=300)
+    with pytest.raises(dist.DistStoreError, match="ranks 1, 3 did not come within") as caught:
+        join_group(store, "make/1", 0, [0, 1, 3], "ranks 0, 1 and 3", short)
+    assert (caught.value.rank, caught.value.missing_ranks) == (1, (1, 3))
 
 
 class PoorStore(dist.HashStore):

@@ -209,9 +209,9 @@ std::vector<int> RankContext::missing_ranks(const Call& call, bool local) const 
   return missing;
 }
 
-// The rank that a peer waits for in the same operation, if any, and so on.
+// The rank that a peer waits for in the same operation, if any, and so on; -1 for no peer.
 int RankContext::end_of_waiting(const Call& call, int peer) const {
-  for (int hops = 0; hops < size(); ++hops) {
+  for (int hops = 0; peer >= 0 && hops < size(); ++hops) {
     const RankSnapshot known = snapshot(peer);
     const int next = static_cast<int>(known.waits_for) - 1;
     if (known.arrived != call.sequence || known.finished >= call.sequence) break;
@@ -233,9 +233,10 @@ void RankContext::throw_timeout(const Call& call, int waited_for, const std::str
   if (about.rank < 0) {
     about.rank = about.missing.empty() ? end_of_waiting(call, waited_for) : about.missing.front();
   }
-  const std::string text = timeout_text(
-      describe(call), call.timeout,
-      ": rank " + std::to_string(rank()) + " waited for rank " + std::to_string(about.rank) + aside);
+  // All may have come while the limit passed.
+  const std::string whom = about.rank < 0 ? "others" : "rank " + std::to_string(about.rank);
+  const std::string text = timeout_text(describe(call), call.timeout,
+                                        ": rank " + std::to_string(rank()) + " waited for " + whom + aside);
   fail_group(ErrorKind::timeout, text, about);
   throw Error(ErrorKind::timeout, prefix() + ": " + text, about);
 }

@@ -81,9 +81,9 @@ RankContext::RankContext(Membership membership, std::string label)
       crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
       spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
   if (topology().leads(rank())) {
-    auto& label = reinterpret_cast<SegmentHeader*>(base_)->label;
+    auto& shown = reinterpret_cast<SegmentHeader*>(base_)->label;
     for (std::size_t i = 0; i < std::min(label_.size(), kLabelBytes - 1); ++i) {
-      label[i].store(label_[i], std::memory_order_relaxed);
+      shown[i].store(label_[i], std::memory_order_relaxed);
     }
   }
   Status& mine = own_->status;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "tests/ranks.hpp"
@@ -37,6 +38,24 @@ void test_core_of_a_rank_that_never_waits() {
   const Envelope from{0, 0, DType::uint8, 1};
   CHECK(groups[1]->receive_at_once(from, &come));
   CHECK(page(1).status.core.load() != 0);
+}
+
+// Who forwards what others send waits for nobody in particular, and all may come while the limit passes.
+void test_limit_that_passes_when_all_have_come() {
+  const std::shared_ptr<Segment> segment = segment_for(2);
+  const RankContext first(membership_of(segment, 0, 2), "group");
+  const RankContext second(membership_of(segment, 1, 2), "group");
+  const SegmentLayout layout(shape_for(2));
+  for (int r = 0; r < 2; ++r) {
+    reinterpret_cast<ControlPage*>(segment->data() + layout.rank_offset(r))->arrivals[0].sequence.store(1);
+  }
+  Call call;
+  call.sequence = 1;
+  call.deadline = now_ns();
+  const Error error = error_of([&] { first.check_liveness(call, -1); });
+  CHECK(error.kind() == ErrorKind::timeout && error.rank() == -1);
+  CHECK(error.details().missing.empty());
+  CHECK(error.message().find("waited for others") != std::string::npos);
 }
 
 // A writer that dies between the two stores of a failure record leaves nobody spinning.
@@ -75,6 +94,7 @@ void test_failure_record_that_stays_incomplete(bool writer_dies) {
 Tests state_tests() {
   return {
       {"core of a rank that never waits", [] { test_core_of_a_rank_that_never_waits(); }},
+      {"limit that passes when all have come", [] { test_limit_that_passes_when_all_have_come(); }},
       {"failure record of a dead writer", [] { test_failure_record_that_stays_incomplete(true); }},
       {"failure record of a stopped writer", [] { test_failure_record_that_stays_incomplete(false); }},
   };

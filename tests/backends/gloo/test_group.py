@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ from collectives.core.types import make_premul_sum
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
 from collectives.store.process import current_process
+from collectives.store.records import written
 
 GLOO_OPTIONS = dist.ProcessGroupGloo._Options
 
@@ -463,7 +465,10 @@ def test_liveness_asks_the_store_as_little_on_many_ranks() -> None:
     assert (departure.rank, str(departure.reason)) == (5, "it went home")
 
 
-def test_liveness() -> None:
+@pytest.mark.parametrize("secret", [None, "a secret that all processes of this job share"])
+def test_liveness(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
+    if secret is not None:
+        monkeypatch.setenv("COLLECTIVES_SECRET", secret)
     store = dist.HashStore()
     ranks = [Liveness(PrefixStore("x", store), rank, 5) for rank in range(4)]
     assert ranks[0].find_lost() is None
@@ -476,7 +481,8 @@ def test_liveness() -> None:
 
     def set_record(rank: int, **different: Any) -> None:
         record = replace(current_process(), **different)
-        store.set(f"x/process/{rank}", record.to_bytes().hex())
+        key = f"process/{rank}"
+        store.set(f"x/{key}", written(record.to_bytes().hex(), key))
 
     # An exit reason is known of ranks of other machines too.
     ranks[3].publish_exit(GroupAbortedError("went home", 3))
@@ -493,3 +499,7 @@ def test_liveness() -> None:
     set_record(4, start=77)
     newcomer = Liveness(PrefixStore("x", store), 0, 5)  # records are read once
     assert found(newcomer) == (4, f"its process {os.getpid()} has ended")
+    # What no rank of the job has written tells nothing.
+    spoilt = '"0"' if secret is None else json.dumps(replace(current_process(), start=77).to_bytes().hex())
+    store.set("x/process/4", spoilt)
+    assert found(Liveness(PrefixStore("x", store), 0, 5))[0] == 1

@@ -355,8 +355,19 @@ def left_behind(group: Any, path: Path) -> None:
     assert eventually(group._communicators.ends._over.is_set)
 
 
+def on_a_device_with_an_error(group: Any, _: Path) -> None:
+    """What a device that has met an error says to its activation does not hold up the abort."""
+    connect(group)
+    (device,) = group._devices.values()
+    with mock.patch.object(type(device), "activate", side_effect=RuntimeError("CUDA error 700")):
+        group._communicators.ends.abort()
+    assert group._communicators.ends._over.is_set()
+
+
 @pytest.mark.parametrize(
-    "body", [aborted_together, at_the_end_of_the_interpreter, left_behind], ids=lambda body: body.__name__
+    "body",
+    [aborted_together, at_the_end_of_the_interpreter, left_behind, on_a_device_with_an_error],
+    ids=lambda body: body.__name__,
 )
 def test_the_end_of_all_communicators(nccl_library: Path, body: Any) -> None:
     run_over_double(body, 2, nccl_library, nccl_library)

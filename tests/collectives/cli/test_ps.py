@@ -18,6 +18,7 @@ from harness import current_store, run_ranks
 import collectives as dist
 from collectives import _native
 from collectives.cli import main
+from collectives.cli.segments import running_jobs
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -94,13 +95,44 @@ def test_a_message_that_is_awaited_is_shown() -> None:
     assert "receives from rank 0, tag 7" in text
 
 
+def calls_from_an_odd_file(rank: int, size: int) -> str:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    if rank == 1:
+        exec(compile("dist.barrier()", "\x1b[2J.py", "exec"), {"dist": dist})
+        return ""
+    assert eventually(lambda: "[2J.py" in state_of(1)["site"])
+    text = shown()
+    dist.barrier()
+    return text
+
+
+def test_what_would_command_the_terminal_is_not_printed() -> None:
+    text = run_ranks(calls_from_an_odd_file, 2, isolated=True)[0]
+    assert "?[2J.py" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("looks", ["listdir", "scandir"])
+def test_a_process_that_ends_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
+    look = getattr(os, looks)
+
+    def ended(path: Any = ".") -> Any:
+        if str(path) == f"/proc/{os.getpid()}/fd":
+            raise FileNotFoundError(path)
+        return look(path)
+
+    monkeypatch.setattr(os, looks, ended)
+    assert all(os.getpid() not in job.processes() for job in running_jobs())
+
+
 def test_no_such_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--job", "no such job"]) == 1
     assert "no job 'no such job' of this user" in capsys.readouterr().err
 
 
-def test_seconds_between_looks_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ps", "--watch", "-1"]) == 1
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_seconds_between_looks_are_checked(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    assert main(["ps", "--watch", seconds]) == 1
     assert "above 0" in capsys.readouterr().err
 
 

@@ -70,8 +70,9 @@ def refused(rank, size):
     different = [mine(rank, rows=10 + rank), mine(rank, (torch.float32, torch.float64)[rank % 2])]
     for tensor in different:
         before = tensor.clone()
-        with pytest.raises(CollectiveMismatchError, match="nothing was changed"):
+        with pytest.raises(CollectiveMismatchError, match="nothing was changed") as caught:
             dist.all_reduce(tensor)
+        assert caught.value.operation == "all_reduce"
         assert torch.equal(tensor.to_dense(), before.to_dense())
     with pytest.raises(CollectiveMismatchError):
         dist.all_reduce(mine(rank) if rank else torch.ones(2))

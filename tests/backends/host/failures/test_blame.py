@@ -21,6 +21,8 @@ import collectives as dist
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous as host_rendezvous
 from collectives.store import PrefixStore
+from collectives.store.error_records import record_of
+from collectives.store.records import written
 
 LIMIT = timedelta(seconds=30)
 SOON_S = 15.0
@@ -107,6 +109,43 @@ def test_all_hear_why_a_rank_fails_while_a_group_forms(placement, victim, step, 
         assert f"[rank {victim}]" in text, (rank, text)
         assert "no memory here" in text, (rank, text)
         assert soon, (rank, found)
+
+
+class Gone(dist.HashStore):
+    """A store whose server has ended, and that tells how often it was asked."""
+
+    asked = 0
+
+    def wait(self, *_):
+        raise dist.DistNetworkError("nobody listens")
+
+    def add(self, *_):
+        self.asked += 1
+        raise dist.DistNetworkError("nobody listens")
+
+
+def test_a_rank_does_not_blame_itself_for_the_end_of_the_store():
+    store = Gone()
+    with pytest.raises(dist.DistNetworkError, match="the store failed while the group was formed") as caught:
+        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'")
+    assert caught.value.rank == -1
+    assert not store.asked  # nobody can read what this rank could not tell
+
+
+class Uncounted(dist.HashStore):
+    """A store that goes when a rank counts itself among the readers of a failure."""
+
+    def add(self, *_):
+        raise dist.DistNetworkError("nobody listens")
+
+
+def test_a_failure_that_was_heard_is_raised_though_the_store_goes_then():
+    store = Uncounted()
+    failed = {"failed": record_of(dist.DistBackendError("no memory here", 0))}
+    store.set("host/address", written(failed, "host/address"))
+    with pytest.raises(dist.DistBackendError, match=r"^no memory here$") as caught:
+        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'")
+    assert caught.value.rank == 0
 
 
 def form_world_or_os_error(rank, size, port, spoil):
