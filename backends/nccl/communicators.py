@@ -185,7 +185,8 @@ class Communicators:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
-        return StreamedCommunicator(communicator, device.new_stream(self._options.is_high_priority_stream))
+        stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
+        return StreamedCommunicator(communicator, stream)
 
     def _make(
         self, device: Device, key: str, ranks: Sequence[int], count: int, limit: timedelta

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from collectives.backends.nccl.device import Device
+from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 
@@ -21,7 +22,7 @@ there is a CUDA graph with operations of it."""
 
 
 class Ends:
-    """Ends the communicators of a group, all in one group of calls.
+    """Ends the communicators of a group, all in one group of calls, and gives back their streams.
 
     The abort of one frees memory, which waits for all kernels on the device, and those of another
     communicator may wait for other ranks for ever: in a group, NCCL stops all of them before it frees
@@ -38,6 +39,7 @@ class Ends:
         self._library = library
         self._where = where
         self._all: list[tuple[Device, Communicator]] = []
+        self._streams: list[tuple[Device, Stream, bool]] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._asked = threading.Event()
@@ -51,6 +53,12 @@ class Ends:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._abort_when_asked, name="nccl abort", daemon=True)
                 self._thread.start()
+
+    def take_stream(self, device: Device, high_priority: bool) -> Stream:
+        """Returns a stream for the operations of a communicator, given back when all have ended."""
+        stream = device.take_stream(high_priority)
+        self._streams.append((device, stream, high_priority))
+        return stream
 
     def open(self) -> list[Communicator]:
         """Returns the communicators that have not been ended."""
@@ -115,6 +123,10 @@ class Ends:
                         self._end(what, one, end)
         except NcclError as error:
             logger.warning("%s %s the communicators failed: %s", self._where, what, error)
+        while self._streams:
+            with suppress(RuntimeError):  # the device has met an error, and nobody takes a stream any more
+                device, stream, high_priority = self._streams.pop()
+                device.give_back(stream, high_priority)
 
     def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:
         try:

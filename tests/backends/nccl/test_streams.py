@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conformance.test_works import eventually, gate
-from nccl_double.device import DoubleDevice
+from nccl_double.device import DoubleDevice, pool_stream
 from nccl_double.groups import run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup
@@ -32,7 +32,7 @@ def late(device: DoubleDevice, stream: int, tensor: torch.Tensor, value: float) 
 def asynchronous(group: ProcessGroup) -> None:
     """The operation waits for the current stream, and the current stream, by wait(), for the operation."""
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     total = sum(range(1, size + 1))
     for layout in ("dense", "strided"):
         x = torch.zeros(16) if layout == "dense" else torch.zeros(48)[::3]
@@ -56,7 +56,7 @@ def asynchronous(group: ProcessGroup) -> None:
 
 def on_the_current_stream(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own = device.new_stream(False)
+    own = pool_stream()
     x = torch.zeros(48)[::3]
     with device.using(own):
         late(device, own, x, 1.0 + me)
@@ -70,7 +70,7 @@ def on_the_current_stream(group: ProcessGroup) -> None:
 def kept_alive(group: ProcessGroup) -> None:
     """Tensors live until the streams have passed the operation, and not for ever."""
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     with device.using(own):
         device.sleep(own, DELAY)
         x = torch.ones(1000)
@@ -96,7 +96,7 @@ def kept_alive(group: ProcessGroup) -> None:
 def waited_for_elsewhere(group: ProcessGroup) -> None:
     """Another stream's wait does not give tensors back to the stream that they belong to."""
     device = DoubleDevice.shared(CPU)
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     with device.using(own):
         x = torch.ones(1000)
         alive = weakref.ref(x)
@@ -165,7 +165,7 @@ def issued_by_two_threads(group: ProcessGroup) -> None:
 
 def futures(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own = device.new_stream(False)
+    own = pool_stream()
     x = torch.zeros(3)
     with device.using(own):
         late(device, own, x, 1.0 + me)
@@ -195,7 +195,7 @@ def futures(group: ProcessGroup) -> None:
 def last_steps(group: ProcessGroup) -> None:
     """What is written back behind an operation is there for every stream that waits, wherever it ran."""
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     total = float(sum(range(1, size + 1)))
     for asks in (True, False):
         x = torch.zeros(48)[::3]
@@ -218,7 +218,7 @@ def last_steps(group: ProcessGroup) -> None:
 def host_blocks(group: ProcessGroup) -> None:
     """A barrier's wait blocks the host, as one with a limit does, after which the operation goes on."""
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     with device.using(own):
         device.sleep(own, DELAY)
         began = time.monotonic()
@@ -238,7 +238,7 @@ def host_blocks(group: ProcessGroup) -> None:
 
 def messages(group: ProcessGroup) -> None:
     device, me = DoubleDevice.shared(CPU), group.rank()
-    own = device.new_stream(False)
+    own = pool_stream()
     x, y = torch.zeros(4), torch.zeros(4)
     with device.using(own):
         late(device, own, x, 5.0 + me)
@@ -256,7 +256,36 @@ def messages(group: ProcessGroup) -> None:
     assert y.tolist() == [9.0] * 4
 
 
-LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads)
+def beside_streams_of_users(group: ProcessGroup) -> None:
+    """No operation and no future waits for what users do on their streams, of which there are 32 in all."""
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    total = [float(sum(range(1, size + 1)))] * 4
+    goes_on = threading.Event()
+    held = {pool_stream() for _ in range(33)}
+    for stream in held:
+        device.run(stream, goes_on.wait)
+    try:
+        own = device.take_stream(high_priority=False)
+        with device.using(own):
+            tensors = [torch.full((4,), 1.0 + me) for _ in range(40)]
+            futures = [group.allreduce(x).get_future() for x in tensors]
+            values = [future.wait() for future in futures]
+            got = torch.empty(4)
+            messages = [group.send(torch.full((4,), float(me)), 1 - me), group.recv(got, 1 - me)]
+            for work in messages:
+                work.wait()
+            passed = device.record(own)
+        assert eventually(lambda: device.done(passed)), "waits for a stream of a user"
+    finally:
+        goes_on.set()
+    assert [value[0].tolist() for value in values] == [total] * 40
+    assert got.tolist() == [1.0 - me] * 4
+    device.give_back(own, high_priority=False)
+    for stream in held:
+        device.synchronize(stream)
+
+
+LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads, beside_streams_of_users)
 
 
 def streams(group: ProcessGroup) -> None:
@@ -280,7 +309,7 @@ def test_order_on_streams(nccl_library: Path) -> None:
 
 def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     group.allreduce(torch.ones(1)).wait()
     with device.using(own):
         x = torch.zeros(2)
