@@ -216,7 +216,8 @@ class DoubleDevice(Device):
 
     @classmethod
     def shared(cls, device: torch.device) -> Device:
-        return super().shared(torch.device("cpu"))  # groups are bound to cpu:0, tensors are on cpu
+        # Groups are bound to cpu:0, as torch wants an index, and tensors are on cpu.
+        return super().shared(torch.device("cpu") if device.index == 0 else device)
 
     @classmethod
     def of_rank(cls, rank: int) -> torch.device:

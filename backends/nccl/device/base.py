@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from collectives.backends.nccl.device.issuing import Issuing
+
 __all__ = ["Device", "Event", "Stream"]
 
 Stream = Any
@@ -37,8 +39,8 @@ class Device(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.issuing = threading.RLock()
-        """Held around calls of NCCL that issue operations: it takes one thread at a time for each device."""
+        self.issuing = Issuing()
+        """Turns of the threads that issue operations of NCCL."""
         self._idle: list[tuple[bool, Stream, Event]] = []
         self._taking = threading.Lock()
 

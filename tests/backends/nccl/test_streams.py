@@ -14,10 +14,11 @@ import pytest
 import torch
 from conformance.test_works import eventually, gate
 from nccl_double.device import DoubleDevice, pool_stream
-from nccl_double.groups import run_over_double
+from nccl_double.groups import load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup
 from collectives.core.types import AllreduceOptions
+from collectives.store import PrefixStore
 
 DELAY = 0.2
 CPU = torch.device("cpu")
@@ -285,6 +286,29 @@ def beside_streams_of_users(group: ProcessGroup) -> None:
         device.synchronize(stream)
 
 
+def connected_by_two_threads(group: ProcessGroup, path: Path) -> None:
+    """Two threads with a group each, whose first operations come in another order on the other rank.
+
+    A first operation makes connections, for which NCCL waits for the other rank.
+    """
+    double, rank = load(path), group.rank()
+    store = group.get_group_store()
+    groups = [make_group(path, "cupy", rank, 2, PrefixStore(name, store)) for name in ("first", "second")]
+    one, other = groups if rank == 0 else groups[::-1]
+    x, y = torch.ones(2), torch.ones(2)
+    for member in groups:  # what is missing are the connections
+        member._communicators.all_ranks(DoubleDevice.shared(CPU), timedelta(seconds=20))
+    first = threading.Thread(target=lambda: one.allreduce(x).wait())
+    first.start()
+    assert eventually(lambda: double.connecting() == 1)
+    gate("both are connecting", group)
+    other.allreduce(y).wait()
+    first.join()
+    assert eventually(lambda: x.tolist() == [2.0] * 2 and y.tolist() == [2.0] * 2)
+    for member in groups:
+        member.shutdown()
+
+
 LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads, beside_streams_of_users)
 
 
@@ -305,6 +329,10 @@ def streams(group: ProcessGroup) -> None:
 
 def test_order_on_streams(nccl_library: Path) -> None:
     run_over_double(streams, 2, nccl_library)
+
+
+def test_connections_made_by_two_threads(nccl_library: Path) -> None:
+    run_over_double(connected_by_two_threads, 2, nccl_library, nccl_library)
 
 
 def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
