@@ -104,12 +104,18 @@ class Ends:
                 _SECONDS,
             )
             return
-        self._asked.set()  # nothing is left to abort, and the thread ends
+        self._asked.set()  # nothing is left to abort; the thread gives the streams back, and ends
 
     def _abort_when_asked(self) -> None:
         self._asked.wait()
         self._end_all("aborting", lambda one: one.abort())
         self._over.set()
+        # Not before: who waits for the end may have been interrupted, by the garbage collector, while it took
+        # a stream.
+        while self._streams:
+            with suppress(RuntimeError):  # the device has met an error, and nobody takes a stream any more
+                device, stream, high_priority = self._streams.pop()
+                device.give_back(stream, high_priority)
 
     def _end_all(self, what: str, end: Callable[[Communicator], None]) -> None:
         communicators = list(self._all)
@@ -123,10 +129,6 @@ class Ends:
                         self._end(what, one, end)
         except NcclError as error:
             logger.warning("%s %s the communicators failed: %s", self._where, what, error)
-        while self._streams:
-            with suppress(RuntimeError):  # the device has met an error, and nobody takes a stream any more
-                device, stream, high_priority = self._streams.pop()
-                device.give_back(stream, high_priority)
 
     def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class Issuing:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inside: dict[_Turn, float] = {}
         self._waiting = 0
@@ -30,7 +31,7 @@ class Issuing:
     def turn(self, *communicators: object) -> AbstractContextManager[None]:
         """Returns what waits for this thread's turn, which lasts as long as the ``with`` block.
 
-        Turns are not nested.
+        A thread may take another one within: what it issues may run code of the user's.
 
         Args:
             communicators: those that it calls.
@@ -65,19 +66,21 @@ class Issuing:
     def _seconds_to_wait(self, turn: _Turn) -> float | None:
         """Returns after what time those inside may be passed; ``None`` where they must leave before."""
         mine = set(turn.communicators)
-        if any(not mine.isdisjoint(other.communicators) for other in self._inside):
+        others = {other: since for other, since in self._inside.items() if other.thread != turn.thread}
+        if any(not mine.isdisjoint(other.communicators) for other in others):
             return None
-        return max(self._inside.values()) + _PATIENCE - time.monotonic()
+        return max(others.values(), default=-math.inf) + _PATIENCE - time.monotonic()
 
 
 class _Turn:
     """One turn."""
 
-    __slots__ = ("_turns", "communicators")
+    __slots__ = ("_turns", "communicators", "thread")
 
     def __init__(self, turns: Issuing, communicators: Sequence[object]) -> None:
         self._turns = turns
         self.communicators = communicators
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> None:
         self._turns.begin(self)

@@ -39,7 +39,7 @@ def test_one_at_a_time_and_past_those_that_stay() -> None:
     assert same_inside.wait(20)
     same_leave.set()
     same.join()
-    with turns.turn("a"):
+    with turns.turn("a"), turns.turn("a", "b"):  # within one of the same thread
         pass
 
 
