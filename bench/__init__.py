@@ -17,6 +17,7 @@ PROGRAMS = {
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
     "model": "collectives.bench.model",
+    "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.

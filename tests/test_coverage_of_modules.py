@@ -176,7 +176,7 @@ TESTED_THROUGH = {
     "ddp/sync": (
         "ddp/sync",
         "what ranks tell each other, seen in what training does",
-        "broadcast end_of_pass error_report model_agreement signals",
+        "broadcast end_of_pass error_report model_agreement",
     ),
     "ddp/unused_parameters": (
         "ddp/unused_parameters",

@@ -155,7 +155,7 @@ class Communicators:
             self._check(config, what)
         self._rendezvous.broadcast(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
         try:
-            with device.activate(), device.issuing:
+            with device.activate(), device.issuing.turn(parent):
                 return self._in_time(
                     device, lambda: parent.split(color, key, config), what, range(self._size), limit
                 )
@@ -169,7 +169,7 @@ class Communicators:
         that both sent first would wait for each other. One byte each way, in one group, does it before.
         """
         out, into = pair.outgoing, pair.incoming
-        with device.issuing, device.activate():
+        with device.issuing.turn(out.communicator, into.communicator), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
                 out.communicator.send(given.data_ptr(), 1, _BYTE, 1, device.handle(out.stream))
@@ -185,7 +185,8 @@ class Communicators:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
-        return StreamedCommunicator(communicator, device.new_stream(self._options.is_high_priority_stream))
+        stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
+        return StreamedCommunicator(communicator, stream)
 
     def _make(
         self, device: Device, key: str, ranks: Sequence[int], count: int, limit: timedelta

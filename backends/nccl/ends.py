@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from collectives.backends.nccl.device import Device
+from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 
 __all__ = ["Ends"]
@@ -20,7 +21,7 @@ there is a CUDA graph with operations of it."""
 
 
 class Ends:
-    """Ends the communicators of a group, all in one group of calls.
+    """Ends the communicators of a group, all in one group of calls, and gives back their streams.
 
     The abort of one frees memory, which waits for all kernels on the device, and those of another
     communicator may wait for other ranks for ever: in a group, NCCL stops all of them before it frees
@@ -37,6 +38,7 @@ class Ends:
         self._library = library
         self._where = where
         self._all: list[tuple[Device, Communicator]] = []
+        self._streams: list[tuple[Device, Stream, bool]] = []
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._asked = threading.Event()
@@ -50,6 +52,12 @@ class Ends:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._abort_when_asked, name="nccl abort", daemon=True)
                 self._thread.start()
+
+    def take_stream(self, device: Device, high_priority: bool) -> Stream:
+        """Returns a stream for the operations of a communicator, given back when all have ended."""
+        stream = device.take_stream(high_priority)
+        self._streams.append((device, stream, high_priority))
+        return stream
 
     def open(self) -> list[Communicator]:
         """Returns the communicators that have not been ended."""
@@ -95,12 +103,18 @@ class Ends:
                 _SECONDS,
             )
             return
-        self._asked.set()  # nothing is left to abort, and the thread ends
+        self._asked.set()  # nothing is left to abort; the thread gives the streams back, and ends
 
     def _abort_when_asked(self) -> None:
         self._asked.wait()
         self._end_all("aborting", lambda one: one.abort())
         self._over.set()
+        # Not before: who waits for the end may have been interrupted, by the garbage collector, while it took
+        # a stream.
+        while self._streams:
+            with suppress(RuntimeError):  # the device has met an error, and nobody takes a stream any more
+                device, stream, high_priority = self._streams.pop()
+                device.give_back(stream, high_priority)
 
     def _end_all(self, what: str, end: Callable[[Communicator], None]) -> None:
         communicators = list(self._all)

@@ -127,11 +127,10 @@ class ProcessGroupNCCL(ProcessGroup):
         self._loopback = Loopback()
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
         self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
-        device = options.device_id
-        self._bound = device if device is not None and device.type == devices.kind else None
+        self._bound: torch.device | None = None
         self._global_ranks = options.global_ranks or tuple(range(options.size))
-        if self._bound is not None:
-            self._connect(self._bound, options.split_from)
+        if options.device_id is not None:
+            self._bind_device(options.device_id, options.split_from)
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
@@ -327,8 +326,11 @@ class ProcessGroupNCCL(ProcessGroup):
             return self._device(self._bound)
         return self._first_device or self._device(self._make_device.of_rank(self._global_ranks[self._rank]))
 
-    def _connect(self, bound: torch.device, parent: ProcessGroup | None) -> None:
+    def _bind_device(self, bound: torch.device, parent: ProcessGroup | None = None) -> None:
         """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
+        if bound.type != self._make_device.kind or self._bound is not None:
+            return
+        self._bound = bound
         device = self._device(bound)
         try:
             if isinstance(parent, ProcessGroupNCCL) and parent._bound == bound:

@@ -145,13 +145,17 @@ class NcclWork(Work):
 
         # A stream of its own waits for no other operation. In a capture it would be a branch of the graph
         # that nobody joins again.
-        relay = pending.streams[0] if pending.captured else pending.device.new_stream(high_priority=False)
-        pending.block_stream(relay)
-        with pending.device.using(relay):
-            if pending.error is not None:
-                fail(future, pending.error)
-            else:
-                future.set_result(outputs)
+        relay = pending.streams[0] if pending.captured else pending.device.take_stream(high_priority=False)
+        try:
+            pending.block_stream(relay)
+            with pending.device.using(relay):
+                if pending.error is not None:
+                    fail(future, pending.error)
+                else:
+                    future.set_result(outputs)
+        finally:
+            if not pending.captured:
+                pending.device.give_back(relay, high_priority=False)
         return future
 
 

@@ -186,6 +186,13 @@ class BackendInterface(ABC):
     def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
         """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
 
+    def _bind_device(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to do
+        """Takes note that the process is bound to a device; called by all ranks, and may connect them there.
+
+        Args:
+            device: the device, with its index where it has one.
+        """
+
     def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
         """Takes part in making a group of other ranks, whose connections are split off this one's.
 

@@ -85,6 +85,14 @@ class ForwardingGroup(ProcessGroup):
         for group in self.inner_groups:
             group._raise_failure()
 
+    def _bind_device(self, device: torch.device) -> None:
+        for group in self.inner_groups:
+            group._bind_device(device)
+
+    def _decline_split(self) -> None:
+        for group in self.inner_groups:
+            group._decline_split()
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         with ExitStack() as stack:

@@ -19,8 +19,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
+from collectives.core.arguments.option_records import is_general
 from collectives.core.capabilities import Capabilities
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import default_pg_timeout
@@ -279,7 +279,7 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
         TypeError: it made something else than a group.
     """
     spec = backend_spec(name)
-    if type(options.pg_options) is c10d.Backend.Options:  # torch's general record, of no backend
+    if is_general(options.pg_options):
         options = replace(options, timeout=options.pg_options._timeout, pg_options=None)
     reason = why_unavailable(name)
     if reason is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from collectives.api.debug import checked
+from collectives.core.arguments.option_records import is_general
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
 from collectives.registry.names import DistributedBackendOptions
@@ -48,30 +50,77 @@ def create(
         ValueError: ``pg_options`` say something else than the name.
     """
     size = options.group_size
-    inner = _make(
-        backend,
-        GroupOptions(
-            store=options.store,
-            rank=options.group_rank,
-            size=size,
-            timeout=options.timeout,
-            group_name=options.group_id,
-            global_ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
-            pg_options=_with_fixed(pg_options, fixed, f"[rank {options.group_rank}] backend {name!r}"),
-        ),
+    # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
+    replaced = getattr(options, "process_group", None)
+    about = GroupOptions(
+        store=options.store,
+        rank=options.group_rank,
+        size=size,
+        timeout=options.timeout,
+        group_name=options.group_id,
+        global_ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+        device_id=None if replaced is None else replaced.bound_device_id,
+        pg_options=_with_fixed(pg_options, fixed, f"[rank {options.group_rank}] backend {name!r}"),
     )
+    return _group(name, backend, about)
+
+
+def _group(name: str, backend: str, about: GroupOptions) -> TorchGroup:
+    """Returns a group for torch; arguments as of :func:`create`."""
+    inner = _make(backend, about)
     # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
     inner = checked(inner, detail=c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
     kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
     if torch_backend.can_be_made():
-        group = kind(inner, name, options.group_id)
+        group = kind(inner, name, about.group_name)
         torch_backend.attach(group)
-        replaced = getattr(options, "process_group", None)  # torch's own, which this one stands for
-        if replaced is not None:
-            group.bound_device_id = replaced.bound_device_id
-        return group
-    kernels.acquire()
-    return kind(inner, name, options.group_id, ended=kernels.release)
+    else:
+        kernels.acquire()
+        group = kind(inner, name, about.group_name, ended=kernels.release)
+    if about.device_id is not None:
+        group.bound_device_id = about.device_id
+    group.make_part = partial(_part, name, backend, about)
+    return group
+
+
+def _part(
+    name: str,
+    backend: str,
+    parent: GroupOptions,
+    group: TorchGroup,
+    ranks: Sequence[int],
+    timeout: timedelta | None,
+    options: Any,
+    group_name: str,
+) -> TorchGroup | None:
+    """Returns a group of some ranks of a group; arguments as of ``TorchGroup.split_group``.
+
+    Args:
+        name: name of the backend in torch.
+        backend: its name in the registry.
+        parent: what the group was made of.
+        group: the group.
+        ranks: the members' ranks there.
+        timeout: time limit of the part's operations; ``None`` for the group's.
+        options: options of the backend itself; torch's general ones and ``None`` stand for the group's.
+        group_name: name of the part, the same on all members.
+    """
+    if group.rank() not in ranks:
+        group.inner._decline_split()
+        return None
+    about = dataclasses.replace(
+        parent,
+        store=PrefixStore(group_name, parent.store),
+        rank=list(ranks).index(group.rank()),
+        size=len(ranks),
+        timeout=timeout or group.inner.timeout,
+        group_name=group_name,
+        global_ranks=tuple(parent.global_ranks[rank] for rank in ranks),
+        device_id=group.bound_device_id,
+        pg_options=parent.pg_options if options is None or is_general(options) else options,
+        split_from=getattr(group.inner, "inner", group.inner),  # of one that checks its operations
+    )
+    return _group(name, backend, about)
 
 
 def independent_options(
@@ -101,11 +150,17 @@ def _make(backend: str, options: GroupOptions) -> ProcessGroup:
     """
     if backend != "host" or not torch.cuda.is_available() or why_unavailable("nccl") is not None:
         return create_group(backend, options)
+    split_from = getattr(options.split_from, "groups", {})
     chosen = options.pg_options if isinstance(options.pg_options, Mapping) else {"host": options.pg_options}
     parts = {
         device: create_group(
             name,
-            dataclasses.replace(options, store=PrefixStore(name, options.store), pg_options=chosen.get(name)),
+            dataclasses.replace(
+                options,
+                store=PrefixStore(name, options.store),
+                pg_options=chosen.get(name),
+                split_from=split_from.get(device),
+            ),
         )
         for device, name in (("cpu", "host"), ("cuda", "nccl"))
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
+from collectives.core.arguments.option_records import GeneralOptions
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
@@ -26,6 +26,9 @@ __all__ = ["TorchGroupBase", "why_not_served"]
 class TorchGroupBase(_Group):
     """The part of :class:`~collectives.torch_bridge.group.TorchGroup` that issues nothing.
 
+    Attributes:
+        make_part: makes a group of some of the ranks; ``None`` where torch did not make this one.
+
     Args:
         inner: the group that communicates.
         backend_name: name under which torch knows the backend.
@@ -34,7 +37,7 @@ class TorchGroupBase(_Group):
     """
 
     # What the object that serves a device offers beyond the operations.
-    supports_splitting = False
+    supports_splitting = True
     supports_time_estimate = False
     supports_shrinking = False
     supports_reconfigure = False
@@ -48,6 +51,8 @@ class TorchGroupBase(_Group):
         self._backend_name = backend_name
         self._torch_name = name
         self._torch_desc = inner.group_desc
+        self.make_part: Callable[..., Any] | None = None
+        self._parts = itertools.count(1)
         self._issued = itertools.count(1)
         self._sequence = 0
         self._batches: dict[int, tuple[list[Work], ExitStack]] = {}
@@ -124,9 +129,69 @@ class TorchGroupBase(_Group):
     @property
     def options(self) -> Any:
         """A ``Backend.Options`` record of the group."""
-        options = c10d.Backend.Options(self._backend_name, self.inner.timeout)
+        options = GeneralOptions(self._backend_name, self.inner.timeout)
         options.group_name = self._torch_name  # type: ignore[assignment]
         return options
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Binds the group to a device, where NCCL connects all ranks at once.
+
+        Called by torch on all ranks of a group with a ``device_id``; may block until all have called.
+
+        Args:
+            device: the device, with an index.
+        """
+        self.inner._bind_device(device)
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing.
+
+        torch calls it on those ranks that are not in a new group, whatever backend that has. So its members
+        cannot count on them, and make connections of their own; :meth:`split_group` splits them off.
+        """
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,  # noqa: ARG002 - of one group for all of them
+    ) -> Any:
+        """Makes groups of some ranks each; called by all ranks, and blocks until those of the part have come.
+
+        The part serves the same device types. Where the group is bound to a CUDA device, its connections are
+        split off this group's.
+
+        Args:
+            ranks: ranks, within this group, of the part that this one joins, or of any where it joins none.
+            timeout: time limit of the part's operations; ``None`` for that of this group.
+            opts: options of the backend; ``None`` or torch's general record for those of this group.
+            group_name: name of the part, not used before; ``None`` makes one.
+            group_desc: free text, which messages show.
+            device_types: not looked at.
+
+        Returns:
+            The part, ``None`` on a rank that is not in it.
+
+        Raises:
+            ValueError: ``ranks`` are not different ranks of this group.
+        """
+        number = next(self._parts)
+        if self.make_part is None:
+            self._refuse("split_group", "make sub-groups with torch.distributed.new_group")
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
+            raise ValueError(
+                f"[rank {self.rank()}] split_group on {self!r}: ranks must be different ones from 0 to "
+                f"{self.size() - 1}, but are {list(ranks)}"
+            )
+        name = group_name or f"{self._torch_name}:split{number}:{'_'.join(map(str, ranks))}"
+        part = self.make_part(self, ranks, timeout, opts, name)
+        if part is not None and group_desc is not None:
+            part.setGroupDesc(group_desc)
+        return part
 
     def supports_tensor_alloc(self, device: Any) -> bool:  # noqa: ARG002
         """Returns ``False``: tensors of any allocator are taken."""
@@ -204,15 +269,14 @@ class TorchGroupBase(_Group):
         """Raises; tensors of any allocator are taken."""
         self._refuse("allocate_tensor", "make the tensor as any other")
 
-    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        """Raises; ``torch.distributed.new_group`` makes sub-groups."""
-        self._refuse("split_group", "make sub-groups with torch.distributed.new_group")
-
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
         """Raises; groups of a fixed set of ranks are made by ``init_process_group`` and ``new_group``."""
         self._refuse("merge_remote_group", "initialize again with all ranks")
 
-    splitGroup = split_group
+    def splitGroup(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        """Raises; for callers in C++, which would get a group that communicates with nobody."""
+        self._refuse("splitGroup", "call split_group from Python")
+
     mergeRemoteGroup = merge_remote_group
 
     def _refuse(self, what: str, instead: str) -> NoReturn:

@@ -91,6 +91,8 @@ class Signals:
     def __init__(self, counted: int) -> None:
         self.size = _HEADER + counted
         self._counted = counted
+        self._written: list[float] | None = None
+        self._on_device = torch.empty(0)
 
     def write(
         self,
@@ -101,7 +103,7 @@ class Signals:
         position: Position | None,
         used: Sequence[int] | None,
     ) -> None:
-        """Writes this rank's signals.
+        """Writes this rank's signals; waits for the device only where they are others than before.
 
         Args:
             tail: where to; floating, flat.
@@ -115,11 +117,13 @@ class Signals:
         header[_RELAYOUT] = float(relayout)
         for place in () if position is None else position.raised():
             header[place] = 1.0
-        if used is not None and self._counted:
-            tail.copy_(torch.tensor([*header, *used], dtype=torch.float32))
-        else:
-            tail[:_HEADER].copy_(torch.tensor(header))
-            tail[_HEADER:].fill_(1)
+        if self._counted:
+            header += [1.0] * self._counted if used is None else map(float, used)
+        if header != self._written or self._on_device.device != tail.device:
+            # A copy from the host waits for the device, and passes mostly signal what they did before.
+            self._on_device = torch.tensor(header, dtype=torch.float32).to(tail.device)
+            self._written = header
+        tail.copy_(self._on_device)
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
         """Returns what the ranks signalled.

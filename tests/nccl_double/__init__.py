@@ -185,6 +185,10 @@ class NcclDouble:
         """Returns how often operations were launched; those of a group of calls are launched once."""
         return int(self._library.double_launches())
 
+    def connecting(self) -> int:
+        """Returns how many threads are in calls that make connections, and wait for other ranks."""
+        return int(self._library.double_connecting())
+
     def communicators(self) -> int:
         """Returns how many communicators have not been ended."""
         return int(self._library.double_communicators())

@@ -76,6 +76,46 @@ bool Communicator::in_turn(std::uint64_t mine, const std::function<bool()>& work
   return done;
 }
 
+Failure Communicator::connect(const std::vector<Operation>& operations) {
+  std::vector<Outgoing> to_all, sends;
+  std::vector<Incoming> from_all, receives;
+  if (aborted) return {kSuccess, ""};  // in the same group: the operations are not carried out
+  std::uint64_t mine;
+  {
+    const std::lock_guard lock(mutex);
+    for (const Operation& op : operations) {
+      if (op.kind == Operation::send || op.kind == Operation::recv) {
+        if (op.root == rank || !connected.emplace(op.root, op.kind).second) continue;
+        if (op.kind == Operation::send) sends.push_back({op.root, nullptr, 0});
+        if (op.kind == Operation::recv) receives.push_back({op.root, nullptr, 0});
+      } else if (op.count && !std::exchange(collectives_connected, true)) {
+        for (int peer = 0; peer < size; ++peer) {
+          if (peer == rank) continue;
+          to_all.push_back({peer, nullptr, 0});
+          from_all.push_back({peer, nullptr, 0});
+        }
+      }
+    }
+    if (to_all.empty() && sends.empty() && receives.empty()) return {kSuccess, ""};
+    mine = issued++;
+  }
+  ++state().connecting;
+  Failure failure{kInternalError, "stopped while connections were made"};
+  in_turn(mine, [&] {
+    try {
+      if (mesh.exchange(Lane::connecting_collectives, Operation::connect, to_all, from_all, aborted) &&
+          mesh.exchange(Lane::connecting_messages, Operation::connect, sends, receives, aborted)) {
+        failure.status = kSuccess;
+      }
+    } catch (const Failure& met) {
+      failure = met;
+    }
+    return true;
+  });
+  --state().connecting;
+  return failure;
+}
+
 void Communicator::settle(bool all) {
   std::unique_lock lock(mutex);
   changed.notify_all();

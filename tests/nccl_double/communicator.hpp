@@ -57,7 +57,18 @@ struct UniqueId {
 };
 
 struct Operation {
-  enum Kind : int { none, all_reduce, reduce, broadcast, all_gather, reduce_scatter, send, recv, split };
+  enum Kind : int {
+    none,
+    all_reduce,
+    reduce,
+    broadcast,
+    all_gather,
+    reduce_scatter,
+    send,
+    recv,
+    split,
+    connect
+  };
   Kind kind = none;
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
@@ -75,6 +86,9 @@ struct Communicator {
 
   // Runs `work` when those before have run; returns whether it did, and was not stopped by an abort.
   bool in_turn(std::uint64_t turn, const std::function<bool()>& work);
+  // Makes the connections that operations need and that are not there; blocks until the peers do so, too.
+  // Returns what went wrong, with a status of kSuccess for nothing.
+  Failure connect(const std::vector<Operation>& operations);
   // Waits until nothing runs, or also until nothing is to run.
   void settle(bool all);
   // Returns the reason of the asynchronous error.
@@ -97,6 +111,8 @@ struct Communicator {
   std::uint64_t turn = 0;
   bool running = false;
   std::uint64_t splits = 0;
+  bool collectives_connected = false;
+  std::set<std::pair<int, Operation::Kind>> connected;        // peers, for messages out or in
   std::map<int, std::pair<int, std::vector<std::byte>>> ops;  // type and factor by code
   int next_op = kBuiltInOps;
 
@@ -131,6 +147,7 @@ struct State {
   std::atomic<bool> dry{false};
   std::atomic<int> misuses{0};
   std::atomic<int> launches{0};
+  std::atomic<int> connecting{0};  // threads
 };
 
 struct Group {
@@ -165,7 +182,8 @@ void forget(const CommunicatorPtr& communicator);
 void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<CommunicatorPtr>& destroyed);
 
 // Puts operations on their streams. A communicator's operations of one group start together: on the stream of
-// the first, which waits for the other streams, and they for it.
-void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations);
+// the first, which waits for the other streams, and they for it. Blocks while they make connections, those of
+// several communicators at once; returns a status.
+int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations);
 
 }  // namespace nccl_double

@@ -1,7 +1,8 @@
 """The streams and events of the double of NCCL as a device, so that groups run on tensors of the CPU.
 
 Streams are threads, which run behind the calls as a GPU does. So is the default one, which all threads share,
-the current one unless :meth:`DoubleDevice.using` says otherwise.
+the current one unless :meth:`DoubleDevice.using` says otherwise. Users' streams come from a pool of 32, as
+torch's do, which begins again after the last: see :func:`pool_stream`.
 
 Inside :func:`tensors_on_device`, torch's operations of the calling thread go to its current stream, too:
 those that only write to their first argument are put there and return, and all others block the host until
@@ -50,6 +51,8 @@ _functions: dict[str, Any] = {}
 _collect_all = torch.futures.collect_all
 _default: list[int] = []
 """The default stream, once there is one."""
+_pool: list[int] = []
+_next_of_pool = itertools.cycle(range(32))
 
 _QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "neg_"})
 """Operations that write to their first argument and do nothing else."""
@@ -83,6 +86,13 @@ def _current_stream() -> int:
     if not _default:
         _default.append(_do("stream_create"))
     return getattr(_thread, "stream", _default[0])
+
+
+def pool_stream() -> int:
+    """Returns the next stream of torch's pool, as ``torch.cuda.Stream()``: every 32nd is the same one."""
+    if not _pool:
+        _pool.extend(_do("stream_create") for _ in range(32))
+    return _pool[next(_next_of_pool)]
 
 
 def _enqueue(stream: int, function: Callable[[], object]) -> None:
@@ -173,7 +183,7 @@ class DoubleFuture(torch.futures.Future[Any]):
 
 @contextlib.contextmanager
 def _on_pool_stream(futures: list[DoubleFuture]) -> Iterator[None]:
-    stream, before = _do("stream_create"), _current_stream()
+    stream, before = pool_stream(), _current_stream()
     for future in futures:
         future.order(stream)
     _do("stream_sleep", stream, 20)
@@ -205,6 +215,11 @@ class DoubleDevice(Device):
     """Of the streams that were made, whether they should have a high priority."""
 
     @classmethod
+    def shared(cls, device: torch.device) -> Device:
+        # Groups are bound to cpu:0, as torch wants an index, and tensors are on cpu.
+        return super().shared(torch.device("cpu") if device.index == 0 else device)
+
+    @classmethod
     def of_rank(cls, rank: int) -> torch.device:
         return torch.device("cpu")
 
@@ -232,7 +247,7 @@ class DoubleDevice(Device):
         finally:
             _thread.stream = before
 
-    def new_stream(self, high_priority: bool) -> int:
+    def _make_stream(self, high_priority: bool) -> int:
         self.priorities.append(high_priority)
         return _do("stream_create")
 

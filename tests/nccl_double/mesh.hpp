@@ -14,8 +14,14 @@
 
 namespace nccl_double {
 
-// Collectives and point-to-point messages do not meet.
-enum class Lane : std::uint32_t { collective, point_to_point, lanes };
+// Collectives and point-to-point messages do not meet, nor do the connections that each makes.
+enum class Lane : std::uint32_t {
+  collective,
+  point_to_point,
+  connecting_collectives,
+  connecting_messages,
+  lanes
+};
 
 struct Outgoing {
   int peer;

@@ -1,10 +1,10 @@
 // A double of NCCL for tests: its C interface on host memory, between processes of one machine.
 //
 // It is test equipment. What it shares with NCCL: names, argument order, codes, checks and statuses of the C
-// interface, groups, blocking until all ranks have come, order of operations, abort from another thread. What
-// it has instead of CUDA: streams.cpp. It is stricter where NCCL corrupts memory or hangs in silence:
-// operations that do not match between ranks become asynchronous errors, and calls with an ended communicator
-// are counted.
+// interface, groups, blocking until all ranks have come, connections that first operations make, order of
+// operations, abort from another thread. What it has instead of CUDA: streams.cpp. It is stricter where NCCL
+// corrupts memory or hangs in silence: operations that do not match between ranks become asynchronous errors,
+// and calls with an ended communicator are counted.
 //
 // Operations of a communicator run one after the other, in the order of their calls. One that fails stays
 // unfinished, as a kernel does, until the communicator is aborted.
@@ -64,10 +64,9 @@ int issue(const char* function, const void* handle, Operation op) {
   op.op = built_in;
   if (group.depth) {
     group.operations.emplace_back(comm, std::move(op));
-  } else {
-    launch({{comm, std::move(op)}});
+    return kSuccess;
   }
-  return kSuccess;
+  return launch({{comm, std::move(op)}});
 }
 
 // Takes what the caller gave of a configuration, on top of the defaults or of the parent's.
@@ -400,8 +399,7 @@ int ncclGroupEnd() {
   use_device();
   if (!ended.aborts.empty() || !ended.destroys.empty()) end(ended.aborts, ended.destroys);
   if (ended.error) return ended.error;
-  if (!ended.operations.empty()) launch(ended.operations);
-  return kSuccess;
+  return ended.operations.empty() ? kSuccess : launch(ended.operations);
 }
 
 // The functions that tests call beside NCCL's.
@@ -450,6 +448,9 @@ int double_misuses() { return state().misuses; }
 
 // Returns how often operations were launched; those of a group of calls are launched once.
 int double_launches() { return state().launches; }
+
+// Returns how many threads are in calls that make connections, and wait for other ranks.
+int double_connecting() { return state().connecting; }
 
 // Returns how many communicators have not been ended.
 int double_communicators() {

@@ -86,7 +86,7 @@ bool run_all(Communicator& comm, const std::vector<Operation>& operations) {
 
 }  // namespace
 
-void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations) {
+int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations) {
   ++state().launches;
   std::vector<std::pair<CommunicatorPtr, std::vector<Operation>>> parts;
   for (const auto& [comm, op] : operations) {
@@ -96,6 +96,17 @@ void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations
     part->second.push_back(op);
   }
   std::vector<std::thread> helpers;
+  std::vector<Failure> failures(parts.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto connect = [&, i] { failures[i] = parts[i].first->connect(parts[i].second); };
+    if (parts.size() == 1) connect();
+    if (parts.size() > 1) helpers.emplace_back(connect);
+  }
+  for (std::thread& helper : helpers) helper.join();
+  for (const Failure& failure : failures) {
+    if (failure.status) return fail(failure.status, failure.text);
+  }
+  helpers.clear();
   for (const auto& [comm, ops] : parts) {
     std::uint64_t turn;
     {
@@ -125,6 +136,7 @@ void launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations
     }
   }
   for (std::thread& helper : helpers) helper.join();
+  return kSuccess;
 }
 
 }  // namespace nccl_double

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from collectives.backends.nccl.device.issuing import Issuing
+
 __all__ = ["Device", "Event", "Stream"]
 
 Stream = Any
@@ -37,8 +39,10 @@ class Device(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.issuing = threading.RLock()
-        """Held around calls of NCCL that issue operations: it takes one thread at a time for each device."""
+        self.issuing = Issuing()
+        """Turns of the threads that issue operations of NCCL."""
+        self._idle: list[tuple[bool, Stream, Event]] = []
+        self._taking = threading.Lock()
 
     @classmethod
     def shared(cls, device: torch.device) -> Device:
@@ -66,9 +70,37 @@ class Device(ABC):
     def current_stream(self) -> Stream:
         """Returns the calling thread's stream."""
 
+    def take_stream(self, high_priority: bool) -> Stream:
+        """Returns an idle stream that nobody else uses until :meth:`give_back`; not one of torch's pool.
+
+        That has 32 streams, which users get in turn: what waits on one of theirs would hold operations back.
+
+        Args:
+            high_priority: whether the device is to prefer it.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+        with self._taking, self.activate():
+            for place, (priority, stream, end) in enumerate(self._idle):
+                if priority == high_priority and self.done(end):
+                    del self._idle[place]
+                    return stream
+            return self._make_stream(high_priority)
+
+    def give_back(self, stream: Stream, high_priority: bool) -> None:
+        """Lets others take a stream, as soon as it has passed what it now holds.
+
+        Args:
+            stream: the stream.
+            high_priority: what it was taken with.
+        """
+        with self._taking, self.activate():
+            self._idle.append((high_priority, stream, self.record(stream)))
+
     @abstractmethod
-    def new_stream(self, high_priority: bool) -> Stream:
-        """Returns a stream that is not the default one; others may get the same."""
+    def _make_stream(self, high_priority: bool) -> Stream:
+        """Returns a new stream, with the device active; it is never destroyed."""
 
     @abstractmethod
     def handle(self, stream: Stream) -> int:

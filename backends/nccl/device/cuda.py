@@ -57,9 +57,14 @@ class CudaDevice(Device):
         """Returns the calling thread's stream on this device."""
         return torch.cuda.current_stream(self.device)
 
-    def new_stream(self, high_priority: bool) -> Stream:
-        """Returns a stream of torch's pool."""
-        return torch.cuda.Stream(self.device, -1 if high_priority else 0)  # type: ignore[no-untyped-call]
+    def _make_stream(self, high_priority: bool) -> Stream:
+        """Returns a stream that the runtime makes, or one of torch's pool where that cannot be found."""
+        priority = -1 if high_priority else 0
+        runtime = loaded_runtime()
+        if runtime is None:
+            return torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
+        made = runtime.make_stream(priority)
+        return torch.cuda.ExternalStream(made, self.device)  # type: ignore[no-untyped-call]
 
     def handle(self, stream: Stream) -> int:
         """Returns the ``cudaStream_t``."""

@@ -31,8 +31,7 @@ class NcclLibrary(ABC):
     """NCCL by way of one provider.
 
     Any thread may call. A group belongs to the thread that opened it. NCCL itself forbids that several
-    threads issue operations on communicators of one device at the same time: the caller holds a lock around
-    them.
+    threads issue operations on communicators of one device at the same time: the caller sees to it.
 
     Attributes:
         name: name of the provider.

@@ -139,7 +139,8 @@ class Enqueuer:
         everyone = any(request.peer is None for request in requests)
         communicators = self._communicators_for(requests)
         pending = PendingOperation(first.operation, device, None if everyone else peers, captured)
-        with self._watched(pending), device.issuing, device.activate():
+        turn = device.issuing.turn(*[chosen.communicator for chosen in communicators])
+        with self._watched(pending), turn, device.activate():
             self._failures.refuse(first.operation)
             self._issue(requests, communicators, pending)
         with self._releasing:
@@ -196,7 +197,7 @@ class Enqueuer:
     def _issue(
         self, requests: list[Request], communicators: list[StreamedCommunicator], pending: PendingOperation
     ) -> None:
-        """Puts the requests on their streams; with the device's lock held."""
+        """Puts the requests on their streams; at this thread's turn."""
         device = pending.device
         current = device.current_stream()
         on_current = not any(request.async_op for request in requests)

@@ -11,13 +11,35 @@ from torch._C import _distributed_c10d as c10d
 from collectives.core import types as ours
 from collectives.errors import UnsupportedOperationError
 
-__all__ = ["REDUCE_OP_CODES", "limit", "record", "reduce_op_code", "reduction"]
+__all__ = [
+    "REDUCE_OP_CODES",
+    "GeneralOptions",
+    "is_general",
+    "limit",
+    "record",
+    "reduce_op_code",
+    "reduction",
+]
 
 _NONE = timedelta(0)
 _REDUCTIONS: dict[Any, ours.ReduceOp] = {
     getattr(c10d.ReduceOp, name): getattr(ours.ReduceOp, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
+
+
+class GeneralOptions(c10d.Backend.Options):
+    """torch's record of no backend in particular, which ``torch.distributed.split_group`` copies."""
+
+    def __deepcopy__(self, memo: object) -> GeneralOptions:
+        copied = GeneralOptions(self.backend, self._timeout)
+        copied.group_name = self.group_name
+        return copied
+
+
+def is_general(options: object) -> bool:
+    """Returns whether options are torch's record of no backend in particular."""
+    return type(options) in (c10d.Backend.Options, GeneralOptions)
 
 
 def limit(timeout: timedelta | None) -> timedelta | None:

@@ -246,4 +246,4 @@ def compositions(group: Any, path: Path) -> None:
 
 def test_compositions(nccl_library: Path) -> None:
     """All in one start of ranks: importing what training needs takes longer than the rest."""
-    run_over_double(compositions, 3, nccl_library, nccl_library)
+    run_over_double(compositions, 3, nccl_library, nccl_library, timeout=100)

@@ -22,6 +22,13 @@ extern "C" int cudaEventQuery(void* event) {
   if (status > 1000) { usleep((useconds_t)status * 1000); return 0; }
   return last = (int)status;
 }
+/* A stream is its flags and priority; there is no priority above 5. */
+extern "C" int cudaStreamCreateWithPriority(void** made, unsigned flags, int priority) {
+  if (mode != 2) return last = 901;
+  if (priority > 5) return last = 2;
+  *made = (void*)(long)(flags * 100 - priority);
+  return 0;
+}
 extern "C" int cudaGetLastError(void) { int was = last; last = 0; return was; }
 extern "C" const char* cudaGetErrorName(int) { return "cudaErrorLaunchFailure"; }
 extern "C" const char* cudaGetErrorString(int) { return "unspecified launch failure"; }
@@ -54,6 +61,10 @@ def asked(rank: int, size: int, path: Path) -> None:
     assert library.cudaGetLastError() == 0, "left behind for the next call of torch"
     with pytest.raises(RuntimeError, match=r"CUDA error 719: unspecified launch failure \(cudaErrorLaunch"):
         found.event_done(719)
+    assert found.make_stream(-1) == 101
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        found.make_stream(6)
+    assert library.cudaGetLastError() == 0
     mode = ctypes.c_int(7)
     library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert mode.value == 0, "the thread's own mode is there again"

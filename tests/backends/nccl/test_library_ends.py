@@ -74,7 +74,8 @@ def ended_by_abort(communicator: Communicator, blocked: object) -> None:
 
     thread = threading.Thread(target=count_and_abort)
     thread.start()
-    blocked()
+    with pytest.raises(NcclError, match="stopped while connections were made"):
+        blocked()
     over.set()
     thread.join()
     assert ticks == 100, "the blocked call held the GIL, or did not block"
@@ -159,10 +160,11 @@ def test_asynchronous_errors(provider: str, nccl_library: Path) -> None:
 
 def killed(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, _, communicator):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         stream = double.stream()
         data = torch.ones(4)
+        communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, 0)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         communicator.all_reduce(data.data_ptr(), data.data_ptr(), 4, FLOAT, 0, stream)
         error = seen(communicator)
         assert error.status == NcclStatus.REMOTE_ERROR

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from conformance.test_works import eventually, gate
-from nccl_double.device import DoubleDevice
-from nccl_double.groups import run_over_double
+from nccl_double.device import DoubleDevice, pool_stream
+from nccl_double.groups import load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup
 from collectives.core.types import AllreduceOptions
+from collectives.store import PrefixStore
 
 DELAY = 0.2
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def late(device: DoubleDevice, stream: int, tensor: torch.Tensor, value: float) 
 def asynchronous(group: ProcessGroup) -> None:
     """The operation waits for the current stream, and the current stream, by wait(), for the operation."""
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     total = sum(range(1, size + 1))
     for layout in ("dense", "strided"):
         x = torch.zeros(16) if layout == "dense" else torch.zeros(48)[::3]
@@ -56,7 +57,7 @@ def asynchronous(group: ProcessGroup) -> None:
 
 def on_the_current_stream(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own = device.new_stream(False)
+    own = pool_stream()
     x = torch.zeros(48)[::3]
     with device.using(own):
         late(device, own, x, 1.0 + me)
@@ -70,7 +71,7 @@ def on_the_current_stream(group: ProcessGroup) -> None:
 def kept_alive(group: ProcessGroup) -> None:
     """Tensors live until the streams have passed the operation, and not for ever."""
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     with device.using(own):
         device.sleep(own, DELAY)
         x = torch.ones(1000)
@@ -96,7 +97,7 @@ def kept_alive(group: ProcessGroup) -> None:
 def waited_for_elsewhere(group: ProcessGroup) -> None:
     """Another stream's wait does not give tensors back to the stream that they belong to."""
     device = DoubleDevice.shared(CPU)
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     with device.using(own):
         x = torch.ones(1000)
         alive = weakref.ref(x)
@@ -165,7 +166,7 @@ def issued_by_two_threads(group: ProcessGroup) -> None:
 
 def futures(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own = device.new_stream(False)
+    own = pool_stream()
     x = torch.zeros(3)
     with device.using(own):
         late(device, own, x, 1.0 + me)
@@ -195,7 +196,7 @@ def futures(group: ProcessGroup) -> None:
 def last_steps(group: ProcessGroup) -> None:
     """What is written back behind an operation is there for every stream that waits, wherever it ran."""
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
-    own, other = device.new_stream(False), device.new_stream(False)
+    own, other = pool_stream(), pool_stream()
     total = float(sum(range(1, size + 1)))
     for asks in (True, False):
         x = torch.zeros(48)[::3]
@@ -218,7 +219,7 @@ def last_steps(group: ProcessGroup) -> None:
 def host_blocks(group: ProcessGroup) -> None:
     """A barrier's wait blocks the host, as one with a limit does, after which the operation goes on."""
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     with device.using(own):
         device.sleep(own, DELAY)
         began = time.monotonic()
@@ -238,7 +239,7 @@ def host_blocks(group: ProcessGroup) -> None:
 
 def messages(group: ProcessGroup) -> None:
     device, me = DoubleDevice.shared(CPU), group.rank()
-    own = device.new_stream(False)
+    own = pool_stream()
     x, y = torch.zeros(4), torch.zeros(4)
     with device.using(own):
         late(device, own, x, 5.0 + me)
@@ -256,7 +257,59 @@ def messages(group: ProcessGroup) -> None:
     assert y.tolist() == [9.0] * 4
 
 
-LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads)
+def beside_streams_of_users(group: ProcessGroup) -> None:
+    """No operation and no future waits for what users do on their streams, of which there are 32 in all."""
+    device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
+    total = [float(sum(range(1, size + 1)))] * 4
+    goes_on = threading.Event()
+    held = {pool_stream() for _ in range(33)}
+    for stream in held:
+        device.run(stream, goes_on.wait)
+    try:
+        own = device.take_stream(high_priority=False)
+        with device.using(own):
+            tensors = [torch.full((4,), 1.0 + me) for _ in range(40)]
+            futures = [group.allreduce(x).get_future() for x in tensors]
+            values = [future.wait() for future in futures]
+            got = torch.empty(4)
+            messages = [group.send(torch.full((4,), float(me)), 1 - me), group.recv(got, 1 - me)]
+            for work in messages:
+                work.wait()
+            passed = device.record(own)
+        assert eventually(lambda: device.done(passed)), "waits for a stream of a user"
+    finally:
+        goes_on.set()
+    assert [value[0].tolist() for value in values] == [total] * 40
+    assert got.tolist() == [1.0 - me] * 4
+    device.give_back(own, high_priority=False)
+    for stream in held:
+        device.synchronize(stream)
+
+
+def connected_by_two_threads(group: ProcessGroup, path: Path) -> None:
+    """Two threads with a group each, whose first operations come in another order on the other rank.
+
+    A first operation makes connections, for which NCCL waits for the other rank.
+    """
+    double, rank = load(path), group.rank()
+    store = group.get_group_store()
+    groups = [make_group(path, "cupy", rank, 2, PrefixStore(name, store)) for name in ("first", "second")]
+    one, other = groups if rank == 0 else groups[::-1]
+    x, y = torch.ones(2), torch.ones(2)
+    for member in groups:  # what is missing are the connections
+        member._communicators.all_ranks(DoubleDevice.shared(CPU), timedelta(seconds=20))
+    first = threading.Thread(target=lambda: one.allreduce(x).wait())
+    first.start()
+    assert eventually(lambda: double.connecting() == 1)
+    gate("both are connecting", group)
+    other.allreduce(y).wait()
+    first.join()
+    assert eventually(lambda: x.tolist() == [2.0] * 2 and y.tolist() == [2.0] * 2)
+    for member in groups:
+        member.shutdown()
+
+
+LATER = (waited_for_elsewhere, an_unanswered_receive, issued_by_two_threads, beside_streams_of_users)
 
 
 def streams(group: ProcessGroup) -> None:
@@ -278,9 +331,13 @@ def test_order_on_streams(nccl_library: Path) -> None:
     run_over_double(streams, 2, nccl_library)
 
 
+def test_connections_made_by_two_threads(nccl_library: Path) -> None:
+    run_over_double(connected_by_two_threads, 2, nccl_library, nccl_library)
+
+
 def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
     device = DoubleDevice.shared(CPU)
-    own = device.new_stream(False)
+    own = pool_stream()
     group.allreduce(torch.ones(1)).wait()
     with device.using(own):
         x = torch.zeros(2)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import make_group, run_over_double
+from nccl_double.groups import load, make_group, run_over_double
 
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.interface import NcclError
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
 
@@ -27,7 +30,10 @@ def in_torchs_world(group: Any, path: Path) -> None:
     rank, size = group.rank(), group.size()
 
     def create(options: Any) -> Any:
-        about = {"timeout": options.timeout, "group_name": options.group_name}
+        about = {
+            field: getattr(options, field)
+            for field in ("timeout", "group_name", "global_ranks", "device_id", "split_from")
+        }
         return make_group(path, "cupy", options.rank, options.size, options.store, **about)
 
     register_backend_spec(BackendSpec("over_double", ("cpu",), create))
@@ -35,7 +41,51 @@ def in_torchs_world(group: Any, path: Path) -> None:
     store = torch_dist.PrefixStore("torch", group.get_group_store())
     torch_dist.init_process_group("over_double", store=store, rank=rank, world_size=size)
     batches(rank, size)
+    bound_to_a_device(rank, size, path)
     torch_dist.destroy_process_group()
+
+
+def bound_to_a_device(rank: int, size: int, path: Path) -> None:
+    """A world with a ``device_id``: connected at once, and split without new connections where all take part.
+
+    torch takes no CPU for it, so that its calls are made here.
+    """
+    world, double, cpu = torch_dist.group.WORLD, load(path), torch.device("cpu", 0)
+    whole = torch_dist.new_group()  # nothing of which is connected
+    for group in (world, whole):
+        before = double.communicators()
+        assert group._get_backend(cpu).supports_splitting  # torch's condition
+        group._get_backend(cpu).eager_connect_single_device(cpu)
+        assert group.bound_device_id == cpu
+        assert double.communicators() == before + 1
+        total = torch.ones(2)
+        torch_dist.all_reduce(total, group=group)
+        assert seen(total) == [float(size)] * 2
+        assert double.communicators() == before + 1
+
+    if rank:  # outside a new group of rank 0, which may have another backend, and splits nothing
+        world._get_backend(cpu).perform_nocolor_split(cpu)
+
+    double.fail_next("ncclCommInitRankConfig", 3, "not split, but made")
+    halves = [list(range(size // 2)), list(range(size // 2, size))]
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=cpu),
+    ):
+        half = torch_dist.split_group(split_ranks=halves, group_desc="a half")
+        alone = torch_dist.split_group(split_ranks=[[size - 1]])
+    members = halves[rank >= size // 2]
+    assert (half.rank(), half.size(), half.group_desc) == (members.index(rank), len(members), "a half")
+    assert half.bound_device_id == cpu
+    total = torch.full((2,), float(rank))
+    torch_dist.all_reduce(total, group=half)
+    assert seen(total) == [float(sum(members))] * 2
+    assert (alone is None) is (rank != size - 1)
+    library = loading.load("cupy")
+    with pytest.raises(NcclError, match="not split, but made"):  # what was ordered, and has not been used
+        library.init(library.unique_id(), 1, 0)
+    with pytest.raises(ValueError, match="must be different ones from 0 to"):
+        world.split_group([0, size])
 
 
 def batches(rank: int, size: int) -> None:

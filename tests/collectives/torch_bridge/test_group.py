@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from datetime import timedelta
@@ -247,7 +248,6 @@ def test_general_options_of_torch_give_their_time_limit():
 def refusals(rank, size):
     world = dist.group.WORLD
     calls = [
-        lambda: world.split_group([0]),
         lambda: dist.ProcessGroup.split_group(world, [0]),
         lambda: world.merge_remote_group(world.get_group_store(), 4),
         lambda: dist.ProcessGroup.merge_remote_group(world, world.get_group_store(), 4),
@@ -260,13 +260,36 @@ def refusals(rank, size):
     for call in calls + [getattr(world, name) for name in names]:
         with pytest.raises(RuntimeError):
             call()
-    with pytest.raises(UnsupportedOperationError, match="new_group"):
-        world.split_group([0])
     assert summed(rank) == 1
 
 
 def test_what_is_not_offered_raises():
     run_torch(refusals)
+
+
+def parts(rank, size):
+    world, limit = dist.group.WORLD, timedelta(seconds=11)
+    options = copy.deepcopy(world.options)  # as torch's split_group does
+    assert (options.backend, options._timeout) == (BACKEND, world.inner.timeout)
+    alone = world.split_group([rank], limit, options, group_desc="alone")
+    assert (alone.rank(), alone.size(), alone.group_desc, alone.inner.timeout) == (0, 1, "alone", limit)
+    turned = world.split_group([2, 0], opts=options)
+    assert (turned is None) is (rank == 1)
+    if turned is not None:
+        assert turned.inner.timeout == world.inner.timeout
+        tensor = torch.tensor([float(rank)])
+        turned.broadcast([tensor]).wait()
+        assert tensor.item() == 2
+        again = turned.split_group([turned.rank()], group_name="named")
+        assert (again.size(), again.group_name) == (1, "named")
+    for wrong in ([], [0, 0], [3], [-1]):
+        with pytest.raises(ValueError, match="ranks must be different ones from 0 to 2"):
+            world.split_group(wrong)
+    assert summed(rank) == 3
+
+
+def test_parts_of_a_group():
+    run_torch(parts, 3)
 
 
 def bound(rank, size):
