@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.world_state import default_group, is_member
-from collectives.core.forwarding import group_behind
+from collectives.api.world_state import own_group
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import (
     AllgatherOptions,
@@ -126,10 +125,10 @@ def _coalescing_manager(
     Raises:
         ValueError: a manager of this group is open in this thread, or the group does not serve ``device``.
     """
-    if not is_member(group):
+    target = own_group(group)
+    if target is None:
         yield _CoalescingManager()  # the calls inside warn
         return
-    target = default_group() if group is None else group_behind(group) or group
     if device is not None and torch.device(device).type not in target.capabilities.devices:
         raise ValueError(
             f"[rank {target.rank()}] _coalescing_manager: {target.describe()} does not take tensors on "

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from collectives.api.world_state import default_group, group_rank, is_member, member_group, world_rank
+from collectives.api.world_state import group_rank, member_group, own_group, world_rank
 from collectives.core.arguments.validation import check_tensor, fail
-from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 
@@ -220,10 +219,11 @@ class P2POp:
     ) -> None:
         if op is not isend and op is not irecv:
             raise ValueError(f"op must be isend or irecv, but is {op!r}")
-        if not is_member(group):
+        own = own_group(group)
+        if own is None:
             raise ValueError("P2POp: this rank is not in the given group; only members take part in a batch")
         self.op = op
-        self.group = default_group() if group is None else group_behind(group) or group
+        self.group = own
         self.tensor = check_tensor(self.group, "P2POp", tensor)
         self.group_peer = group_rank(self.group, "P2POp", peer, group_peer, "peer")
         self.peer = world_rank(self.group, self.group_peer) if peer is None else peer

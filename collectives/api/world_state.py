@@ -182,22 +182,28 @@ def is_member(group: Any) -> bool:
     )
 
 
-def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:
-    """Returns the group to use, the default one for ``None``; ``None``, after a warning, on a non-member.
-
-    For functions that the user calls directly: the warning points at their caller.
-    """
+def own_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Returns the group of this package to use, the default one for ``None``; ``None`` on a non-member."""
     if group is None:
         return world.default or default_group()
     if type(group) in world.types:
         return group
-    if is_member(group):
-        return group_behind(group)
-    warnings.warn(
-        f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given group",
-        stacklevel=3,
-    )
-    return None
+    return group_behind(group) if is_member(group) else None
+
+
+def member_group(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:
+    """Returns the group to use, as :func:`own_group` does, and warns on a non-member.
+
+    For functions that the user calls directly: the warning points at their caller.
+    """
+    target = own_group(group)
+    if target is None:
+        warnings.warn(
+            f"{operation} on global rank {_own_rank()} does nothing, because this rank is not in the given "
+            "group",
+            stacklevel=3,
+        )
+    return target
 
 
 def _own_rank() -> int:

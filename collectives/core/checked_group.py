@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -120,10 +120,18 @@ class CheckedGroup(ForwardingGroup):
 
     # ---- the comparison ------------------------------------------------------------------------------------
 
-    def _compare(self, operation: str, timeout: timedelta | None, **about: Any) -> list[dict[str, Any]]:
+    def _compare(
+        self, operation: str, timeout: timedelta | None, *, apart: Collection[str] = (), **about: Any
+    ) -> list[dict[str, Any]]:
         """Waits for all ranks at this place of the order; returns what each of them calls, by rank.
 
         Returns nothing where a rank has died or aborted: the operation itself raises what it knows of that.
+
+        Args:
+            operation: name of the function.
+            timeout: time limit; ``None`` for that of the group.
+            apart: names of arguments that the caller compares; the others must be equal.
+            about: the arguments.
         """
         turn = next(self._turns)
         keys = [f"check/{turn}/{r}" for r in range(self._size)]
@@ -143,7 +151,7 @@ class CheckedGroup(ForwardingGroup):
             # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
             with contextlib.suppress(DistStoreError, RuntimeError):
                 self._store.delete_key(f"check/{turn - 1}/{self._rank}")
-        different = _aspects([entry[0] for entry in table])
+        different = _aspects([entry[0] for entry in table], apart)
         if different:
             self._report(turn, table, f"the ranks differ in {', '.join(different)}")
         return [entry[0] for entry in table]
@@ -197,12 +205,19 @@ class CheckedGroup(ForwardingGroup):
         received: Sequence[int],
     ) -> None:
         """Compares an all-to-all: rank i sends j what j expects from i; counts in elements."""
-        turn_table = self._compare(
-            operation, timeout, dtype=str(dtype), sent=_any(sent), received=_any(received)
-        )
-        for i, sender in enumerate(turn_table):
-            for j, receiver in enumerate(turn_table):
-                out, expected = sender["sent"]["any"][j], receiver["received"]["any"][i]
+        apart = {"sent": list(sent), "received": list(received)}
+        calls = self._compare(operation, timeout, apart=apart, dtype=str(dtype), **apart)
+        for r, call in enumerate(calls):
+            for name in apart:
+                if not isinstance(counts := call.get(name), list) or len(counts) != self._size:
+                    raise DistStoreError(
+                        f"[rank {self._rank}] {operation} on {self.describe()}: rank {r} left {name} = "
+                        f"{counts!r} in the store instead of {self._size} numbers of elements; no other "
+                        "program may use the same store and prefix, and all ranks must run the same version"
+                    )
+        for i, sender in enumerate(calls):
+            for j, receiver in enumerate(calls):
+                out, expected = sender["sent"][j], receiver["received"][i]
                 if out != expected:
                     raise CollectiveMismatchError(
                         f"[rank {self._rank}] {operation} on {self.describe()}: rank {i} sends {out} "
@@ -284,29 +299,20 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
 
 
-def _any(counts: Sequence[int]) -> dict[str, list[int]]:
-    """Marks values that are compared by the caller, not for equality."""
-    return {"any": list(counts)}
-
-
-def _aspects(calls: list[dict[str, Any]]) -> list[str]:
-    """Returns the names of the entries in which the calls differ."""
+def _aspects(calls: list[dict[str, Any]], apart: Collection[str]) -> list[str]:
+    """Returns the names of the entries in which the calls differ, but for those that are compared apart."""
     first = calls[0]
     if any(call["function"] != first["function"] for call in calls):
         return ["function"]
     return [
         key
         for key, value in first.items()
-        if not (isinstance(value, dict) and "any" in value) and any(call.get(key) != value for call in calls)
+        if key not in apart and any(call.get(key) != value for call in calls)
     ]
 
 
 def _in_words(call: dict[str, Any]) -> str:
-    details = ", ".join(
-        f"{key} {value['any'] if isinstance(value, dict) else value}"
-        for key, value in call.items()
-        if key != "function"
-    )
+    details = ", ".join(f"{key} {value}" for key, value in call.items() if key != "function")
     return f"{call['function']}({details})"
 
 

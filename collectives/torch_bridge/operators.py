@@ -163,7 +163,7 @@ def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[An
         work = dispatch_modes.keep_work(run(group, *arguments))
         if work is None:
             return None
-        boxed = hold_for_cpp(work).boxed()
+        boxed = work.boxed()
         return boxed if returns == 1 else (arguments[0], boxed)
 
     return runner

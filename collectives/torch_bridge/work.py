@@ -99,6 +99,10 @@ class TorchWork(_Work):
         """Returns a future of a ``WorkResult`` number that never carries an error."""
         return self.inner.get_future_result()
 
+    def boxed(self) -> Any:
+        """Returns this Work for C++, which keeps all of it alive; ``Work.unbox`` gives a Work again."""
+        return hold_for_cpp(self).boxed()
+
 
 class DoneWork(TorchWork):
     """An operation that was done when its call returned; quicker to make than a Work around one of ours.
@@ -168,9 +172,9 @@ def _value(done: Future[Any]) -> Any:
 class _Carrier(_Group):
     """Hands a Work from Python to C++ in a holder.
 
-    A Work's ``boxed()`` alone does not keep its Python half alive: C++ callers would wait for ever once that
-    is collected. What a group's method returns to C++ is put into a holder, so this group's ``barrier``
-    returns the Work.
+    The ``boxed()`` of torch's class does not keep the Python half of a Work alive: C++ callers would wait for
+    ever once that is collected. What a group's method returns to C++ is put into a holder, so this group's
+    ``barrier`` returns the Work.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,6 @@ class OrderTrace:
         """Takes in the order in which gradients came in a pass that ended well."""
         if self._agreed is not None and ready_order == self._agreed[1]:  # the usual case, quickly
             self.latest, self._ready_order = self._agreed
-            self._held = 0
             self.requests_relayout = False
             return
         trace = complete_trace(ready_order, self.latest)
@@ -108,5 +107,4 @@ class OrderTrace:
         if self._agreed is not None:
             self._patience *= 2
         self._agreed = self.latest, self._ready_order
-        self._held = 0
         self.requests_relayout = False

@@ -48,8 +48,8 @@ class DelayedGradients:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all gradients have come and the message has not left."""
-        return not self._sent and len(self._came) == len(self.hooked) > 0
+        """Whether all gradients have come."""
+        return len(self._came) == len(self.hooked)
 
     def note(self, index: int) -> bool:
         """Takes note of a gradient; returns whether it is one of those to be averaged."""

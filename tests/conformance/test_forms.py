@@ -14,6 +14,7 @@ from recorder import Recorder
 
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp, Work
 from collectives.backends.by_device import ProcessGroupByDevice
+from collectives.core.opcodes import ALL_REDUCE, BARRIER
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -26,6 +27,7 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from collectives.core.work import COMPLETED
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
 
@@ -291,6 +293,18 @@ def test_a_record_says_when_the_call_returns(backend: str) -> None:
     run_ranks(when_it_returns, 2, backend=backend)
 
 
+class Fast(Recorder):
+    """Notes what takes its fast path, which takes everything."""
+
+    def __init__(self, name: str, **capabilities: object) -> None:
+        super().__init__(name, **capabilities)
+        self.fast: list[int] = []
+
+    def fast_collective(self, opcode: int, *args: Any, **kwargs: Any) -> Work | None:
+        self.fast.append(opcode)
+        return COMPLETED
+
+
 def test_a_record_says_which_device_a_barrier_is_for() -> None:
     groups = {"cpu": Recorder("cpu"), "meta": Recorder("meta", devices=frozenset({"meta"}))}
     group = ProcessGroupByDevice(groups)
@@ -299,6 +313,22 @@ def test_a_record_says_which_device_a_barrier_is_for() -> None:
     group.barrier()
     group.barrier(BarrierOptions(device=torch.device("cpu")))
     assert [one.calls for one in groups.values()] == [["barrier"] * 2, ["barrier"]]
+
+
+def test_the_fast_path_is_the_cpus_without_barriers_of_another_group() -> None:
+    cpu, meta = Fast("cpu"), Fast("meta", devices=frozenset({"meta"}))
+    x = torch.ones(1)
+    for groups, path in (
+        ({"cpu": cpu, "meta": meta}, [ALL_REDUCE, BARRIER]),
+        ({"meta": meta, "cpu": cpu}, [ALL_REDUCE]),
+        ({"meta": meta}, []),
+    ):
+        cpu.fast.clear()
+        group = ProcessGroupByDevice(groups)
+        works = [group.fast_collective(ALL_REDUCE, x), group.fast_collective(BARRIER)]
+        assert cpu.fast == path
+        assert [work is not None for work in works] == [opcode in path for opcode in (ALL_REDUCE, BARRIER)]
+        assert meta.fast == []
 
 
 @pytest.mark.parametrize("name", ["broadcast", "reduce"])

@@ -13,6 +13,7 @@ import torch.distributed as torch_dist
 from conformance.oracle import Report, close, place, reduced, values
 from gpu.cuda_ranks import needs_device, run_on_cuda, take_device
 from harness import current_store, run_ranks
+from optimizers_in_hooks import every_form
 
 import collectives
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
@@ -272,6 +273,14 @@ def training(group: ProcessGroup) -> None:
 
 def test_training() -> None:
     run_on_cuda(training)
+
+
+def optimizers_in_hooks(group: ProcessGroup) -> None:
+    assert every_form(group, "cuda") == []
+
+
+def test_steps_in_hooks_equal_steps_after_backward() -> None:
+    run_on_cuda(optimizers_in_hooks)
 
 
 def too_late(group: ProcessGroup) -> None:

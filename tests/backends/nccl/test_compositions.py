@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, make_group, run_over_double
+from optimizers_in_hooks import every_form
 from ports import free_port
 
 import collectives
@@ -239,6 +240,7 @@ def compositions(group: Any, path: Path) -> None:
     refuses_tensors_of_the_cpu(group, path)
     by_dist2(group)
     trains_as_one_process(group)
+    assert every_form(group) == []
     mixed(group, path)
     on_a_world(group, path)
     over_lanes(group, path)

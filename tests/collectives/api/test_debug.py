@@ -21,6 +21,7 @@ from harness import current_store, run_ranks
 import collectives as dist
 from collectives.core import checked_group
 from collectives.core.checked_group import CheckedGroup
+from collectives.store.records import written
 from collectives.store.waiting import wait_for_keys
 
 LONG = timedelta(seconds=30)
@@ -268,6 +269,24 @@ def checked_world(rank: int, size: int) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def a_record_of_other_length(rank: int, size: int) -> None:
+    """Rank 1 leaves a call of two ranks, as another version of the program might leave it."""
+    store = checked_world(rank, size).get_group_store()
+    call = [
+        {"function": "all_to_all_single", "dtype": "torch.float32", "sent": [1], "received": None},
+        "here",
+    ]
+    if rank == 1:
+        store.set("check/0/1", written(call, "check/0/1"))
+        return
+    with pytest.raises(dist.DistStoreError, match=r"rank 1 left sent = \[1\] in the store instead of 2"):
+        dist.all_to_all_single(torch.empty(2), torch.ones(2))
+
+
+def test_exchanges_recorded_by_another_program_are_refused() -> None:
+    run_ranks(a_record_of_other_length, 2, isolated=True)
+
+
 def waits_alone(rank: int, size: int) -> None:
     group = checked_world(rank, size)
     if rank == 0:
@@ -336,7 +355,7 @@ def debugged(commands: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         input=commands,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import warnings
@@ -32,6 +33,13 @@ LEFT_OUT = {
     "record_comm": "names profiler events, which operations have through torch.distributed only",
     "remote_device": "part of rpc",
 }
+
+ENUMS_LEFT_OUT = {
+    "BuiltinCommHookType": "selects hooks written in C++ for torch's reducer",
+    "ErrorType": "what torch's NCCL group hands to its own hooks",
+    "OpType": "kinds of operations of torch's own Work, which Python cannot ask for",
+}
+"""Enums of torch's extension that are no part of collectives, with the reason."""
 
 # Submodules and what they import; no names of the interface.
 MODULES = {
@@ -122,9 +130,7 @@ def test_names_are_documented() -> None:
 
 
 def test_kinds_of_backends_are_those_of_torch() -> None:
-    theirs, ours = torch_dist.ProcessGroup.BackendType.__members__, dist.ProcessGroup.BackendType.__members__
-    assert {name: int(kind) for name, kind in theirs.items()} == {n: int(kind) for n, kind in ours.items()}
-    # A group answers with its kind, as torch's groups of the same backends do.
+    """A group answers with its kind, as torch's groups of the same backends do."""
     kind = dist.ProcessGroup.BackendType
     for backend, group, expected in (
         ("host", "ProcessGroupHost", kind.CUSTOM),
@@ -140,6 +146,34 @@ def test_kinds_of_backends_are_those_of_torch() -> None:
             assert dist.Backend.backend_type_map[backend] is expected
         if backend in torch_dist.Backend.backend_type_map:
             assert torch_dist.Backend.backend_type_map[backend].value == expected
+
+
+def enums_of_torch() -> dict[str, dict[str, int]]:
+    """Returns the values of all enums of torch's extension by name, those within classes included."""
+    found = {}
+    classes = {name: value for name, value in vars(c10d).items() if isinstance(value, type)}
+    inner = {f"{owner}.{n}": v for owner, value in classes.items() for n, v in vars(value).items()}
+    for name, value in {**classes, **inner}.items():
+        if isinstance(value, type) and (members := getattr(value, "__members__", None)):
+            found[name] = {member: int(number) for member, number in members.items()}
+    return found
+
+
+ENUMS = {name: values for name, values in enums_of_torch().items() if name not in ENUMS_LEFT_OUT}
+
+
+@pytest.mark.parametrize("name", sorted(ENUMS))
+def test_values_of_enums_are_those_of_torch(name: str) -> None:
+    ours = functools.reduce(getattr, name.removesuffix(".RedOpType").split("."), dist)
+    if ours is dist.ReduceOp:  # has numbers, and no list of its members
+        assert {member: getattr(ours, member).code for member in ENUMS[name]} == ENUMS[name]
+    else:
+        assert {member: int(value) for member, value in ours.__members__.items()} == ENUMS[name]
+
+
+def test_all_enums_are_compared() -> None:
+    assert set(ENUMS) == {"DebugLevel", "ProcessGroup.BackendType", "ReduceOp.RedOpType", "WorkResult"}
+    assert not [name for name in ENUMS_LEFT_OUT if name in dist.__all__]
 
 
 @pytest.mark.parametrize(

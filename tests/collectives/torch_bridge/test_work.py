@@ -169,6 +169,15 @@ def alive_in_cpp(rank, size):
     for tensor, script in zip(tensors, scripts, strict=True):
         dist.Work.unbox(script).wait()
         assert torch.equal(tensor, value(1))
+    boxed = [dist.all_reduce(value(rank), async_op=True).boxed() for _ in tensors]
+    record = synchronous(c10d.AllreduceOptions())
+    boxed += [world.allreduce([value(rank)], record).boxed(), dist.barrier(async_op=True).boxed()]
+    gc.collect()
+    for script in boxed:
+        work = dist.Work.unbox(script)
+        assert work.wait()
+        assert dist.Work.unbox(work.boxed()).wait()
+    assert torch.equal(dist.Work.unbox(boxed[0]).get_future().wait()[0], value(1))
     results = [torch.ops._c10d_functional.all_reduce(value(rank), "sum", name) for _ in range(4)]
     base = [dist.ProcessGroup.allreduce(world, [tensor]) for tensor in tensors]
     base_futures = [work.get_future() for work in base]

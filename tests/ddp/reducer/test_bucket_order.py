@@ -39,6 +39,24 @@ def test_a_rank_requests_another_order_when_it_has_held_and_ever_less_readily() 
     assert passes_until_request([2, 1, 0]) == 6
 
 
+def test_one_pass_as_agreed_takes_a_request_back() -> None:
+    agreed, other = [2, 1, 0], [0, 1, 2]
+    trace = OrderTrace(agreed)
+    trace.note(agreed)
+    assert trace.agree(None, torch.device("cpu")) == agreed
+    for order in (other, other, other):
+        trace.note(order)
+    assert trace.requests_relayout
+    trace.note(agreed)
+    assert not trace.requests_relayout
+    # agreed upon again, it is what later passes are compared with
+    assert trace.agree(None, torch.device("cpu")) == agreed
+    for _ in range(6):
+        assert not trace.requests_relayout
+        trace.note(other)
+    assert trace.requests_relayout
+
+
 def agreed(group, traces):
     return agree_on_order(group, traces[group.rank()], torch.device("cpu"))
 

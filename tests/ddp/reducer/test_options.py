@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
+from collectives.ddp.hooks.debugging_hooks import noop_hook
 
 data = Layers.inputs
 
@@ -97,6 +98,53 @@ def test_a_static_graph_skips_without_looking() -> None:
         assert wrong == []
         assert numbers[0] == 8
         assert numbers[2] in (6, 7)
+
+
+def skipping_alone(group):
+    """Returns what a hook that does not communicate leaves to be sent."""
+    ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
+    ours.register_comm_hook(None, noop_hook)
+    sent = Launches(group)
+    for step in range(2):
+        ours(data(group.rank(), step), "01").sum().backward()
+    return sent.sizes
+
+
+def test_nothing_is_searched_for_a_hook_that_does_not_communicate() -> None:
+    assert run_ranks(skipping_alone, 2, backend="host") == [[], []]
+
+
+def skipping_on_uneven_inputs(group):
+    """Rank 0 has one input; what it reached with that does not count in the other rank's passes."""
+    ours = DistributedDataParallel(
+        Layers(), process_group=group, bucket_cap_mb=0, skip_all_reduce_unused_params=True
+    )
+    naive = Layers()
+    plan = ["0123", "01", "3", "01"] if group.rank() else ["0123"]
+    sent = Launches(group)
+    wrong, numbers = [], []
+    with ours.join():
+        for step, run in enumerate(plan):
+            sent.sizes.clear()
+            ours.zero_grad()
+            naive.zero_grad()
+            x = data(group.rank(), step)
+            ours(x, run).sum().backward()
+            # gradients have 3 or 9 elements, and a tail in the last bucket; 8 is a number for each parameter
+            numbers.append(len([size for size in sent.sizes if size in {3, 9} or size > 9]))
+            naive(x, run).sum().backward()
+            for parameter in naive.parameters() if step else ():
+                if parameter.grad is not None:
+                    parameter.grad /= 2
+            wrong += same_gradients(ours.module, naive) if step else []
+    return wrong, numbers
+
+
+def test_ranks_without_inputs_skip_what_the_others_do() -> None:
+    _, (wrong, numbers) = run_ranks(skipping_on_uneven_inputs, 2, backend="host")
+    assert wrong == []
+    for number, parameters in zip(numbers[1:], (4, 2, 4), strict=True):
+        assert number in (parameters, parameters + 1)
 
 
 def unreachable(group):

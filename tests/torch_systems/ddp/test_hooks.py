@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from given_gradients import Given, random_gradients
+from optimizers_in_hooks import trained
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch_world import run_torch
 
@@ -140,6 +143,11 @@ def refused(rank, size):
     assert "iter: 0 on rank 0, 1 on rank 1" in str(caught.value)
 
 
+def optimizer_in_the_hook(rank, size):
+    wrap = partial(DistributedDataParallel, bucket_cap_mb=1e-6)
+    assert all(map(torch.equal, *trained(wrap, rank, torchs_allreduce_hook, None)))
+
+
 def foreign_group(rank, size):
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.register_comm_hook(None, allreduce_hook)
@@ -147,7 +155,7 @@ def foreign_group(rank, size):
         model(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("body", [by_name, refused], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [by_name, refused, optimizer_in_the_hook], ids=lambda body: body.__name__)
 def test_names_and_errors(body):
     run_torch(body, 2)
 
