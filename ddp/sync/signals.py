@@ -119,11 +119,14 @@ class Signals:
             header[place] = 1.0
         if self._counted:
             header += [1.0] * self._counted if used is None else map(float, used)
-        if header != self._written or self._on_device.device != tail.device:
-            # A copy from the host waits for the device, and passes mostly signal what they did before.
-            self._on_device = torch.tensor(header, dtype=torch.float32).to(tail.device)
-            self._written = header
-        tail.copy_(self._on_device)
+        kept = self._on_device
+        if header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype):
+            tail.copy_(kept)
+            return
+        # A copy from the host waits for the device, and passes mostly signal what they did before.
+        tail.copy_(torch.tensor(header, dtype=torch.float32))
+        self._on_device = tail.clone()
+        self._written = header
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
         """Returns what the ranks signalled.
