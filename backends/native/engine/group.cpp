@@ -160,8 +160,12 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
   auto task = std::make_shared<Task>();
   bool idle = false;
   {
-    const std::lock_guard lock(mutex_);
-    if (closed_.load(std::memory_order_seq_cst)) refuse();
+    std::unique_lock lock(mutex_);
+    if (closed_.load(std::memory_order_seq_cst)) {
+      // A shutdown holds what a refusal needs while it joins the thread, which needs this lock to end.
+      lock.unlock();
+      refuse();
+    }
     if (!thread_.started()) thread_.start("collectives", [this] { serve_queue(); });
     queue_.push_back({task, std::move(request), timeout, deadline_after(timeout), std::move(site)});
     idle = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -258,6 +260,28 @@ def _abort_all(rank, size):
 @pytest.mark.parametrize("placement", ["aa", "ab"])
 def test_abort_releases_every_kind_of_waiter_at_once(placement):
     run_ranks(_abort_all, 2, placement=placement)
+
+
+def _issue_while_the_group_ends(rank, size, rounds):
+    sys.setswitchinterval(1e-5)  # the threads meet anywhere
+
+    def issue(group):
+        with contextlib.suppress(dist.DistError):
+            while True:
+                group.allreduce([torch.ones(3)])
+
+    for number in range(rounds):
+        group = ProcessGroupHost(PrefixStore(str(number), current_store()), rank, size, LIMIT)
+        threads = [threading.Thread(target=issue, args=(group,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        group.abort()
+        for thread in threads:
+            thread.join()
+
+
+def test_threads_that_issue_while_their_group_is_aborted_are_refused():
+    run_ranks(_issue_while_the_group_ends, 2, 100, isolated=True, timeout=60)
 
 
 # ---- forming a group -------------------------------------------------------------------------------------
