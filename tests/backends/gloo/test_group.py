@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,21 +20,15 @@ from harness import current_store, run_ranks
 
 from collectives import (
     DistBackendError,
-    DistError,
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
     ReduceOp,
     UnsupportedOperationError,
 )
-from collectives.backends._shared.exit_reasons import Departure
-from collectives.backends._shared.process_records import Liveness
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
 from collectives.core.types import make_premul_sum
 from collectives.registry.backends import GroupOptions, create_group
-from collectives.store import PrefixStore
-from collectives.store.process import current_process
-from collectives.store.records import written
 
 GLOO_OPTIONS = dist.ProcessGroupGloo._Options
 
@@ -442,64 +430,3 @@ def interrupted(group: ProcessGroup) -> tuple[bool, list[float]]:
 def test_a_signal_during_a_receive_leaves_it_done() -> None:
     results = run_ranks(interrupted, 2, backend="gloo", isolated=True)
     assert results == [(True, [1.0] * 2), (True, [])]
-
-
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_liveness_asks_the_store_as_little_on_many_ranks() -> None:
-    store, size = dist.HashStore(), 64
-    ranks = [Liveness(store, rank, size) for rank in range(size)]
-    assert ranks[0].poll_lost() is None  # which reads the records
-    asked = mock.Mock(wraps=store)
-    ranks[0]._store = asked
-    for _ in range(3):
-        assert ranks[0].poll_lost() is None
-    assert len(asked.method_calls) <= 3 * 2
-    ranks[5].publish_exit(DistError("it went home"))
-    departure = ranks[0].poll_lost()
-    assert departure is not None
-    assert (departure.rank, str(departure.reason)) == (5, "it went home")
-
-
-@pytest.mark.parametrize("secret", [None, "a secret that all processes of this job share"])
-def test_liveness(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
-    if secret is not None:
-        monkeypatch.setenv("COLLECTIVES_SECRET", secret)
-    store = dist.HashStore()
-    ranks = [Liveness(PrefixStore("x", store), rank, 5) for rank in range(4)]
-    assert ranks[0].find_lost() is None
-
-    def found(liveness: Liveness) -> tuple[int, str]:
-        departure = liveness.find_lost()
-        assert departure is not None
-        assert isinstance(departure.reason, DistError)
-        return departure.rank, str(departure.reason)
-
-    def set_record(rank: int, **different: Any) -> None:
-        record = replace(current_process(), **different)
-        key = f"process/{rank}"
-        store.set(f"x/{key}", written(record.to_bytes().hex(), key))
-
-    # An exit reason is known of ranks of other machines too.
-    ranks[3].publish_exit(GroupAbortedError("went home", 3))
-    assert found(ranks[0]) == (3, "went home")
-    ranks[2].publish_lost(Departure(1, PeerLostError("its process 5 has ended", 1)))
-    assert found(ranks[0]) == (1, "its process 5 has ended")
-    # A process that is seen to be dead comes first; one of another machine is never looked for.
-    pid = ended_process()
-    set_record(3, host="elsewhere", namespace=1, pid=pid, start=77)
-    assert found(ranks[0])[0] == 1
-    set_record(4, pid=pid, start=77)
-    assert found(ranks[0]) == (4, f"its process {pid} has ended")
-    # The number of a process that is used again is another process.
-    set_record(4, start=77)
-    newcomer = Liveness(PrefixStore("x", store), 0, 5)  # records are read once
-    assert found(newcomer) == (4, f"its process {os.getpid()} has ended")
-    # What no rank of the job has written tells nothing.
-    spoilt = '"0"' if secret is None else json.dumps(replace(current_process(), start=77).to_bytes().hex())
-    store.set("x/process/4", spoilt)
-    assert found(Liveness(PrefixStore("x", store), 0, 5))[0] == 1
