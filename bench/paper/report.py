@@ -141,12 +141,17 @@ def _same_order(figures: Figures) -> Iterator[Finding]:
             yield Finding(_where(record), here, 0.1 < backward / best < 10, because)
 
 
+def _communication_share(record: Measured) -> float:
+    """Returns how much of an iteration without overlap, the record's first series, communication takes."""
+    phases = usual_samples(record, 0)
+    return float(np.median(phases["communication"]) / np.median(phases["iteration"]))
+
+
 def _overlap(figures: Figures) -> Iterator[Finding]:
     for record in figures["fig6"]:
         medians = _medians(record)
         gain = 1 - medians["overlap"] / medians["no overlap"]
-        phases = usual_samples(record, 0)
-        share = np.median(phases["communication"]) / np.median(phases["iteration"])
+        share = _communication_share(record)
         because = f"communication is {share:.0%} of an iteration without overlap: no more can be saved"
         yield Finding(_where(record), f"{gain:.1%} faster", gain > _spread(record, 0), because)
 
@@ -166,8 +171,7 @@ def _bucket_size(figures: Figures) -> Iterator[Finding]:
         medians = _medians(record)
         best, worst = (pick(medians, key=lambda name: medians[name]) for pick in (min, max))
         ratio = medians[worst] / medians[best]
-        phases = usual_samples(record, 0)
-        share = np.median(phases["communication"]) / np.median(phases["iteration"])
+        share = _communication_share(record)
         because = f"what overlap leaves of communication is {share:.0%} even with an all-reduce a gradient"
         yield Finding(_where(record), f"{best} is {ratio:.2f} times as fast as {worst}", ratio > 2, because)
 
@@ -197,8 +201,7 @@ def _skipping(figures: Figures) -> Iterator[Finding]:
     for record in figures["fig10"]:
         means = _means(record)
         gain = 1 - means["every 8"] / means["every 1"]
-        phases = usual_samples(record, 0)
-        share = np.median(phases["communication"]) / np.median(phases["iteration"])
+        share = _communication_share(record)
         because = f"overlap leaves {share:.0%} of an iteration to save"
         yield Finding(_where(record), f"{gain:.1%} faster", gain > NOTICEABLE, because)
 
@@ -220,8 +223,7 @@ def _lanes(figures: Figures) -> Iterator[Finding]:
     for record in figures["fig12"]:
         medians = _medians(record)
         gain = 1 - medians["rr3"] / medians["rr1"]
-        phases = usual_samples(record, 0)
-        share = np.median(phases["communication"]) / np.median(phases["iteration"])
+        share = _communication_share(record)
         because = f"overlap leaves {share:.0%} of an iteration to save with one group"
         here = f"rr3 takes {1 - gain:.2f} times as long as rr1"
         yield Finding(_where(record), here, gain > _spread(record, 0), because)
