@@ -45,8 +45,15 @@ class Report:
     def same(self, case: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         self.expect(case, same(actual, expected))
 
-    def reduced(self, case: str, actual: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> None:
-        expected = reduced(inputs, op)
+    def reduced(
+        self,
+        case: str,
+        actual: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: ReduceOp,
+        machines: Sequence[Sequence[int]] = (),
+    ) -> None:
+        expected = reduced(inputs, op, machines)
         self.expect(case, same(actual, expected) if self.exact else close(actual, expected, inputs, op))
 
     def whole(self, case: str, *placed: Placed) -> None:
