@@ -13,6 +13,7 @@ from typing import Any
 import harness
 import pytest
 import tiers
+from census import shared_memory, unused
 from interrupts import let_children_be_interrupted
 from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
 
@@ -20,7 +21,6 @@ BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
 PROCESSES = 2
 
-_SHARED_MEMORY = Path("/dev/shm")
 _left: list[str] = []
 _segments_before: set[str] = set()
 _sockets_before: set[str] = set()
@@ -93,7 +93,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     let_children_be_interrupted()
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
-    _segments_before.update(_segments())
+    _segments_before.update(shared_memory())
     _sockets_before.update(_own_sockets())
 
 
@@ -109,7 +109,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output.update(left_behind=_left, left_out=tiers.left_out(session.config))
         return  # the process that started this one reports, and tells whose files are left
-    _left.extend(f"/dev/shm/{name}" for name in sorted(_unused(_segments() - _segments_before)))
+    _left.extend(f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - _segments_before)))
     if _left and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -148,28 +148,6 @@ def _strays() -> list[tuple[int, str]]:
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
-
-
-def _segments() -> set[str]:
-    with contextlib.suppress(OSError):
-        return {entry.name for entry in _SHARED_MEMORY.iterdir() if entry.owner() == _user()}
-    return set()
-
-
-def _user() -> str:
-    return Path("/proc/self").owner()
-
-
-def _unused(names: set[str]) -> set[str]:
-    """Returns those entries of /dev/shm that no process has mapped or open: other programs' are in use."""
-    used = set()
-    for folder in Path("/proc").glob("[0-9]*") if names else ():
-        with contextlib.suppress(OSError):
-            maps = (folder / "maps").read_text(errors="replace")
-            used |= {name for name in names if f"/dev/shm/{name}" in maps}
-            links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
-            used |= {name for name in names if f"/dev/shm/{name}" in links}
-    return names - used
 
 
 def _own_sockets() -> set[str]:

@@ -47,6 +47,7 @@ __all__ = [
     "RankTimeoutError",
     "close",
     "current_store",
+    "number_of_keys",
     "preload",
     "run_on",
     "run_ranks",
@@ -179,6 +180,9 @@ class _Harness:
             self._store_elsewhere.close()
             self._store_elsewhere = None
 
+    def number_of_keys(self) -> int:
+        return int(self._store.num_keys())
+
     def take(self, count: int, fresh: bool) -> list[_Rank]:
         reused = [] if fresh else self._idle[:count]
         if not fresh:
@@ -218,6 +222,11 @@ def close() -> None:
     if _harness is not None:
         _harness.close()
         _harness = None
+
+
+def number_of_keys() -> int:
+    """Returns how many keys the calls so far have left in the store."""
+    return 0 if _harness is None else _harness.number_of_keys()
 
 
 def run_ranks(
