@@ -1,0 +1,24 @@
+"""Random operations and faults for as long as asked; see docs/internals/soak.md.
+
+::
+
+    python tests/soak --minutes 60 --seed 1
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "support")]
+    import harness
+    from soak.driver import main
+
+    try:
+        status = main()
+    finally:
+        harness.close()
+    sys.exit(status)
