@@ -101,7 +101,8 @@ class Soak:
         keys = harness.number_of_keys()
         more, self._keys = keys - self._keys, keys
         allowed = _KEYS_OF_A_RANK * drawn.size
-        if drawn.fault.kind in {"none", "pause", "mismatch"} and more > allowed:
+        whole = drawn.fault.kind in {"none", "pause", "mismatch"}
+        if whole and drawn.backend != "gloo" and more > allowed:  # Gloo's own connections leave keys
             self._fail("leaks", f"{more} keys in the store, {allowed} are allowed")
         now = census()
         self._here = self._here or now
