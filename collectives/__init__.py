@@ -41,6 +41,7 @@ from collectives.api.deprecated import (
     all_reduce_coalesced,
     reduce_op,
 )
+from collectives.api.flight_record import dump_flight_record, flight_record, prometheus_text
 from collectives.api.groups import new_group
 from collectives.api.init_and_destroy import destroy_process_group, init_process_group
 from collectives.api.objects import (
@@ -207,6 +208,8 @@ __all__ = [
     "broadcast_object_list",
     "default_pg_timeout",
     "destroy_process_group",
+    "dump_flight_record",
+    "flight_record",
     "gather",
     "gather_object",
     "get_backend",
@@ -238,6 +241,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "prometheus_text",
     "recv",
     "recv_object_list",
     "reduce",

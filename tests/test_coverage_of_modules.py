@@ -106,7 +106,7 @@ TESTED_THROUGH = {
     "collectives/api": (
         "collectives/api",
         "public as names of `collectives`",
-        "barriers breakpoints deprecated init_and_destroy init_method reductions subgroups",
+        "barriers breakpoints deprecated flight_record init_and_destroy init_method reductions subgroups",
     ),
     "collectives/cli": (
         "collectives/cli",

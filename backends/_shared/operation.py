@@ -1,14 +1,17 @@
-"""What a message says about an operation of a group that another library carries out."""
+"""An operation of a group that another library carries out, for messages and for the flight record."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-__all__ = ["Operation"]
+from collectives.core.recording.flight_record import FlightRecord, RecordedOperation
+
+__all__ = ["Operation", "Operations"]
 
 
 _NEEDS_ALL = ("all_", "barrier", "reduce_scatter")
@@ -18,6 +21,7 @@ class Operation:
     """An operation as error messages name it.
 
     Args:
+        record: the flight record of its group.
         name: name of its user function.
         number: its place among the operations that the group issued.
         tensors: the tensors that messages describe; not kept.
@@ -26,10 +30,22 @@ class Operation:
         outputs: the results of its Work, where that takes them from here.
     """
 
-    __slots__ = ("_count", "_dtype", "_shape", "detail", "name", "number", "outputs", "timeout")
+    __slots__ = (
+        "_count",
+        "_dtype",
+        "_nbytes",
+        "_record",
+        "_shape",
+        "detail",
+        "name",
+        "number",
+        "outputs",
+        "timeout",
+    )
 
     def __init__(
         self,
+        record: FlightRecord,
         name: str,
         number: int,
         tensors: Sequence[torch.Tensor],
@@ -37,6 +53,7 @@ class Operation:
         detail: str = "",
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
+        self._record = record
         self.name = name
         self.number = number
         self.timeout = timeout
@@ -45,6 +62,23 @@ class Operation:
         self._count = len(tensors)
         self._dtype = tensors[0].dtype if tensors else None
         self._shape = tensors[0].shape if tensors else ()
+        self._nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    def begin(self) -> RecordedOperation:
+        """Enters it, or a part of it, into the flight record; whoever carries it out ends it there."""
+        begun = RecordedOperation(
+            self._record,
+            self.name,
+            self.number,
+            self.detail,
+            tuple(self._shape) if self._count else None,
+            str(self._dtype).removeprefix("torch.") if self._count else "",
+            self._count,
+            self._nbytes,
+            self.timeout,
+        )
+        self._record.begin(begun)
+        return begun
 
     @property
     def about(self) -> dict[str, Any]:
@@ -66,3 +100,32 @@ class Operation:
         more = f" and {self._count - 1} more" if self._count > 1 else ""
         about = ", ".join(part for part in (self.detail, tensor + more) if part)
         return self.short + (f" ({about})" if about else "")
+
+
+class Operations:
+    """Numbers the operations of one group: messages apart from collectives.
+
+    Args:
+        record: the flight record of the group.
+    """
+
+    def __init__(self, record: FlightRecord) -> None:
+        self._record = record
+        self.collectives = itertools.count(1)
+        self.messages = itertools.count(1)
+
+    def __call__(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        timeout: timedelta,
+        detail: str = "",
+        shown: Sequence[torch.Tensor] = (),
+    ) -> Operation:
+        """Returns the next operation; arguments as :class:`Operation`.
+
+        Args besides those:
+            shown: the tensors that messages describe, where they are not the outputs.
+        """
+        number = next(self.messages if name in {"send", "recv"} else self.collectives)
+        return Operation(self._record, name, number, shown or outputs, timeout, detail, outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,13 +12,8 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
-from collectives.backends._shared.exit_reasons import (
-    aborted_by,
-    limit_reason,
-    refuse_broken,
-    stopped_by,
-)
-from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.exit_reasons import aborted_by, limit_reason, refuse_broken, stopped_by
+from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
 from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
@@ -33,7 +27,7 @@ from collectives.backends.gloo.torch_group import (
     all_to_all_single,
     break_connections,
 )
-from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork
+from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork, begin
 from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
@@ -125,6 +119,7 @@ class ProcessGroupGloo(ProcessGroup):
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.GLOO
+    _is_recorded = True
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(**options.membership())
@@ -146,8 +141,7 @@ class ProcessGroupGloo(ProcessGroup):
                 f"{self._size} ranks run, whether the store is not one of an earlier run, and whether "
                 "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
             ) from error
-        self._numbers = itertools.count(1)
-        self._message_numbers = itertools.count(1)
+        self._operations = Operations(self.flight_record)
         self._messages = Messages(self, self._rank, self._size)
         self._breaking = threading.RLock()
         self._cause: DistError | None = None
@@ -257,7 +251,9 @@ class ProcessGroupGloo(ProcessGroup):
         return staged.finish(work, opts.asyncOp)
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
+        operation = self._operation(
+            "gather", outputs or [], opts.timeout, f"root {opts.rootRank}", shown=[tensor]
+        )
         if not tensor.numel():
             return CompletedWork(outputs or [])
         record = c10d.GatherOptions()
@@ -358,10 +354,14 @@ class ProcessGroupGloo(ProcessGroup):
     # ---- start and failure ---------------------------------------------------------------------------------
 
     def _operation(
-        self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        timeout: timedelta | None,
+        detail: str = "",
+        shown: Sequence[torch.Tensor] = (),
     ) -> Operation:
-        number = next(self._message_numbers if name in {"send", "recv"} else self._numbers)
-        return Operation(name, number, outputs, timeout or self._timeout, detail, outputs)
+        return self._operations(name, outputs, timeout or self._timeout, detail, shown)
 
     def check_usable(self, operation: Operation) -> Any:
         """Returns torch's group.
@@ -385,11 +385,8 @@ class ProcessGroupGloo(ProcessGroup):
     ) -> CollectiveGlooWork:
         inner = self.check_usable(operation)
         record.timeout = max(operation.timeout, timedelta(milliseconds=1))
-        try:
-            started = issue(inner)
-        except RuntimeError as error:
-            raise self.failed(operation, error) from error
-        work = CollectiveGlooWork(self, started, operation)
+        started, recorded = begin(self, operation, lambda: issue(inner))
+        work = CollectiveGlooWork(self, started, operation, recorded)
         if async_op:
             work.watch()
         return work

@@ -14,7 +14,7 @@ import torch
 from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.tensor_memory import as_bytes
 from collectives.backends.gloo.loopback import Loopback
-from collectives.backends.gloo.work import MessageGlooWork, Owner
+from collectives.backends.gloo.work import MessageGlooWork, Owner, begin
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.work import Work
 from collectives.errors import CollectiveTimeoutError, UnsupportedOperationError
@@ -129,11 +129,8 @@ class Messages:
         any_source_tag: int | None = None,
     ) -> Work:
         inner = self._owner.check_usable(operation)
-        try:
-            started = issue(inner)
-        except RuntimeError as error:
-            raise self._owner.failed(operation, error) from error
-        work = MessageGlooWork(self._owner, started, operation, source, any_source_tag)
+        started, recorded = begin(self._owner, operation, lambda: issue(inner))
+        work = MessageGlooWork(self._owner, started, operation, recorded, source, any_source_tag)
         with self._lock:
             self._under_way.add(work)
             self._unwatched.append(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,10 +12,11 @@ import torch
 from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
+from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner"]
+__all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner", "begin"]
 
 
 class Owner(Protocol):
@@ -33,6 +35,23 @@ class Owner(Protocol):
         """Raises where this is a child that was forked after the operation was issued."""
 
 
+def begin(owner: Owner, operation: Operation, issue: Callable[[], Any]) -> tuple[Any, RecordedOperation]:
+    """Issues an operation; returns Gloo's Work of it and its entry in the flight record.
+
+    Args:
+        owner: the group.
+        operation: what messages say about it.
+        issue: hands it to Gloo.
+    """
+    recorded = operation.begin()
+    try:
+        return issue(), recorded
+    except RuntimeError as error:
+        failure = owner.failed(operation, error)
+        recorded.end(failure)
+        raise failure from error
+
+
 def _is_limit(timeout: timedelta | None) -> bool:
     return timeout is not None and timeout.total_seconds() > 0
 
@@ -49,12 +68,14 @@ class CollectiveGlooWork(Work):
         owner: the group.
         inner: Gloo's Work.
         operation: what messages say about it.
+        recorded: its entry in the flight record.
     """
 
-    def __init__(self, owner: Owner, inner: Any, operation: Operation) -> None:
+    def __init__(self, owner: Owner, inner: Any, operation: Operation, recorded: RecordedOperation) -> None:
         self._owner = owner
         self._inner = inner
         self._operation = operation
+        self._recorded = recorded
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._noted = False
@@ -72,6 +93,7 @@ class CollectiveGlooWork(Work):
             return self._failure(error)
         finally:
             self._noted = True
+        self._recorded.end()
         return None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -86,6 +108,7 @@ class CollectiveGlooWork(Work):
             raise
         except RuntimeError as error:
             raise self._failure(error) from error
+        self._recorded.end()
         return True
 
     def _wait_at_most(self, timeout: timedelta) -> None:
@@ -104,8 +127,9 @@ class CollectiveGlooWork(Work):
         # Without the lock: the group may run callbacks of users, who may ask this Work.
         found = self._error or self._owner.failed(self._operation, error)
         with self._lock:
-            self._error = self._error or found
-            return self._error
+            failure = self._error = self._error or found
+        self._recorded.end(failure)
+        return failure
 
     def is_completed(self) -> bool:
         """Returns whether the collective is done or failed."""
@@ -158,6 +182,7 @@ class MessageGlooWork(Work):
         owner: the group.
         inner: Gloo's Work.
         operation: what messages say about it.
+        recorded: its entry in the flight record.
         source: sender, where the receive names one; -1 for a receive from any, ``None`` for a send.
         any_source_tag: tag of a receive from any, for the owner.
     """
@@ -167,10 +192,12 @@ class MessageGlooWork(Work):
         owner: Owner,
         inner: Any,
         operation: Operation,
+        recorded: RecordedOperation,
         source: int | None,
         any_source_tag: int | None = None,
     ) -> None:
         self.any_source_tag = any_source_tag
+        self._recorded = recorded
         self._owner = owner
         self._inner: Any = inner
         self._operation = operation
@@ -210,6 +237,7 @@ class MessageGlooWork(Work):
             if self._source == -1:
                 self._source = int(self._inner._source_rank())
         self._inner = None  # it holds the connections
+        self._recorded.end(error)
         with self._lock:
             self._error = error
             self._done.set()

@@ -15,6 +15,7 @@ from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.backends.mpi.work import MPIWork
+from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError
 
@@ -42,16 +43,24 @@ class FastPath:
         engine: the engine, for what takes long or fails.
         tags: the tags of users' messages.
         size: number of ranks.
+        record: the group's flight record.
         timeout: tells the group's time limit.
     """
 
     def __init__(
-        self, native: NativeExchange, engine: Engine, tags: Tags, size: int, timeout: Callable[[], timedelta]
+        self,
+        native: NativeExchange,
+        engine: Engine,
+        tags: Tags,
+        size: int,
+        record: FlightRecord,
+        timeout: Callable[[], timedelta],
     ) -> None:
         self._native = native
         self._engine = engine
         self._tags = tags
         self._size = size
+        self._record = record
         self._timeout = timeout
 
     def collective(
@@ -71,7 +80,7 @@ class FastPath:
         done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
         if done is True or done is False:
             return COMPLETED if done else None
-        operation = Operation(_NAMES[opcode], done.number, [], self._timeout())
+        operation = Operation(self._record, _NAMES[opcode], done.number, [], self._timeout())
         self._await(MPIWork(engine, operation, [], self._native.steps(done), keep=(done, output, input)))
         return COMPLETED
 
@@ -93,7 +102,8 @@ class FastPath:
         if done is True or done is False:
             return COMPLETED if done else None
         name, detail = ("send", "to") if sends else ("recv", "from")
-        operation = Operation(name, done.number, [], self._timeout(), f"{detail} rank {peer}, tag {tag}")
+        about = f"{detail} rank {peer}, tag {tag}"
+        operation = Operation(self._record, name, done.number, [tensor], self._timeout(), about)
 
         def check() -> None:
             check_length(engine.where, operation, done.moved, part_of(tensor).nbytes)

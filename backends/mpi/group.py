@@ -13,7 +13,7 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS
-from collectives.backends._shared.operation import Operation
+from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.mpi.communicators import make_communicators
@@ -102,6 +102,7 @@ class ProcessGroupMPI(ProcessGroup):
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.MPI
+    _is_recorded = True
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(**options.membership())
@@ -122,8 +123,7 @@ class ProcessGroupMPI(ProcessGroup):
         self._tags = Tags(store, largest_tag)
         self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
         messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
-        self._numbers = itertools.count(1)
-        self._message_numbers = itertools.count(1)
+        self._operations = Operations(self.flight_record)
         exchanges = itertools.count()
         self._native = NativeExchange(
             self._library,
@@ -132,12 +132,14 @@ class ProcessGroupMPI(ProcessGroup):
             self._rank,
             self._size,
             largest_tag,
-            self._numbers,
+            self._operations.collectives,
             exchanges,
         )
         self._dispatcher = Dispatcher(self._engine, self._native, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
-        fast_path = FastPath(self._native, self._engine, self._tags, self._size, lambda: this._timeout)
+        fast_path = FastPath(
+            self._native, self._engine, self._tags, self._size, self.flight_record, lambda: this._timeout
+        )
         self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
         self.fast_message = fast_path.message  # type: ignore[method-assign]
 
@@ -306,7 +308,9 @@ class ProcessGroupMPI(ProcessGroup):
         )
 
     def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        operation = self._operation("gather", outputs or [], opts.timeout, f"root {opts.rootRank}")
+        operation = self._operation(
+            "gather", outputs or [], opts.timeout, f"root {opts.rootRank}", shown=[tensor]
+        )
         sent: list[torch.Tensor | None] = [None] * self._size
         sent[opts.rootRank] = dense(tensor)
         return self._dispatcher.move(operation, sent, outputs, opts.asyncOp)
@@ -386,7 +390,7 @@ class ProcessGroupMPI(ProcessGroup):
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        operation = self._operation("send", [], None, f"to rank {dst}, tag {tag}")
+        operation = self._operation("send", [], None, f"to rank {dst}, tag {tag}", shown=[tensor])
         self._engine.check_usable(operation)
         data = dense(tensor)
         message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
@@ -426,10 +430,14 @@ class ProcessGroupMPI(ProcessGroup):
     # ---- issue ---------------------------------------------------------------------------------------------
 
     def _operation(
-        self, name: str, outputs: Sequence[torch.Tensor], timeout: timedelta | None, detail: str = ""
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        timeout: timedelta | None,
+        detail: str = "",
+        shown: Sequence[torch.Tensor] = (),
     ) -> Operation:
-        number = next(self._message_numbers if name in {"send", "recv"} else self._numbers)
-        return Operation(name, number, outputs, timeout or self._timeout, detail, outputs)
+        return self._operations(name, outputs, timeout or self._timeout, detail, shown)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class MPIWork(Work):
         "_future",
         "_handed_over",
         "_lock",
+        "_recorded",
         "_source",
         "_status",
         "_steps",
@@ -86,6 +87,7 @@ class MPIWork(Work):
         point_to_point: bool = False,
     ) -> None:
         self._engine = engine
+        self._recorded = operation.begin()
         self.operation = operation
         self.requests = requests
         self._steps = steps
@@ -151,6 +153,7 @@ class MPIWork(Work):
                 return
             self._error = error
             self._done = True
+        self._recorded.end(error)
 
     def settle_future(self) -> None:
         """Hands the outcome to the future where somebody asked for one; called without locks."""

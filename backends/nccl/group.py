@@ -89,6 +89,7 @@ class ProcessGroupNCCL(ProcessGroup):
     """
 
     backend_type: ClassVar[ProcessGroup.BackendType] = ProcessGroup.BackendType.NCCL
+    _is_recorded = True
     Options = Options
     NCCLConfig = NcclConfig
 
@@ -229,7 +230,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         device = self._device_of_barrier(opts)
-        operation = Operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
+        operation = self._operation("barrier", next(self._numbers), (), opts.timeout, "")
         return self._enqueuer.submit(
             Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
         )
@@ -306,7 +307,7 @@ class ProcessGroupNCCL(ProcessGroup):
         timeout: timedelta | None,
         detail: str,
     ) -> Operation:
-        return Operation(name, number, tensors, timeout or self._timeout, detail)
+        return Operation(self.flight_record, name, number, tensors, timeout or self._timeout, detail)
 
     def _device(self, device: torch.device) -> Device:
         found = self._devices.get(device)

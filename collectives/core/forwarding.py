@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from collectives.core.process_group import ProcessGroup
+from collectives.core.recording.flight_record import Totals, add_totals
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -62,6 +63,13 @@ class ForwardingGroup(ProcessGroup):
     def needs_batches(self) -> bool:
         """Whether one of the groups does."""
         return any(group.needs_batches for group in self.inner_groups)
+
+    def stats(self) -> Totals:
+        """Returns the sums of the groups; see :meth:`collectives.ProcessGroup.stats`."""
+        sums: Totals = {}
+        for group in self.inner_groups:
+            add_totals(sums, group.stats())
+        return sums
 
     def lost_ranks(self) -> list[int]:
         """Returns the ranks that any of the groups knows to have died."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -12,6 +13,9 @@ import torch
 
 from collectives.core.arguments import validation as check
 from collectives.core.backend_interface import BackendInterface
+from collectives.core.recording import dump
+from collectives.core.recording.dump_signal import watch_for_signal
+from collectives.core.recording.flight_record import FlightRecord, Totals
 from collectives.core.types import ReduceOp, default_pg_timeout
 from collectives.errors import GroupAbortedError
 from collectives.forks import belongs_to_parent, call_in_forked_children
@@ -38,6 +42,9 @@ class Membership(BackendInterface):
 
     backend_type: ClassVar[BackendType] = BackendType.CUSTOM
 
+    _is_recorded: ClassVar[bool] = False
+    """Whether the class enters its operations into :attr:`flight_record`."""
+
     def __init__(
         self,
         rank: int,
@@ -62,6 +69,11 @@ class Membership(BackendInterface):
         self._admitted: set[tuple[Any, ...]] = set()
         self._monitored_barriers = itertools.count()
         self._inherited = False
+        self._global_ranks: tuple[int, ...] = tuple(range(size))
+        self._flight_record = FlightRecord(dump.dump_at_error)
+        if self._is_recorded:
+            dump.register(self)
+        watch_for_signal()
         call_in_forked_children(self, _leave_to_parent)
 
     def rank(self) -> int:
@@ -75,6 +87,43 @@ class Membership(BackendInterface):
     def getBackendName(self) -> str:
         """Returns :meth:`name`."""
         return self.name()
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Ranks of the members in the default group, by group rank, as the group was made."""
+        return self._global_ranks
+
+    def set_global_ranks(self, ranks: Sequence[int]) -> None:
+        """Notes the ranks of the members in the default group; for who makes groups.
+
+        Args:
+            ranks: one for each member, by group rank.
+        """
+        self._global_ranks = tuple(ranks)
+
+    @property
+    def flight_record(self) -> FlightRecord:
+        """The last operations of the group, and totals of all of them."""
+        return self._flight_record
+
+    def stats(self) -> Totals:
+        """Returns what the group has done so far, by names of operations.
+
+        Of a composition such as ``round_robin``, the sums of its groups. Empty on ``host``, which does not
+        count yet; synchronous calls that the core of ``mpi`` carries out are not counted.
+
+        Returns:
+            By name: ``count``, the operations begun; ``bytes``, those of their tensors on this rank;
+            ``errors``, the operations that failed; ``seconds``, the time between their begins and ends.
+
+        Example:
+            With 2 ranks::
+
+                group = collectives.new_group(backend="gloo")
+                collectives.all_reduce(torch.ones(4), group=group)
+                group.stats()["all_reduce"]["bytes"]  # 16
+        """
+        return self._flight_record.totals()
 
     @property
     def group_name(self) -> str:

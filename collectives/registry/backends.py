@@ -291,4 +291,6 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
             f"[rank {options.rank}] backend {name!r} must make a collectives.ProcessGroup, but made "
             f"{type(made).__module__}.{type(made).__qualname__}"
         )
+    if options.global_ranks:
+        made.set_global_ranks(options.global_ranks)
     return made

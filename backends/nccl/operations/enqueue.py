@@ -138,7 +138,13 @@ class Enqueuer:
         peers = frozenset(request.peer for request in requests if request.peer is not None)
         everyone = any(request.peer is None for request in requests)
         communicators = self._communicators_for(requests)
-        pending = PendingOperation(first.operation, device, None if everyone else peers, captured)
+        pending = PendingOperation(
+            first.operation,
+            device,
+            None if everyone else peers,
+            captured,
+            [request.operation.begin() for request in requests],
+        )
         turn = device.issuing.turn(*[chosen.communicator for chosen in communicators])
         with self._watched(pending), turn, device.activate():
             self._failures.refuse(first.operation)
@@ -156,8 +162,8 @@ class Enqueuer:
         try:
             yield
         except NcclError as error:
-            pending.error = self._failures.call_failed(pending, error)
-            raise pending.error from error
+            failure = pending.error = self._failures.call_failed(pending, error)
+            raise failure from error
         except BaseException as error:
             if pending.error is None:
                 pending.error = RuntimeError(f"{pending.operation}: not issued, because {error}")

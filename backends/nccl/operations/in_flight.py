@@ -9,6 +9,7 @@ import torch
 
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.device import Device, Event, Stream
+from collectives.core.recording.flight_record import RecordedOperation
 
 __all__ = ["PendingOperation", "pause"]
 
@@ -30,10 +31,16 @@ class PendingOperation:
         peers: the ranks that they need, this one among them or not; ``None`` for all.
         captured: whether they are recorded into a graph, to run when that is replayed: then their events
             tell nothing.
+        recorded: their entries in the flight record.
     """
 
     def __init__(
-        self, operation: Operation, device: Device, peers: frozenset[int] | None, captured: bool
+        self,
+        operation: Operation,
+        device: Device,
+        peers: frozenset[int] | None,
+        captured: bool,
+        recorded: Sequence[RecordedOperation] = (),
     ) -> None:
         self.operation = operation
         self.device = device
@@ -41,7 +48,8 @@ class PendingOperation:
         self.captured = captured
         self.streams: tuple[Stream, ...] = ()
         self._origin: Stream | None = None
-        self.error: Exception | None = None
+        self._recorded = recorded
+        self._error: Exception | None = None
         self.began = time.monotonic()
         self._kept: list[torch.Tensor] = []
         self._events: tuple[Event, ...] = ()
@@ -63,6 +71,17 @@ class PendingOperation:
         self._issued = True
 
     @property
+    def error(self) -> Exception | None:
+        """Why the operations failed, once they have."""
+        return self._error
+
+    @error.setter
+    def error(self, error: Exception) -> None:
+        self._error = error
+        for operation in self._recorded:
+            operation.end(error)
+
+    @property
     def deadline(self) -> float:
         """When its time limit passes, on the monotonic clock."""
         return self.began + self.operation.timeout.total_seconds()
@@ -76,6 +95,9 @@ class PendingOperation:
         if not self._completed and self._issued:
             with self.device.activate():  # on another device the question would open a context there
                 self._completed = self.captured or all(self.device.done(event) for event in self._events)
+            if self._completed:
+                for operation in self._recorded:
+                    operation.end()
         return self._completed
 
     def ended(self) -> bool:

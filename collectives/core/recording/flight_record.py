@@ -1,0 +1,188 @@
+"""The last operations of one group, and totals of all of them; the package's docstring has the design."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["FlightRecord", "RecordedOperation", "Totals", "add_totals"]
+
+_CAPACITY = "COLLECTIVES_FLIGHT_RECORD"
+_DEFAULT_CAPACITY = 256
+
+Totals = dict[str, dict[str, float]]
+"""By name of the operation: ``count``, ``bytes``, ``errors``, ``seconds``."""
+
+
+class RecordedOperation:
+    """An operation that has begun.
+
+    Args:
+        record: the record of its group.
+        name: name of its user function.
+        number: its place among the operations of its kind that the group issued.
+        detail: what else tells it apart, such as the reduction or the peer.
+        shape: shape of its first tensor; ``None`` where it has none.
+        dtype: data type of that tensor, without ``torch.``; empty where it has none.
+        tensors: number of its tensors.
+        nbytes: their bytes.
+        timeout: its time limit.
+    """
+
+    __slots__ = (
+        "_record",
+        "began",
+        "detail",
+        "dtype",
+        "ended",
+        "error",
+        "name",
+        "nbytes",
+        "number",
+        "shape",
+        "tensors",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        record: FlightRecord,
+        name: str,
+        number: int,
+        detail: str,
+        shape: tuple[int, ...] | None,
+        dtype: str,
+        tensors: int,
+        nbytes: int,
+        timeout: timedelta,
+    ) -> None:
+        self._record = record
+        self.name = name
+        self.number = number
+        self.detail = detail
+        self.shape = shape
+        self.dtype = dtype
+        self.tensors = tensors
+        self.nbytes = nbytes
+        self.timeout = timeout
+        self.began = time.monotonic_ns()
+        self.ended = 0
+        self.error = ""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Notes that the operation is done, or failed; the first call counts."""
+        if not self.ended:
+            self._record.end(self, error)
+
+    @property
+    def state(self) -> str:
+        """``pending``, ``done`` or ``failed``."""
+        if not self.ended:
+            return "pending"
+        return "failed" if self.error else "done"
+
+    def values(self) -> dict[str, Any]:
+        """Returns all that is known, for JSON; times are nanoseconds of the monotonic clock."""
+        return {
+            "number": self.number,
+            "name": self.name,
+            "detail": self.detail,
+            "shape": None if self.shape is None else list(self.shape),
+            "dtype": self.dtype,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "timeout_seconds": self.timeout.total_seconds(),
+            "state": self.state,
+            "began_ns": self.began,
+            "ended_ns": self.ended or None,
+            "error": self.error,
+        }
+
+
+class FlightRecord:
+    """The last operations of a group, and totals of all of them.
+
+    Thread safety: every method may be called from any thread.
+
+    Args:
+        on_first_error: called after the first operation has failed, on the thread that found out.
+
+    Raises:
+        ValueError: ``COLLECTIVES_FLIGHT_RECORD`` is no number of operations.
+    """
+
+    def __init__(self, on_first_error: Callable[[str], None]) -> None:
+        self._operations: deque[RecordedOperation] = deque(maxlen=_capacity())
+        self._totals: Totals = {}
+        self._begun = 0
+        self._failed = False
+        self._lock = threading.Lock()
+        self._on_first_error = on_first_error
+
+    def begin(self, operation: RecordedOperation) -> None:
+        """Adds an operation; the oldest one makes room."""
+        with self._lock:
+            self._operations.append(operation)
+            self._begun += 1
+            totals = self._totals.get(operation.name)
+            if totals is None:
+                totals = self._totals[operation.name] = dict.fromkeys(
+                    ("count", "bytes", "errors", "seconds"), 0
+                )
+            totals["count"] += 1
+            totals["bytes"] += operation.nbytes
+
+    def end(self, operation: RecordedOperation, error: BaseException | None) -> None:
+        """Notes the end of an operation."""
+        now = time.monotonic_ns()
+        with self._lock:
+            if operation.ended:
+                return
+            if error is not None:
+                operation.error = f"{type(error).__name__}: {error}"
+            operation.ended = now
+            totals = self._totals[operation.name]
+            totals["seconds"] += (now - operation.began) / 1e9
+            first = error is not None and not self._failed
+            if error is not None:
+                totals["errors"] += 1
+                self._failed = True
+        if first:
+            self._on_first_error(operation.error)
+
+    def operations(self) -> list[RecordedOperation]:
+        """Returns the operations that are kept, in the order in which they began."""
+        with self._lock:
+            return list(self._operations)
+
+    def totals(self) -> Totals:
+        """Returns the totals of all operations so far."""
+        with self._lock:
+            return {name: dict(totals) for name, totals in self._totals.items()}
+
+    @property
+    def begun(self) -> int:
+        """Number of operations so far."""
+        return self._begun
+
+
+def add_totals(totals: Totals, more: Totals) -> None:
+    """Adds the totals of another group."""
+    for name, values in more.items():
+        sums = totals.setdefault(name, dict.fromkeys(values, 0))
+        for key, value in values.items():
+            sums[key] += value
+
+
+def _capacity() -> int:
+    text = os.environ.get(_CAPACITY, "")
+    if not text:
+        return _DEFAULT_CAPACITY
+    if not text.isdecimal():
+        raise ValueError(f"{_CAPACITY} must be a number of operations, 0 or more, but is {text!r}")
+    return int(text)
