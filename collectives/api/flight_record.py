@@ -14,7 +14,6 @@ they are made of.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def flight_record() -> dict[str, Any]:
     return dump.snapshot("the program asked")
 
 
-def dump_flight_record(path: str | os.PathLike[str] | None = None) -> Path:
+def dump_flight_record(path: str | Path | None = None) -> Path:
     """Writes the flight record of this process as JSON, for ``collectives trace``.
 
     Args:

@@ -1,4 +1,4 @@
-"""The command ``collectives``: demo, bench, backends, doctor, ps, tune.
+"""The command ``collectives``: demo, bench, backends, doctor, ps, trace, tune.
 
 Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
 and only the one that is asked for is loaded, so that nothing here depends on them.
@@ -37,6 +37,10 @@ PROGRAMS = {
     "ps": (
         "collectives.cli.ps",
         "show what every rank of the jobs on this machine does now, also of those that hang",
+    ),
+    "trace": (
+        "collectives.cli.trace",
+        "put the flight records of several ranks together: where each was, and a trace for viewers",
     ),
     "tune": (
         "collectives.bench.tune",

@@ -165,7 +165,7 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def dump(path: str | os.PathLike[str] | None, reason: str) -> Path:
+def dump(path: str | Path | None, reason: str) -> Path:
     """Writes the flight record; the file is whole at every moment.
 
     Args:

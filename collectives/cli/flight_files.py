@@ -1,0 +1,215 @@
+"""Files of the flight record, read and put on one time axis.
+
+Ranks of one machine share its monotonic clock, so that their times compare to the nanosecond. Machines are
+put together by their wall clocks first. Those may be milliseconds apart; so what is left is taken from the
+operations that no rank leaves before all have come, which end everywhere at nearly the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from collectives.cli import CommandError
+from collectives.core.recording.dump import FORMAT
+
+__all__ = ["FlightFile", "Group", "Operation", "clock_offsets", "read_files"]
+
+_END_TOGETHER = ("all_", "barrier", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation as a rank recorded it.
+
+    Attributes:
+        number: its number within the group, messages apart from collectives.
+        name: name of the function.
+        detail: reduction, root or peer.
+        shape: shape of its first tensor; ``None`` where it has none.
+        dtype: data type of that tensor.
+        nbytes: bytes of its tensors.
+        timeout: its time limit, in seconds.
+        state: ``pending``, ``done`` or ``failed``.
+        began: when it began, on the monotonic clock of the rank's machine, in nanoseconds.
+        ended: when it ended; ``None`` for a pending one.
+        error: why it failed.
+    """
+
+    number: int
+    name: str
+    detail: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    nbytes: int
+    timeout: float
+    state: str
+    began: int
+    ended: int | None
+    error: str
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is between two ranks."""
+        return self.name in {"send", "recv"}
+
+    def __str__(self) -> str:
+        tensor = "" if self.shape is None else f"{self.dtype} {list(self.shape)}"
+        about = ", ".join(part for part in (self.detail, tensor) if part)
+        return f"{self.name} #{self.number}" + (f" ({about})" if about else "")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group as one of its ranks recorded it.
+
+    Attributes:
+        name: its name.
+        description: free text.
+        backend: its backend.
+        rank: the rank within the group.
+        global_ranks: ranks of the members in the default group, by group rank.
+        operations: the last ones, in the order in which they began.
+    """
+
+    name: str
+    description: str
+    backend: str
+    rank: int
+    global_ranks: tuple[int, ...]
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class FlightFile:
+    """What one rank wrote.
+
+    Attributes:
+        rank: the rank in the default group.
+        process: its process.
+        host: name of its machine.
+        boot: what tells the machine.
+        reason: why it wrote.
+        monotonic: the monotonic clock when it wrote, in nanoseconds.
+        time: the wall clock then, in nanoseconds since 1970.
+        groups: its groups, in the order in which they were made.
+    """
+
+    rank: int
+    process: int
+    host: str
+    boot: str
+    reason: str
+    monotonic: int
+    time: int
+    groups: tuple[Group, ...]
+
+
+def read_files(paths: Sequence[Path]) -> list[FlightFile]:
+    """Returns what the files of several ranks hold, by rank.
+
+    Raises:
+        CommandError: one cannot be read, is something else, or is of a rank that has another one.
+    """
+    found: dict[int, tuple[Path, FlightFile]] = {}
+    for path in paths:
+        file = _read(path)
+        if file.rank in found:
+            raise CommandError(
+                f"{found[file.rank][0]} and {path} are both of rank {file.rank}; name those of one run only"
+            )
+        found[file.rank] = path, file
+    return [found[rank][1] for rank in sorted(found)]
+
+
+def _read(path: Path) -> FlightFile:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        if values["format"] != FORMAT:
+            raise CommandError(
+                f"{path} has the format {values['format']!r}, but this version reads {FORMAT!r}"
+            )
+        return FlightFile(
+            int(values["rank"]),
+            int(values["process"]),
+            str(values["host"]),
+            str(values["boot"]),
+            str(values["reason"]),
+            int(values["monotonic_ns"]),
+            int(values["time_ns"]),
+            tuple(_group(group) for group in values["groups"]),
+        )
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CommandError(
+            f"{path} is no flight record: {type(error).__name__}: {error}; files are written by "
+            "dump_flight_record, and as COLLECTIVES_FLIGHT_RECORD_FILE says"
+        ) from None
+
+
+def _group(values: Any) -> Group:
+    group = Group(
+        str(values["name"]),
+        str(values["description"]),
+        str(values["backend"]),
+        int(values["rank"]),
+        tuple(int(rank) for rank in values["global_ranks"]),
+        tuple(_operation(one) for one in values["operations"]),
+    )
+    if not 0 <= group.rank < len(group.global_ranks):
+        raise ValueError(f"rank {group.rank} in a group of {len(group.global_ranks)}")
+    return group
+
+
+def _operation(values: Any) -> Operation:
+    shape, ended = values["shape"], values["ended_ns"]
+    return Operation(
+        int(values["number"]),
+        str(values["name"]),
+        str(values["detail"]),
+        None if shape is None else tuple(int(extent) for extent in shape),
+        str(values["dtype"]),
+        int(values["bytes"]),
+        float(values["timeout_seconds"]),
+        str(values["state"]),
+        int(values["began_ns"]),
+        None if ended is None else int(ended),
+        str(values["error"]),
+    )
+
+
+def clock_offsets(files: Sequence[FlightFile]) -> dict[str, int]:
+    """Returns what to add to the monotonic clock of each machine, by ``boot``, for one time axis.
+
+    Args:
+        files: the files of all ranks; the first one's wall clock is the axis.
+    """
+    offsets: dict[str, int] = {}
+    for file in files:
+        offsets.setdefault(file.boot, file.time - file.monotonic)
+    reference = files[0].boot
+    ends = {boot: _ends(files, boot, offset) for boot, offset in offsets.items()}
+    for boot in offsets:
+        apart = [ends[reference][key] - end for key, end in ends[boot].items() if key in ends[reference]]
+        if apart:
+            offsets[boot] += round(median(apart))
+    return offsets
+
+
+def _ends(files: Sequence[FlightFile], boot: str, offset: int) -> dict[tuple[str, str, int], float]:
+    """Returns when operations of all ranks ended on a machine."""
+    found: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for file in files:
+        if file.boot != boot:
+            continue
+        for group in file.groups:
+            for one in group.operations:
+                if one.name.startswith(_END_TOGETHER) and one.state == "done" and one.ended is not None:
+                    found[group.name, one.name, one.number].append(one.ended + offset)
+    return {key: median(times) for key, times in found.items()}
