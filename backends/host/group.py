@@ -21,6 +21,7 @@ from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
 from collectives.core.process_group import ProcessGroup
+from collectives.core.profiling import profiler
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -44,8 +45,6 @@ _SUM = ReduceOp.SUM.code
 _KIND = _native.COLLECTIVES
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
-
-
 _CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     reductions=REDUCTIONS,
@@ -120,8 +119,7 @@ class ProcessGroupHost(ProcessGroup):
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
         self._timeout_ns = _nanoseconds(timeout)
-        label = self.describe()
-        self._native = form(store, rank, size, timeout, label)
+        self._native = form(store, rank, size, timeout, self.describe())
         self._in_flight = InFlight()
         _live.add(self)
 
@@ -165,6 +163,8 @@ class ProcessGroupHost(ProcessGroup):
         async_op: bool = False,
     ) -> Work | None:
         """Issues a collective where the core takes the arguments as they are."""
+        if profiler._is_profiler_enabled:
+            return None
         if not async_op:
             done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
             return COMPLETED if done else None
@@ -327,6 +327,8 @@ class ProcessGroupHost(ProcessGroup):
         self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, async_op: bool = False
     ) -> Work | None:
         """Posts a message or a receive where the core takes the arguments as they are."""
+        if profiler._is_profiler_enabled:
+            return None
         task = self._native.fast_message(sends, tensor, peer, tag, not async_op)
         if task is None:
             return None

@@ -15,6 +15,7 @@ from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.backends.mpi.work import MPIWork
+from collectives.core.profiling import profiler
 from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError
@@ -77,6 +78,8 @@ class FastPath:
         engine = self._engine
         if async_op or engine.cause is not None or engine.ended or not engine.idle:
             return None
+        if profiler._is_profiler_enabled:
+            return None
         done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
         if done is True or done is False:
             return COMPLETED if done else None
@@ -91,6 +94,7 @@ class FastPath:
         engine = self._engine
         if (
             async_op
+            or profiler._is_profiler_enabled
             or engine.cause is not None
             or engine.ended
             or type(peer) is not int

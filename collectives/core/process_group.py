@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import torch
 
-from collectives.core.arguments import operations
-from collectives.core.arguments import validation as check
+from collectives.core.arguments import operations, validation
 from collectives.core.arguments.operations import TensorLists, Tensors
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
+from collectives.core.profiling import with_events
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -30,6 +30,7 @@ from collectives.core.work import Work
 __all__ = ["ProcessGroup"]
 
 
+@with_events
 class ProcessGroup(Membership):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
@@ -240,7 +241,7 @@ class ProcessGroup(Membership):
             inputs: this rank's tensors.
             opts: option record for all of them.
         """
-        pairs = check.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
+        pairs = validation.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
         return self._issue_together(
             lambda: [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
         )
@@ -368,7 +369,7 @@ class ProcessGroup(Membership):
             inputs: tensors of ``size`` parts each.
             opts: option record for all of them; ``None`` for sums.
         """
-        pairs = check.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
+        pairs = validation.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
         return self._issue_together(
             lambda: [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
         )

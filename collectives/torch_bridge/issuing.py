@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from collectives.core import profiling
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.work import COMPLETED, CoalescedWork, Work
 from collectives.errors import UnsupportedOperationError
-from collectives.torch_bridge import dispatch_modes, profiling
+from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group_base import TorchGroupBase, why_not_served
 from collectives.torch_bridge.operands import wait_for_async_tensors
 from collectives.torch_bridge.work import BatchedWork, DoneWork, TorchWork

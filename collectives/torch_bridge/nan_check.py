@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from collectives.core import profiling
 from collectives.core.arguments.option_records import record
 from collectives.core.arguments.overloads import first_given
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.types import BroadcastOptions
 from collectives.core.work import Work
 from collectives.errors import DistError
-from collectives.torch_bridge import profiling
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.work import TorchWork
 

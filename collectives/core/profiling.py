@@ -1,5 +1,9 @@
 """Profiler events of operations, named as torch names those of its own backends (``gloo:all_reduce``).
 
+Public methods of groups show an operation while a profiler records, whoever calls them; the fast paths take
+nothing then, so that no operation goes past those methods. What a composition, or torch's front end, issues
+in turn on its groups is part of its own event.
+
 An event begins on the thread that issues an operation and ends when the operation does; between the two it is
 open. A session lies between the start and the stop of a profiler; it records what happens on the thread that
 started it, and on others only where they run with that thread's state.
@@ -13,22 +17,24 @@ that are still open end just before. (torch 2.11 would leave out of a profile wh
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
-from collectives.core.work import Work
+from collectives.core.work import CompletedWork, Work
 
-__all__ = ["enabled", "flat", "observed", "possible"]
+__all__ = ["enabled", "flat", "observed", "possible", "with_events"]
 
-_profiler: Any = torch.autograd.profiler
+profiler: Any = torch.autograd.profiler
+"""For fast paths, which look at its flag: the quickest way to see that no thread is recorded."""
 
 enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Returns whether a profiler records on this thread."""
@@ -36,7 +42,7 @@ enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def possible() -> bool:
     """Returns whether a profiler records on any thread; quicker than :data:`enabled`."""
-    recording: bool = _profiler._is_profiler_enabled
+    recording: bool = profiler._is_profiler_enabled
     return recording
 
 
@@ -49,6 +55,59 @@ def flat(values: Any) -> Iterator[torch.Tensor]:
             yield from flat(value)
 
 
+_T = TypeVar("_T")
+
+_SHOWN: dict[str, tuple[str, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recvAnySource", 0),
+}
+"""By method of a group: the event, and the place of the argument whose shapes it shows."""
+
+
+def with_events(cls: type[_T]) -> type[_T]:
+    """Makes the operations of a class of groups show themselves to profilers; returns the class."""
+    methods = {name: value for name, value in vars(cls).items() if callable(value)}
+    shown = {methods[name]: _with_event(methods[name], *about) for name, about in _SHOWN.items()}
+    for name, method in methods.items():
+        if method in shown:  # names that stand for the same method, too
+            setattr(cls, name, shown[method])
+    return cls
+
+
+def _with_event(method: Callable[..., Work], event: str, place: int | None) -> Callable[..., Work]:
+    @functools.wraps(method)
+    def show(group: Any, *args: Any, **kwargs: Any) -> Work:
+        if not (profiler._is_profiler_enabled and enabled()):
+            return method(group, *args, **kwargs)
+        inputs: Any = ()
+        if place is not None:
+            inputs = args[place] if place < len(args) else tuple(kwargs.values())
+        return observed(f"{group.name()}:{event}", inputs, lambda: method(group, *args, **kwargs))
+
+    return show
+
+
+_issuing = threading.local()
+"""``inside``: whether this thread issues an operation whose event has begun."""
+
+
 def observed(name: str, inputs: Any, issue: Callable[[], Work]) -> Work:
     """Issues an operation under an event that ends when the operation does; returns its Work.
 
@@ -57,18 +116,24 @@ def observed(name: str, inputs: Any, issue: Callable[[], Work]) -> Work:
     Args:
         name: name of the event.
         inputs: tensors, or lists of them, whose shapes the event shows.
-        issue: issues the operation.
+        issue: issues the operation; operations that it issues in turn show no events of their own.
     """
+    if getattr(_issuing, "inside", False):
+        return issue()
     event = _Event(name, inputs)
+    _issuing.inside = True
     try:
         work = issue()
     except BaseException:
         event.end()
         raise
-    if work.is_completed():
+    finally:
+        _issuing.inside = False
+    if isinstance(work, CompletedWork):
         event.end()
         return work
-    # before any callback of the caller, so that whoever hears of the result finds the event ended
+    # Before any callback of the caller, so that whoever hears of the result finds the event ended. Not asked
+    # whether it is done: a Work of a batch is good only after that.
     work.get_future().add_done_callback(lambda _: event.end())
     return _ObservedWork(work, event)
 
@@ -122,8 +187,8 @@ class _Events:
                 self._thread.start()
             if self._disable is None:
                 # torch tells nobody that a session is about to stop
-                self._disable = _profiler._disable_profiler
-                _profiler._disable_profiler = self._stop_session
+                self._disable = profiler._disable_profiler
+                profiler._disable_profiler = self._stop_session
 
     def end(self, event: _Event) -> None:
         """Has an event ended, if it is open."""
@@ -149,8 +214,8 @@ class _Events:
         with self._lock:
             disable, self._disable = self._disable, None
         if disable is None:  # another thread stopped a session meanwhile
-            return _profiler._disable_profiler()
-        _profiler._disable_profiler = disable
+            return profiler._disable_profiler()
+        profiler._disable_profiler = disable
         self.close_all(record=True)
         return disable()
 
@@ -177,7 +242,7 @@ def _start_over() -> None:
     global _events
     disable, _events = _events._disable, _Events()
     if disable is not None:
-        _profiler._disable_profiler = disable
+        profiler._disable_profiler = disable
 
 
 os.register_at_fork(after_in_child=_start_over)

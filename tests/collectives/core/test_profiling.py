@@ -1,0 +1,160 @@
+"""Profiler events of programs that use this package directly: one for each operation, whoever issues it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from harness import current_store, run_ranks
+from torch.autograd import profiler
+
+import collectives as dist
+from collectives.core import profiling
+from collectives.ddp import DistributedDataParallel
+
+
+def session() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+
+
+def found(recorded: Any) -> list[tuple[str, list[list[int]]]]:
+    return [
+        (event.name, event.input_shapes)
+        for event in recorded.events()
+        if event.name.startswith(("host:", "round_robin:", "gloo:"))
+    ]
+
+
+def every_operation(rank: int, size: int, backend: str) -> None:
+    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size)
+    tensor, parts = torch.ones(3, 5), [torch.ones(3, 5) for _ in range(size)]
+    with session() as recorded:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.reduce(tensor, 0)
+        dist.all_gather(parts, tensor)
+        dist.all_gather_into_tensor(torch.ones(6, 5), tensor)
+        dist.gather(tensor, parts if rank == 0 else None)
+        dist.scatter(tensor, parts if rank == 0 else None)
+        dist.reduce_scatter(tensor, parts)
+        dist.reduce_scatter_tensor(torch.ones(3, 5), torch.ones(6, 5))
+        dist.all_to_all(parts, [torch.ones(3, 5) for _ in range(size)])
+        dist.all_to_all_single(torch.ones(4), torch.ones(4))
+        dist.barrier()
+        if rank:
+            dist.send(tensor, 0)
+        else:
+            dist.recv(tensor, 1)
+        dist.all_reduce(tensor[:, ::2])  # not dense
+        dist.group.WORLD.allreduce(tensor=torch.ones(2)).wait()
+    one, list_of = [[3, 5]], [[3, 5]] * size
+    assert found(recorded) == [
+        (f"{backend}:{name}", shapes)
+        for name, shapes in [
+            ("all_reduce", one),
+            ("broadcast", one),
+            ("reduce", one),
+            ("all_gather", one),
+            ("all_gather", one),
+            ("gather", one),
+            ("scatter", one),
+            ("reduce_scatter", list_of),
+            ("reduce_scatter", [[6, 5]]),
+            ("all_to_all", list_of),
+            ("all_to_all", [[4]]),
+            ("barrier", []),
+            ("send" if rank else "recv", one),
+            ("all_reduce", [[3, 3]]),
+            ("all_reduce", [[2]]),
+        ]
+    ]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["host", "round_robin"])
+def test_each_operation_has_one_event(backend: str) -> None:
+    run_ranks(every_operation, 2, backend)
+
+
+def lasts_as_long(rank: int, size: int) -> None:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    store = current_store()
+    with session() as recorded:
+        if rank:
+            store.wait(["begun"])
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        if rank == 0:
+            with torch.profiler.record_function("meanwhile"):
+                store.set("begun", "")
+        work.wait()
+        assert work.is_completed()
+        assert work.result()[0].tolist() == [2.0, 2.0]
+    events = {event.name: event.time_range for event in recorded.events()}
+    assert list(filter(lambda name: name.startswith("host:"), events)) == ["host:all_reduce"]
+    if rank == 0:
+        assert events["host:all_reduce"].start <= events["meanwhile"].start
+        assert events["meanwhile"].end <= events["host:all_reduce"].end
+    dist.destroy_process_group()
+
+
+def test_an_event_ends_with_its_operation() -> None:
+    run_ranks(lasts_as_long, 2)
+
+
+def mistakes(rank: int, size: int) -> None:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    with session() as recorded:
+        with pytest.raises(TypeError):
+            dist.all_reduce("no tensor")  # type: ignore[arg-type]
+        with pytest.raises(dist.CollectiveMismatchError):
+            dist.all_reduce(torch.ones(2 + rank))
+        dist.barrier()
+    assert [name for name, _ in found(recorded)] == ["host:all_reduce", "host:all_reduce", "host:barrier"]
+    assert not profiling.possible()
+    dist.all_reduce(torch.ones(3))  # by the fast path again
+    dist.destroy_process_group()
+
+
+def test_events_of_failed_operations_end() -> None:
+    run_ranks(mistakes, 2)
+
+
+def of_this_thread_alone(rank: int, size: int) -> None:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    with profiler.profile() as recorded:
+        other = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),))
+        other.start()
+        other.join()
+        dist.barrier()
+    assert [event.name for event in recorded.function_events if event.name.startswith("host:")] == [
+        "host:barrier"
+    ]
+    dist.destroy_process_group()
+
+
+def test_other_threads_are_not_recorded() -> None:
+    run_ranks(of_this_thread_alone, 2)
+
+
+def trains(rank: int, size: int) -> None:
+    dist.init_process_group("round_robin", store=current_store(), rank=rank, world_size=size)
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    with session() as recorded:
+        model(torch.ones(1, 3)).sum().backward()
+    names = [name for name, _ in found(recorded)]
+    assert "round_robin:all_reduce" in names
+    assert not [name for name in names if name.startswith("host:")]
+    dist.destroy_process_group()
+
+
+def test_data_parallel_training_shows_its_operations() -> None:
+    run_ranks(trains, 2)
+
+
+def test_names_that_stand_for_one_method_stay_one() -> None:
+    assert dist.ProcessGroup._allgather_base is dist.ProcessGroup.all_gather_single
+    assert dist.ProcessGroup.all_to_all_single is dist.ProcessGroup.alltoall_base
