@@ -67,6 +67,7 @@ def against_the_oracle(group: ProcessGroup) -> None:
     report.finish(4 * (len(DTYPES) + len(CAREFUL) * len(COUNTS)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("backend", ["host", "gloo"])
 def test_bits_and_order(backend: str, ranks: int) -> None:

@@ -23,6 +23,7 @@ def few_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.full
 def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
     path = tmp_path / "out.json"
     peers = "ours:host,ours:host+noop,torch:gloo,ours:absent"

@@ -36,6 +36,7 @@ def full_run(tmp_path_factory, quick_ranks):
     return status, output.getvalue(), read_report(folder / "out.json")
 
 
+@pytest.mark.full
 def test_every_operation_is_measured_by_every_peer(full_run):
     _, _, report = full_run
     measured = {

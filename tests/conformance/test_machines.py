@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "body"), CASES)
 def test_between_machines(name, body):
     placement = PLACEMENTS[name]

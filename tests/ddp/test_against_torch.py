@@ -112,6 +112,7 @@ def compare(group, kind, names):
     return far
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Transformer, Convolutions])
 def test_equals_torch_over_gloo(kind):
     names = list(OPTIONS)

@@ -77,6 +77,7 @@ def of_torch(rank, size):
     return with_workers(rank, size, wrapper, torch_dist.all_reduce, spawns=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_backend", ["host", "gloo"])
 def test_workers_of_our_training(world_backend):
     assert run_world(ours, 2, backend=world_backend) == [True, True]

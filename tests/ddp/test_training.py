@@ -173,7 +173,7 @@ def test_equals_the_naive_solution_bit_for_bit(size) -> None:
 
 
 @pytest.mark.parametrize("other", ["gloo", "round_robin"])
-@pytest.mark.sampled(1)
+@pytest.mark.full
 def test_equals_the_naive_solution_on_other_backends(other) -> None:
     """Gloo sums in an order that depends on the size of the message, so it is equal to tolerance only."""
     results = run_ranks(compare, 3, combinations(8, 7), other != "gloo", backend=other)

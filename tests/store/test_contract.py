@@ -155,6 +155,7 @@ def test_wait_that_times_out(pair):
     one.wait(["there"])
 
 
+@pytest.mark.sampled(3)
 @over(OURS)
 def test_errors_of_waits(pair):
     one, _ = pair
@@ -308,6 +309,7 @@ def test_every_queued_value_is_popped_once(pair):
     assert sorted(map(int, values)) == list(range(count))
 
 
+@pytest.mark.sampled(2)
 @over(without(OURS, "file", "our-client-torch", "prefix-torch"))
 def test_a_push_wakes_one_waiter(pair):
     one, _ = pair

@@ -141,6 +141,7 @@ class TestWhatClientsAreTold:
         small.delete_key("key1")
         small.set("more", bytes(MIB))
 
+    @pytest.mark.full
     def test_keys_count(self, small):
         with pytest.raises(collectives.DistStoreError, match=rf"hold \d+ bytes, of at most {16 * MIB}"):
             set_all(small, map(str, range(100_000)), b"")

@@ -112,6 +112,7 @@ class TestGuarded:
             TCPStore("127.0.0.1", server.port, timeout=timedelta(hours=1))
         server.close()
 
+    @pytest.mark.full
     def test_strangers_get_nothing(self, guarded: TCPStore) -> None:
         before = connections(guarded)
         attempts = [VALIDATE_AND_PING + GET_SECRET, b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1_000_000]

@@ -223,6 +223,7 @@ def resources():
     return [len(list(Path("/proc/self", kind).iterdir())) for kind in ("fd", "task")]
 
 
+@pytest.mark.full
 def test_nothing_is_left_after_a_hundred_rounds():
     def round_trip():
         server = TCPStore("localhost", 0, is_master=True)

@@ -107,6 +107,7 @@ def test_torchs_prefix(store):
         prefix.wait(["missing"], timedelta(milliseconds=60))
 
 
+@pytest.mark.sampled(1)
 def test_clones_that_only_torch_holds(store):
     prefix = dist.PrefixStore("a", store)
     copy = prefix.clone()
@@ -166,6 +167,7 @@ def alive(kind):
 class TestLife:
     """torch's binding lets the Python half of a store go while C++ code still holds the other."""
 
+    @pytest.mark.sampled(1)
     def test_a_store_that_only_torch_holds(self, store):
         kind, copy = type(store), store.clone()
         before = len(alive(kind))
@@ -180,6 +182,7 @@ class TestLife:
         gc.collect()
         assert len(alive(kind)) == before - 1
 
+    @pytest.mark.sampled(1)
     def test_a_store_that_only_torch_holds_in_garbage(self, store):
         kind, ring = type(store), [store.clone()]
         before = len(alive(kind))

@@ -70,6 +70,7 @@ def _reductions(rank, size, placement):
     group.shutdown()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_reductions_have_the_bits_of_the_placement_at_every_length(name):
     run_ranks(_reductions, len(PLACEMENTS[name]), PLACEMENTS[name], env={"COLLECTIVES_HOST_MACHINE": None})
@@ -196,6 +197,7 @@ def _lose_a_peer(group, victim, started):
     return caught.value.rank
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [2, 3])
 def test_a_peer_that_dies_in_the_middle_of_a_long_transfer_is_named(make_machines, victim):  # noqa: F811
     machines = make_machines(2, "100mbit")  # the transfer would take three seconds

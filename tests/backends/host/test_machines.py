@@ -221,6 +221,7 @@ def _incomplete(rank, size):
             _group(rank, size, timeout=timedelta(seconds=1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["aab", "abb", "aba"])
 def test_rank_that_does_not_come_is_named_on_all_machines(layout):
     run_ranks(_incomplete, 3, placement=layout)

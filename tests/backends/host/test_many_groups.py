@@ -107,6 +107,7 @@ def _each_lane_moves(rank, size):
     _end(lanes, meeting)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_group_completes_while_three_others_are_kept_full(size):
     run_ranks(_each_lane_moves, size)
@@ -137,6 +138,7 @@ def _callers_get_through(rank, size):
     _end(lanes, group)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_blocking_calls_of_a_group_get_through_while_three_others_are_kept_full(size):
     run_ranks(_callers_get_through, size)

@@ -204,6 +204,7 @@ def run_cases(group: ProcessGroup, numbers: range, placement: str = "") -> int:
     return len(numbers)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_how_it_is_issued_changes_no_bit(size: int, lanes: int) -> None:
@@ -214,6 +215,7 @@ def test_how_it_is_issued_changes_no_bit(size: int, lanes: int) -> None:
     assert run_ranks(run_cases, size, numbers, backend=backend, **options) == [CASES] * size
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", ["ab", "aab", "abab", "aabb"])
 def test_how_it_is_issued_changes_no_bit_between_machines(placement: str) -> None:
     numbers = range(1000, 1000 + CASES_BETWEEN_MACHINES)

@@ -99,6 +99,7 @@ def _worlds(rank, size, rounds):
     _await_census(before)
 
 
+@pytest.mark.full
 @rounds
 @pytest.mark.parametrize("placement", ["aa", "ab"])
 def test_nothing_is_left_of_worlds_made_and_destroyed(placement, rounds):
@@ -137,6 +138,7 @@ def _memory(rank, size):
     return added
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("placement", "limit"), [("aa", 16), ("ab", 16), ("aaaaaaaa", 64), ("aaaabbbb", 64), ("abcdefgh", 64)]
 )

@@ -50,6 +50,7 @@ def _attacked(rank: int, size: int, user: int) -> list[bytes]:
     return got
 
 
+@pytest.mark.full
 def test_a_stranger_learns_nothing_and_takes_no_slot() -> None:
     got = run_ranks(_attacked, 2, os.getuid(), placement="ab", env={"COLLECTIVES_SECRET": SECRET})[0]
     # A nonce for what looks like a hello, and never a proof.

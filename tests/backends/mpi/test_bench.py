@@ -39,11 +39,13 @@ def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
 def test_host_mpi_and_gloo_in_one_run(mpi: Teams, tmp_path: Path) -> None:
     assert {record.ranks for record in measure(mpi, tmp_path)} == {2}
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
 def test_the_same_under_mpirun(mpi: Teams, tmp_path: Path) -> None:
     """One of the processes measures, with as many ranks as mpirun started."""
     records = measure(mpi, tmp_path, *mpi.installation.command(3))

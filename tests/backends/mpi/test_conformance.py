@@ -74,11 +74,13 @@ def ids(body: Callable[..., Any]) -> str:
     return body.__name__
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", EVERYWHERE, ids=ids)
 def test_every_data_type(mpi: Teams, body: Callable[..., Any]) -> None:
     mpi.run(body, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
 def test_all_reduce(mpi: Teams, size: int) -> None:
     assert len(set(mpi.run(test_reductions.all_reduce, size))) == 1, "the ranks' results differ in their bits"
@@ -99,6 +101,7 @@ def test_groups_of_all(mpi: Teams, body: Callable[..., Any]) -> None:
     mpi.run(body, 3, "mpi", backend=None)
 
 
+@pytest.mark.full
 def test_sub_groups(mpi: Teams) -> None:
     results = mpi.run(test_groups.subgroups, 4, "mpi", backend=None)
     for rank, seen in enumerate(results):

@@ -246,6 +246,7 @@ def compositions(group: Any, path: Path) -> None:
     over_lanes(group, path)
 
 
+@pytest.mark.full
 def test_compositions(nccl_library: Path) -> None:
     """All in one start of ranks: importing what training needs takes longer than the rest."""
     run_over_double(compositions, 3, nccl_library, nccl_library, timeout=100)

@@ -98,6 +98,7 @@ def a_rank_never_comes(group: ProcessGroup) -> None:
     gate("gave up", group)
 
 
+@pytest.mark.full
 def test_a_rank_never_comes(nccl_library: Path) -> None:
     run_over_double(a_rank_never_comes, 3, nccl_library, options=SHORT)
 
@@ -244,6 +245,7 @@ def refused(group: Any, path: Path) -> None:
     group.allreduce(torch.ones(3)).wait()  # a second try
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "body", [errors_of_nccl, asynchronous_error, refused], ids=lambda body: body.__name__
 )
@@ -364,6 +366,7 @@ def on_a_device_with_an_error(group: Any, _: Path) -> None:
     assert group._communicators.ends._over.is_set()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "body",
     [aborted_together, at_the_end_of_the_interpreter, left_behind, on_a_device_with_an_error],
@@ -421,6 +424,7 @@ def lost_under_objects(group: ProcessGroup) -> None:
         collectives.broadcast_object_list([None], group_src=1, group=group)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", [lost_under_training, lost_under_objects], ids=lambda body: body.__name__)
 def test_a_rank_is_lost_while_the_host_reads(nccl_library: Path, body: Any) -> None:
     run_over_double(body, 2, nccl_library, lost={1}, timeout=100)

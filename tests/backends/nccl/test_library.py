@@ -77,6 +77,7 @@ def reductions(rank: int, size: int, provider: str, path: Path) -> None:
                 same(mine, whole)
 
 
+@pytest.mark.sampled(1)
 @SIZES
 def test_reductions_of_every_type(provider: str, size: int, nccl_library: Path) -> None:
     on(provider, nccl_library, reductions, size)
@@ -122,6 +123,7 @@ def movements(rank: int, size: int, provider: str, path: Path) -> None:
             assert (first.item(), second.item()) == (1.0, 2.0), "in the order of sending"
 
 
+@pytest.mark.sampled(1)
 @SIZES
 def test_movements(provider: str, size: int, nccl_library: Path) -> None:
     on(provider, nccl_library, movements, size)
@@ -186,6 +188,7 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         other.destroy()
 
 
+@pytest.mark.sampled(1)
 def test_groups(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, groups, 3)
 
@@ -216,6 +219,7 @@ def splits(rank: int, size: int, provider: str, path: Path) -> None:
             part.destroy()
 
 
+@pytest.mark.sampled(1)
 def test_split(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, splits, 4)
 

@@ -81,6 +81,7 @@ def ended_by_abort(communicator: Communicator, blocked: object) -> None:
     assert ticks == 100, "the blocked call held the GIL, or did not block"
 
 
+@pytest.mark.sampled(1)
 def test_abort_from_another_thread(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, aborts, 2)
 
@@ -104,6 +105,7 @@ def ends(rank: int, size: int, provider: str, path: Path) -> None:
             communicator.abort()
 
 
+@pytest.mark.sampled(1)
 def test_ends(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, ends, 2)
 
@@ -154,6 +156,7 @@ def seen(communicator: Communicator) -> NcclError:
     raise AssertionError("no asynchronous error came")
 
 
+@pytest.mark.sampled(1)
 def test_asynchronous_errors(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, asynchronous_errors, 2)
 
@@ -175,6 +178,7 @@ def killed(rank: int, size: int, provider: str, path: Path) -> None:
         double.synchronize(stream)
 
 
+@pytest.mark.sampled(1)
 def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
     results = on(provider, nccl_library, killed, 3, lost=(1,))
     assert isinstance(results[1], Died)
@@ -192,6 +196,7 @@ def missing(rank: int, size: int, provider: str, path: Path) -> bool:
     return thread.is_alive()
 
 
+@pytest.mark.sampled(1)
 def test_a_rank_that_never_comes(provider: str, nccl_library: Path) -> None:
     assert on(provider, nccl_library, missing, 2) == [True, True]
 
@@ -208,5 +213,6 @@ def forgotten(rank: int, size: int, provider: str, path: Path) -> None:
         ctypes.CDLL(str(path)).ncclCommAbort(ctypes.c_void_p(handle))
 
 
+@pytest.mark.sampled(1)
 def test_a_forgotten_communicator_is_not_destroyed(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, forgotten, 2)

@@ -350,6 +350,7 @@ def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
     assert doubled.wait().tolist() == [2.0 * group.size()] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variable", "chosen", "blocks"),
     [("1", None, True), ("true", None, True), ("0", None, False), (None, None, False), ("1", False, False),

@@ -160,6 +160,7 @@ def limit_in_a_future(group: ProcessGroup) -> str:
     return seen[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lane", ["host", "gloo"])
 def test_a_limit_seen_by_a_future_breaks_all_lanes(lane: str) -> None:
     options = RoundRobinOptions(3, lane)

@@ -145,8 +145,16 @@ except dist.PeerLostError as error:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["host", "round_robin", "gloo"])
-@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""], ids=["destroy", "exit"])
+@pytest.mark.parametrize(
+    ("case", "end"),
+    [
+        ("host", "dist.destroy_process_group()"),
+        ("host", ""),
+        ("round_robin", ""),
+        ("gloo", "dist.destroy_process_group()"),
+    ],
+    ids=["host-destroy", "host-exit", "round_robin-exit", "gloo-destroy"],
+)
 def test_rank_0_does_not_wait_for_ranks_that_it_knows_are_dead(tmp_path: Path, case: str, end: str) -> None:
     ended = run_script(LOSES + end, 3, str(tmp_path / "store"), case)
     assert [status for status, _, _ in ended] == [0, 0, -signal.SIGKILL], ended

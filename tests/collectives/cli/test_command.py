@@ -66,6 +66,7 @@ def test_backends(capsys):
     assert table["absent"].count("python -m pip install no-such-package") == 1
 
 
+@pytest.mark.full
 def test_no_program_is_loaded_before_it_is_asked_for_and_a_closed_pipe_is_no_error():
     script = (
         "import sys; from collectives.cli import main; status = main(['backends']);"

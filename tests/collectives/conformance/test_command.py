@@ -27,6 +27,7 @@ def verdicts(tmp_path, *arguments):
     return status, {(record["function"], record["dtype"]): record for record in records}
 
 
+@pytest.mark.full
 def test_ours_is_right_throughout(tmp_path, capsys):
     dtypes = [word for name in ("float32", "bfloat16", "bool", "complex64") for word in ("--dtype", name)]
     status, found = verdicts(tmp_path, "--backend", "collectives", *dtypes)

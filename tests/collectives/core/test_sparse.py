@@ -27,6 +27,7 @@ def sums(rank, size):
         dist.all_reduce(rows(rank), dist.ReduceOp.MAX)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["host", "gloo", "round_robin"])
 def test_all_reduce(backend) -> None:
     run_world(sums, 2, backend=backend)

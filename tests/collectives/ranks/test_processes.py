@@ -37,6 +37,7 @@ def test_answers_come_in_rank_order():
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize(
     ("how", "message"),

@@ -69,6 +69,7 @@ def compare(group, how, options, norm):
     return graphs, early
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["outside", "inside"])
 def test_trains_as_without_the_compiler_and_communicates_during_backward(how):
     for graphs, early in run_ranks(compare, 2, how, {}, False, backend="host"):

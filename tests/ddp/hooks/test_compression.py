@@ -144,6 +144,7 @@ def each_hook(group):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 2)])
 def test_each_hook_averages_in_the_long_run(backend, ranks) -> None:
     for found in run_ranks(each_hook, ranks, backend=backend):

@@ -78,6 +78,7 @@ def definition(group):
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 2)])
 def test_results_and_errors_add_up_to_the_inputs(backend, ranks) -> None:
     for found in run_ranks(definition, ranks, backend=backend):

@@ -129,7 +129,7 @@ def compare(group):
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 def test_training_equals_the_naive_solution_bit_for_bit() -> None:
     for found in run_ranks(compare, 3, backend="host"):
         assert {case: names for case, names in found.items() if names} == {}

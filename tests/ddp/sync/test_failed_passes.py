@@ -108,6 +108,7 @@ def dying(group, options, hook):
     return caught.value.rank
 
 
+@pytest.mark.sampled(2)
 @KINDS
 def test_a_rank_that_is_killed_within_the_pass_is_named_by_that_of_its_peers(options, hook) -> None:
     results = run_ranks(dying, 3, options, hook, backend="host", isolated=True, lost={1}, timeout=40)

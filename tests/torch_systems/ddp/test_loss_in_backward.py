@@ -99,6 +99,7 @@ def killed(rank, size, build):
     return in_words(raised.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "build", [plain, static, finding_unused, hooked, sharded], ids=lambda build: build.__name__
 )
@@ -132,6 +133,7 @@ def stopped(rank, size, build):
     return in_words(raised.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [plain, hooked, sharded], ids=lambda build: build.__name__)
 def test_stopped(build):
     answers = run_torch(stopped, 3, build, isolated=True)

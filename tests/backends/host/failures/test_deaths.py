@@ -132,6 +132,7 @@ def complaints_of(results, victim):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("placement", "victim"),
     [("aaaa", 0), ("aaaa", 1), ("aaaa", 3), ("aabb", 0), ("aabb", 2), ("aabb", 3), ("abcd", 1)],

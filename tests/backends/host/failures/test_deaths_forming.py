@@ -105,6 +105,7 @@ def complaints_of(results, victim, kind, lost, said):
     return "\n".join(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("placement", "victim", "call", "late"),
     [
@@ -130,6 +131,7 @@ def test_rank_that_dies_while_the_group_forms_is_named(placement, victim, call, 
     assert not complaints, complaints
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("placement", "victim", "call"),
     [
@@ -220,6 +222,7 @@ def make_another(rank, size, victim, delay, split):
     return type(error), getattr(error, "rank", None), str(error)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("placement", "backend", "victim", "delay"),

@@ -104,6 +104,7 @@ def _late(rank, size, asynchronous):
     group.shutdown()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_time_limit_tells_where_every_rank_is(asynchronous):
     run_ranks(_late, 3, asynchronous)
@@ -280,6 +281,7 @@ def _issue_while_the_group_ends(rank, size, rounds):
             thread.join()
 
 
+@pytest.mark.full
 def test_threads_that_issue_while_their_group_is_aborted_are_refused():
     run_ranks(_issue_while_the_group_ends, 2, 100, isolated=True, timeout=60)
 

@@ -159,6 +159,7 @@ def absent_rank(rank, size):
     return [f"{len(cases)} cases", *complaints]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_collective_ends_at_its_limit_and_names_every_rank(placement):
     first, second, _ = run_ranks(absent_rank, 3, placement=placement)
@@ -176,6 +177,7 @@ def user_function(rank, size, asynchronous):
     current_store().wait(["seen0", "seen1"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_user_function_is_found_at_its_line(asynchronous):
     run_world(user_function, 3, asynchronous, group_timeout=timedelta(seconds=LIMIT_S))
@@ -225,6 +227,7 @@ def blocked_message(rank, size, issue, words):
     end([group])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("issue", "words"),
     [

@@ -62,6 +62,7 @@ def _killed(group, victim, asynchronous):
     assert caught.value.rank == victim
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "victim", "asynchronous"),
     [("aabb", 0, False), ("aabb", 1, True), ("aabb", 2, True), ("aabb", 3, False), ("abc", 1, False)],

@@ -193,6 +193,7 @@ def disagree(group: ProcessGroup, asynchronous: bool) -> int:
     return pairs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_pair_of_collectives(placement: str, asynchronous: bool) -> None:
