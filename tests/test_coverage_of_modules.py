@@ -28,7 +28,7 @@ TESTED_THROUGH = {
     "backends/host": (
         "backends/host",
         "parts of its group",
-        "rendezvous_failures work",
+        "process_exit rendezvous_failures work",
     ),
     "backends/mpi": (
         "backends/mpi",

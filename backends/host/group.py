@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,8 +10,9 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends._shared.exit_reasons import abort_cause, exception_behind
+from collectives.backends._shared.exit_reasons import abort_cause
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
@@ -36,25 +34,21 @@ from collectives.core.types import (
     default_pg_timeout,
 )
 from collectives.core.work import COMPLETED, CompletedWork, Work
+from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
 
-_CODES = NATIVE_CODES
-_SUM = ReduceOp.SUM.code
-_KIND = _native.COLLECTIVES
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
 _CAPABILITIES = Capabilities(
     devices=frozenset({"cpu"}),
     reductions=REDUCTIONS,
-    moves=frozenset(_CODES),
+    moves=frozenset(NATIVE_CODES),
 )
 
 for _type in (torch.Tensor, torch.nn.Parameter):
     _native.register_tensor_type(_type)
-
-_live: weakref.WeakSet[ProcessGroupHost] = weakref.WeakSet()
 
 
 class ProcessGroupHost(ProcessGroup):
@@ -105,6 +99,8 @@ class ProcessGroupHost(ProcessGroup):
         DistBackendError: there is not enough shared memory.
     """
 
+    _is_recorded = True
+
     def __init__(
         self,
         store: Any,
@@ -119,9 +115,9 @@ class ProcessGroupHost(ProcessGroup):
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
         self._timeout_ns = _nanoseconds(timeout)
-        self._native = form(store, rank, size, timeout, self.describe())
+        self._native = form(store, rank, size, timeout, self.describe(), self._flight_record.of_core)
         self._in_flight = InFlight()
-        _live.add(self)
+        end_at_exit(self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -166,7 +162,11 @@ class ProcessGroupHost(ProcessGroup):
         if profiler._is_profiler_enabled:
             return None
         if not async_op:
-            done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
+            try:
+                done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
+            except DistError:
+                self._flight_record.tell_first_error()
+                raise
             return COMPLETED if done else None
         task = self._native.fast_collective_async(opcode, output, input, reduce_op, root, list_form)
         if task is None:
@@ -329,7 +329,11 @@ class ProcessGroupHost(ProcessGroup):
         """Posts a message or a receive where the core takes the arguments as they are."""
         if profiler._is_profiler_enabled:
             return None
-        task = self._native.fast_message(sends, tensor, peer, tag, not async_op)
+        try:
+            task = self._native.fast_message(sends, tensor, peer, tag, not async_op)
+        except DistError:
+            self._flight_record.tell_first_error()
+            raise
         if task is None:
             return None
         if task is not True:
@@ -345,7 +349,7 @@ class ProcessGroupHost(ProcessGroup):
         """
         source = dense(tensor)
         task = self._native.send(
-            source.data_ptr(), native_count(source), _CODES[source.dtype], dst, tag, self._timeout_ns
+            source.data_ptr(), native_count(source), NATIVE_CODES[source.dtype], dst, tag, self._timeout_ns
         )
         return self._launch(task, (source,), (), True)
 
@@ -357,7 +361,7 @@ class ProcessGroupHost(ProcessGroup):
         task = self._native.receive(
             tensor.data_ptr(),
             native_count(tensor),
-            _CODES[tensor.dtype],
+            NATIVE_CODES[tensor.dtype],
             _ANY_RANK if src is None else src,
             tag,
             self._timeout_ns,
@@ -415,20 +419,24 @@ class ProcessGroupHost(ProcessGroup):
         if main is not None:
             dtype = main.dtype
         item = 1 if dtype is None else element_bytes(dtype)
-        task = self._native.collective(
-            _KIND[kind],
-            0 if data is None else data.data_ptr(),
-            0 if source is None else source.data_ptr(),
-            0 if main is None else native_count(main),
-            _UINT8 if dtype is None else _CODES[dtype],
-            _SUM if op is None else op.code,
-            1.0 if op is None else kernel_factor(op, self._size),
-            root,
-            [(address, nbytes // item) for address, nbytes in outputs],
-            [(address, nbytes // item) for address, nbytes in inputs],
-            self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
-            not opts.asyncOp,
-        )
+        try:
+            task = self._native.collective(
+                _native.COLLECTIVES[kind],
+                0 if data is None else data.data_ptr(),
+                0 if source is None else source.data_ptr(),
+                0 if main is None else native_count(main),
+                _UINT8 if dtype is None else NATIVE_CODES[dtype],
+                (ReduceOp.SUM if op is None else op).code,
+                1.0 if op is None else kernel_factor(op, self._size),
+                root,
+                [(address, nbytes // item) for address, nbytes in outputs],
+                [(address, nbytes // item) for address, nbytes in inputs],
+                self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
+                not opts.asyncOp,
+            )
+        except DistError:
+            self._flight_record.tell_first_error()
+            raise
         return CompletedWork(results) if task is None else self._launch(task, keep, results, opts.asyncOp)
 
     def _launch(
@@ -439,7 +447,7 @@ class ProcessGroupHost(ProcessGroup):
         asynchronous: bool,
     ) -> HostWork:
         """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
-        work = HostWork(task, keep, results, self._forget_finished)
+        work = HostWork(task, keep, results, self._forget_finished, self._flight_record)
         if task.finished():
             return work
         self._in_flight.keep(work)
@@ -489,11 +497,3 @@ def create(options: GroupOptions) -> ProcessGroupHost:
             f"{type(options.pg_options).__name__}"
         )
     return ProcessGroupHost(**options.membership())
-
-
-@atexit.register
-def _end_all() -> None:
-    """Ends the groups that nobody destroyed; other ranks hear of an exception that ended the program."""
-    for group in list(_live):
-        with contextlib.suppress(Exception):
-            group.abort() if exception_behind() else group._native.shutdown(False)

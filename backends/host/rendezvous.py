@@ -60,7 +60,9 @@ _GRACE_S = 1.0
 """How much longer than rank 0 the others wait, so that they hear from it who did not come."""
 
 
-def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _native.HostGroup:
+def form(
+    store: Any, rank: int, size: int, timeout: timedelta, label: str, record: _native.OperationRecord
+) -> _native.HostGroup:
     """Returns this rank's group in the core, once all ranks have one; called by all ranks.
 
     Args:
@@ -69,6 +71,7 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
         size: number of ranks.
         timeout: how long to wait for the others.
         label: the group in words, for messages.
+        record: gets its operations.
 
     Raises:
         CollectiveTimeoutError: a rank did not come in time; the message names it.
@@ -79,11 +82,11 @@ def form(store: Any, rank: int, size: int, timeout: timedelta, label: str) -> _n
     """
     limit_ns = timeout // timedelta(microseconds=1) * 1000
     if size == 1:
-        return _native.HostGroup(_native.single_rank_membership(), label, limit_ns)
+        return _native.HostGroup(_native.single_rank_membership(), label, limit_ns, record)
     attempt = _Attempt(store, rank, size, timeout, label)
     try:
         membership = attempt.invite() if rank == 0 else attempt.follow()
-        group = _native.HostGroup(membership, label, limit_ns)
+        group = _native.HostGroup(membership, label, limit_ns, record)
         if attempt.several:
             attempt.link(group)
     except GroupAbortedError:
@@ -389,11 +392,7 @@ class _Attempt:
     # ---- waiting and failing ---------------------------------------------------------------------------
 
     def _await(
-        self,
-        keys: list[str],
-        owners: Sequence[int],
-        what: str,
-        look: Callable[[], None] | None = None,
+        self, keys: list[str], owners: Sequence[int], what: str, look: Callable[[], None] | None = None
     ) -> None:
         """Waits for keys that other ranks set; calls ``look`` now and then."""
 

@@ -14,6 +14,7 @@ import torch
 from torch.futures import Future
 
 import collectives._native as _native
+from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
@@ -35,9 +36,10 @@ class HostWork(Work):
         keep: whatever must stay alive until it is done.
         outputs: its output tensors.
         done: called by a thread that finds it done.
+        record: the flight record of its group.
     """
 
-    __slots__ = ("_done", "_future", "_keep", "_outputs", "_task")
+    __slots__ = ("_done", "_future", "_keep", "_outputs", "_record", "_task")
 
     def __init__(
         self,
@@ -45,11 +47,13 @@ class HostWork(Work):
         keep: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         done: Callable[[], None],
+        record: FlightRecord,
     ) -> None:
         self._task = task
         self._keep = keep
         self._outputs = outputs
         self._done = done
+        self._record = record
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -62,8 +66,14 @@ class HostWork(Work):
         self._raise_failure()
         return True
 
-    def _raise_failure(self) -> None:
+    def _error(self) -> BaseException | None:
         error = self._task.error()
+        if error is not None:
+            self._record.tell_first_error()
+        return error
+
+    def _raise_failure(self) -> None:
+        error = self._error()
         if error is not None:
             raise error
 
@@ -73,7 +83,7 @@ class HostWork(Work):
 
     def exception(self) -> BaseException | None:
         """Returns the error of a failed operation."""
-        return self._task.error()
+        return self._error()
 
     def result(self) -> list[torch.Tensor]:
         """Returns the output tensors."""
@@ -102,7 +112,7 @@ class HostWork(Work):
         """Hands the outcome to the future; called once."""
         if self._future is None:
             return
-        error = self._task.error()
+        error = self._error()
         if error is None:
             self._future.set_result(list(self._outputs))
         else:

@@ -15,14 +15,20 @@ from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import NativeExchange
 from collectives.backends.mpi.work import MPIWork
+from collectives.core.opcodes import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from collectives.core.profiling import profiler
-from collectives.core.recording.flight_record import FlightRecord
+from collectives.core.recording.flight_record import BegunByCore, FlightRecord
 from collectives.core.work import COMPLETED, Work
 from collectives.errors import DistBackendError
 
 __all__ = ["FastPath", "check_length"]
 
 _NAMES = {kind: name for name, kind in _native.COLLECTIVES.items()}
+_SINGLE_NAMES = _NAMES | {
+    ALL_GATHER: "all_gather_into_tensor",
+    REDUCE_SCATTER: "reduce_scatter_tensor",
+    ALL_TO_ALL: "all_to_all_single",
+}
 
 
 def check_length(where: str, operation: Operation, got: int, nbytes: int) -> None:
@@ -83,8 +89,11 @@ class FastPath:
         done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
         if done is True or done is False:
             return COMPLETED if done else None
-        operation = Operation(self._record, _NAMES[opcode], done.number, [], self._timeout())
-        self._await(MPIWork(engine, operation, [], self._native.steps(done), keep=(done, output, input)))
+        name = (_NAMES if list_form else _SINGLE_NAMES)[opcode]
+        operation = Operation(self._record, name, done.number, [], self._timeout())
+        steps, keep = self._native.steps(done), (done, output, input)
+        recorded = BegunByCore(self._record, done)
+        self._await(MPIWork(engine, operation, [], steps, None, keep, recorded=recorded))
         return COMPLETED
 
     def message(
@@ -112,8 +121,11 @@ class FastPath:
         def check() -> None:
             check_length(engine.where, operation, done.moved, part_of(tensor).nbytes)
 
-        steps, after = self._native.steps(done), None if sends else check
-        self._await(MPIWork(engine, operation, [], steps, after, (done, tensor), point_to_point=True))
+        steps, after, keep = self._native.steps(done), None if sends else check, (done, tensor)
+        recorded = BegunByCore(self._record, done)
+        self._await(
+            MPIWork(engine, operation, [], steps, after, keep, point_to_point=True, recorded=recorded)
+        )
         return COMPLETED
 
     def _await(self, work: MPIWork) -> None:

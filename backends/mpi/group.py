@@ -133,7 +133,10 @@ class ProcessGroupMPI(ProcessGroup):
             self._size,
             largest_tag,
             self._operations.collectives,
+            self._operations.messages,
             exchanges,
+            self.flight_record.of_core,
+            _nanoseconds(self._timeout),
         )
         self._dispatcher = Dispatcher(self._engine, self._native, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
@@ -151,6 +154,11 @@ class ProcessGroupMPI(ProcessGroup):
     def name(self) -> str:
         """Returns ``"mpi"``."""
         return "mpi"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time limit of all future operations that name none."""
+        super().set_timeout(timeout)
+        self._native.set_timeout(_nanoseconds(timeout))
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
@@ -460,6 +468,10 @@ class ProcessGroupMPI(ProcessGroup):
             with self._engine.lock:
                 for communicator in (self._communicator, self._own_communicator):
                     communicator.Free()
+
+
+def _nanoseconds(timeout: timedelta) -> int:
+    return timeout // timedelta(microseconds=1) * 1000
 
 
 def capabilities() -> Capabilities:

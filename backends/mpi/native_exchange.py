@@ -55,6 +55,8 @@ class NativeExchange:
         serves: whether a collective goes over the wire as here, by its number in ``_native.COLLECTIVES``, the
             bytes of the whole tensor and those of an element; the same on all ranks.
         issue: begins such a collective.
+        set_timeout: sets the time limit that the flight record shows of what goes the fast way, in
+            nanoseconds.
 
     Args:
         library: the MPI library.
@@ -63,8 +65,11 @@ class NativeExchange:
         rank: this process's rank.
         size: number of ranks.
         largest_tag: the library's largest tag.
-        operations: gives the number of the next operation, for messages.
+        operations: gives the number of the next collective, for messages.
+        message_numbers: the same of messages.
         exchanges: gives the number of the next exchange, which is the same on all ranks.
+        record: gets what goes the fast way.
+        timeout_ns: see ``set_timeout``.
     """
 
     def __init__(
@@ -76,7 +81,10 @@ class NativeExchange:
         size: int,
         largest_tag: int,
         operations: Iterator[int],
+        message_numbers: Iterator[int],
         exchanges: Iterator[int],
+        record: _native.OperationRecord,
+        timeout_ns: int,
     ) -> None:
         mpi = library.mpi
         # The extension was linked with the library, so that its own search for names finds the same one.
@@ -95,15 +103,19 @@ class NativeExchange:
             size,
             largest_tag,
             operations,
+            message_numbers,
             exchanges,
             (_AT_ONCE_BYTES, _WHOLE_BYTES, MOST_RANKS, CHUNK_BYTES, _LOCAL_BYTES),
             _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
+            record,
+            timeout_ns,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
         self.fast_collective = exchange.fast_collective if library.concurrent else _never
         self.fast_message = exchange.fast_message if library.concurrent else _never
         self.serves = exchange.serves
         self.issue = exchange.issue
+        self.set_timeout = exchange.set_timeout
         self._error = mpi.Exception
 
     def steps(self, in_flight: _native.MpiInFlight) -> Steps:

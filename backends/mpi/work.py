@@ -12,6 +12,7 @@ import torch
 from torch.futures import Future
 
 from collectives.backends._shared.operation import Operation
+from collectives.core.recording.flight_record import Recorded
 from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
@@ -50,6 +51,7 @@ class MPIWork(Work):
         status: MPI's status of a receive, which is one request.
         nbytes: what it moves, to judge how long that may take.
         point_to_point: whether it is a message of the user's, and not a collective.
+        recorded: its place in the flight record, where that has it already.
     """
 
     __slots__ = (
@@ -85,9 +87,10 @@ class MPIWork(Work):
         status: Any = None,
         nbytes: int = 0,
         point_to_point: bool = False,
+        recorded: Recorded | None = None,
     ) -> None:
         self._engine = engine
-        self._recorded = operation.begin()
+        self._recorded = recorded or operation.begin()
         self.operation = operation
         self.requests = requests
         self._steps = steps

@@ -6,10 +6,10 @@ set to the beginning of a path, every rank also writes them to a file at the fir
 ``COLLECTIVES_FLIGHT_RECORD_SIGNAL=SIGUSR1`` whenever that signal comes, also while it hangs. ``collectives
 trace`` puts the files of all ranks together.
 
-Groups of ``gloo`` and ``nccl`` record every operation that they begin with other ranks, those of ``mpi`` all
-but synchronous calls on dense CPU tensors, which the core carries out by itself. Groups of ``host`` record
-nothing yet; for what their ranks do now there is ``collectives ps``. Compositions show as the groups that
-they are made of.
+Groups of all backends record every operation that they begin with other ranks; compositions show as the
+groups that they are made of. An asynchronous collective of ``host`` begins when those before it have ended.
+What the C++ core carries out by itself, which is ``host`` as a whole and synchronous calls of ``mpi`` on
+dense CPU tensors, has flat shapes: the number of elements.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def flight_record() -> dict[str, Any]:
         ``rank``, ``process``, ``host``; ``monotonic_ns`` and ``time_ns``, both clocks at this moment; and
         ``groups``, each with its ``name``, ``backend``, ``rank``, ``global_ranks``, ``stats`` and
         ``operations``. An operation has a ``state``: ``pending``, ``done`` or ``failed``; ``began_ns`` and
-        ``ended_ns`` count on the monotonic clock. Of ``nccl`` an operation ends when its group looks, which
-        is at the next operation or within 0.1 s.
+        ``ended_ns`` count on the monotonic clock. ``site`` is the source line that issued it, where that is
+        known: of collectives that ``host`` carries out in the background, or waits in for long. Of ``nccl``
+        an operation ends when its group looks, which is at the next operation or within 0.1 s.
 
     Example:
         With 2 ranks::

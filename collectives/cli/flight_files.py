@@ -39,6 +39,7 @@ class Operation:
         began: when it began, on the monotonic clock of the rank's machine, in nanoseconds.
         ended: when it ended; ``None`` for a pending one.
         error: why it failed.
+        site: the source line that issued it, where that is known.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Operation:
     began: int
     ended: int | None
     error: str
+    site: str
 
     @property
     def is_message(self) -> bool:
@@ -181,6 +183,7 @@ def _operation(values: Any) -> Operation:
         int(values["began_ns"]),
         None if ended is None else int(ended),
         str(values["error"]),
+        str(values["site"]),
     )
 
 

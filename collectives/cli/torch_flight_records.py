@@ -112,10 +112,14 @@ def _entry(record: int, group: Group, one: Operation, file: FlightFile) -> dict[
 
 
 def _sizes(one: Operation, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns sizes of inputs and outputs, which the analyzer compares over the ranks."""
+    """Returns sizes of inputs and outputs, which the analyzer compares over the ranks.
+
+    They are flat, because operations of the core are recorded so.
+    """
     if one.shape is None:
         return [], []
-    shape, count = list(one.shape), math.prod(one.shape)
+    count = math.prod(one.shape)
+    shape = [count]
     if one.name in {"all_gather", "gather"}:
         return [shape], [[count * ranks]]
     if one.name == "all_gather_into_tensor":

@@ -85,7 +85,7 @@ def _row(file: FlightFile, group: Group) -> tuple[str, ...]:
         str(file.rank),
         "" if last is None else last.state,
         "" if last is None else f"{(file.monotonic - (last.ended or last.began)) / 1e9:.1f} s",
-        "none" if last is None else str(last),
+        "none" if last is None else str(last) + (f", called at {last.site}" if last.site else ""),
     )
 
 
@@ -183,6 +183,7 @@ def _event(file: FlightFile, group: Group, one: Operation, thread: int, shift: i
             "dtype": one.dtype,
             "bytes": one.nbytes,
             "error": one.error,
+            "called at": one.site,
         },
     }
     if one.state in _COLOURS:

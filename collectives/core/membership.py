@@ -109,8 +109,8 @@ class Membership(BackendInterface):
     def stats(self) -> Totals:
         """Returns what the group has done so far, by names of operations.
 
-        Of a composition such as ``round_robin``, the sums of its groups. Empty on ``host``, which does not
-        count yet; synchronous calls that the core of ``mpi`` carries out are not counted.
+        Of a composition such as ``round_robin``, the sums of its groups. Messages of ``host`` that leave or
+        arrive at once, which takes less than looking at the clock, add no seconds.
 
         Returns:
             By name: ``count``, the operations begun; ``bytes``, those of their tensors on this rank;

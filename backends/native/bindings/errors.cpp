@@ -8,28 +8,6 @@ using namespace nb::literals;
 namespace collectives {
 namespace {
 
-const char* class_of(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::timeout:
-      return "CollectiveTimeoutError";
-    case ErrorKind::mismatch:
-      return "CollectiveMismatchError";
-    case ErrorKind::peer_lost:
-      return "PeerLostError";
-    case ErrorKind::aborted:
-      return "GroupAbortedError";
-    case ErrorKind::network:
-      return "DistNetworkError";
-    case ErrorKind::program:
-      return "DistError";
-    case ErrorKind::backend:
-    case ErrorKind::resources:
-    case ErrorKind::interrupted:
-      break;
-  }
-  return "DistBackendError";
-}
-
 void translate(const std::exception_ptr& pointer, void* /*payload*/) {
   try {
     std::rethrow_exception(pointer);

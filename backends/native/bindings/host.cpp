@@ -22,6 +22,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
 #include "bindings/fast_path.hpp"
+#include "bindings/operation_record.hpp"
 #include "bindings/owned_group.hpp"
 #include "bindings/tensor_view.hpp"
 #include "engine/group.hpp"
@@ -307,10 +308,12 @@ void bind_group(nb::module_& module) {
   nb::class_<OwnedGroup>(module, "HostGroup")
       .def(
           "__init__",
-          [](OwnedGroup* group, Membership& membership, std::string label, Nanoseconds timeout) {
-            new (group) OwnedGroup(std::make_unique<Group>(std::move(membership), std::move(label), timeout));
+          [](OwnedGroup* group, Membership& membership, std::string label, Nanoseconds timeout,
+             const SharedRecord& shared) {
+            new (group) OwnedGroup(
+                std::make_unique<Group>(std::move(membership), std::move(label), timeout, shared.record));
           },
-          nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"))
+          nb::arg("membership"), nb::arg("label"), nb::arg("timeout_ns"), nb::arg("record"))
       .def("fast_collective", fast_collective, nb::arg("opcode"), nb::arg("output").none() = nb::none(),
            nb::arg("input").none() = nb::none(), nb::arg("op_code") = 0, nb::arg("root") = 0,
            nb::arg("listed") = false)
@@ -376,6 +379,7 @@ void bind_host(nb::module_& module) {
   bind_tuning(module);
   bind_network(module);
   bind_bootstrap(module);
+  bind_operation_record(module);
   bind_task(module);
   bind_group(module);
 }

@@ -2,6 +2,7 @@
 // keep the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <sched.h>
@@ -9,9 +10,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,7 +22,9 @@
 #include "bindings/bindings.hpp"
 #include "bindings/fast_path.hpp"
 #include "bindings/interrupt.hpp"
+#include "bindings/operation_record.hpp"
 #include "bindings/tensor_view.hpp"
+#include "engine/transfer.hpp"
 #include "mpi/in_flight.hpp"
 #include "mpi/messages.hpp"
 
@@ -58,13 +63,32 @@ std::size_t longest(const std::vector<Part>& parts) {
   return most;
 }
 
+// Where an operation stands in the flight record.
+struct RecordedInFlight {
+  std::shared_ptr<OperationRecord> record;  // that has the ring
+  OperationRing& ring;
+  RecordTicket ticket;
+};
+
 // An operation in flight, with MPI's error code, for Python.
 struct InFlight {
   std::unique_ptr<MpiOperation> progress;
   long number;  // of the operation, 0 where the caller counts
+  std::optional<RecordedInFlight> recorded;
   int error = kMpiSuccess;
 
   InFlight(std::unique_ptr<MpiOperation> what, long of) : progress(std::move(what)), number(of) {}
+
+  // Notes its end in the flight record, with the GIL held; `text` is why it failed, or empty.
+  void end(const std::string& text) {
+    const std::optional<RecordedInFlight> ended = std::exchange(recorded, std::nullopt);
+    if (!ended) return;
+    if (text.empty()) {
+      ended->ring.end(ended->ticket, now_ns());
+    } else {
+      ended->ring.fail(ended->ticket, now_ns(), text);
+    }
+  }
 
   bool completed() {
     if (error == kMpiSuccess) error = progress->advance();
@@ -75,8 +99,9 @@ struct InFlight {
 class MpiFastPath {
  public:
   MpiFastPath(const MpiLibrary& library, std::uintptr_t communicator, std::uintptr_t messages, int rank,
-              int size, int largest_tag, nb::object operations, nb::object exchanges, const Limits& limits,
-              int spins)
+              int size, int largest_tag, nb::object operations, nb::object message_numbers,
+              nb::object exchanges, const Limits& limits, int spins, std::shared_ptr<OperationRecord> record,
+              Nanoseconds timeout)
       : library_(library),
         communicator_(communicator),
         messages_(messages),
@@ -84,11 +109,17 @@ class MpiFastPath {
         size_(size),
         tags_(largest_tag / 2),
         operations_(std::move(operations)),
+        message_numbers_(std::move(message_numbers)),
         exchanges_(std::move(exchanges)),
         limits_(limits),
-        spins_(spins) {
+        spins_(spins),
+        record_(std::move(record)),
+        timeout_(timeout) {
     make_messages(library, communicator);  // throws where the library is of no use
   }
+
+  // The time limit of operations, for the flight record.
+  void set_timeout(Nanoseconds timeout) { timeout_ = timeout; }
 
   // True: done; false: the call does not qualify, or is too large; else the operation, which has failed or is
   // in flight.
@@ -98,8 +129,10 @@ class MpiFastPath {
     if (!fast || !takes(fast->request, fast->bytes, listed)) return nb::bool_(false);
     const std::size_t bytes = fast->bytes;
     const long number = next_number(operations_);
+    const BegunOperation begun =
+        record_of(fast->request, static_cast<std::uint64_t>(number), timeout_, now_ns());
     auto in_flight = make_in_flight(std::move(fast->request), number);
-    start_and_test(*in_flight, bytes);
+    begin(*in_flight, record_->collectives, listed ? begun : single_form(begun), bytes);
     return answer(std::move(in_flight));
   }
 
@@ -113,8 +146,12 @@ class MpiFastPath {
     auto message =
         std::make_unique<MpiMessage>(make_messages(library_, messages_), sends, view->data, bytes, peer, tag);
     const MpiMessage& sent = *message;
-    auto in_flight = std::make_shared<InFlight>(std::move(message), next_number(operations_));
-    start_and_test(*in_flight, bytes);
+    const long number = next_number(message_numbers_);
+    auto in_flight = std::make_shared<InFlight>(std::move(message), number);
+    const Envelope envelope{
+        .peer = peer, .tag = static_cast<std::uint32_t>(tag), .dtype = view->dtype, .bytes = bytes};
+    begin(*in_flight, record_->messages,
+          record_of(sends, envelope, static_cast<std::uint64_t>(number), timeout_, now_ns()), bytes);
     if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes) return nb::cast(std::move(in_flight));
     return answer(std::move(in_flight));
   }
@@ -197,8 +234,22 @@ class MpiFastPath {
   }
 
   static nb::object answer(std::shared_ptr<InFlight> in_flight) {
-    if (in_flight->error == kMpiSuccess && in_flight->progress->done()) return nb::bool_(true);
+    if (in_flight->error == kMpiSuccess && in_flight->progress->done()) {
+      in_flight->end("");
+      return nb::bool_(true);
+    }
     return nb::cast(std::move(in_flight));
+  }
+
+  // Where it is not done at the return, whoever gets it notes its end.
+  void begin(InFlight& in_flight, OperationRing& ring, const BegunOperation& begun, std::size_t bytes) const {
+    in_flight.recorded.emplace(RecordedInFlight{record_, ring, ring.begin(begun)});
+    try {
+      start_and_test(in_flight, bytes);
+    } catch (const std::exception& error) {
+      in_flight.end(error.what());
+      throw;
+    }
   }
 
   void start_and_test(InFlight& in_flight, std::size_t bytes) const {
@@ -223,9 +274,12 @@ class MpiFastPath {
   const int size_;
   const int tags_;
   const nb::object operations_;
+  const nb::object message_numbers_;
   const nb::object exchanges_;
   const Limits limits_;
   const int spins_;
+  const std::shared_ptr<OperationRecord> record_;  // written with the GIL held, by one thread at a time
+  Nanoseconds timeout_;
   const std::shared_ptr<MpiScratch> scratch_ = std::make_shared<MpiScratch>();
 };
 
@@ -243,6 +297,7 @@ void bind_mpi(nb::module_& module) {
                      const auto* message = dynamic_cast<const MpiMessage*>(in_flight.progress.get());
                      return message == nullptr ? 0 : message->moved();
                    })
+      .def("end", &InFlight::end, nb::arg("error"))
       .def_ro("number", &InFlight::number)
       .def_ro("error", &InFlight::error);
   nb::class_<MpiFastPath>(module, "MpiFastPath")
@@ -253,18 +308,22 @@ void bind_mpi(nb::module_& module) {
                  functions,
              std::tuple<std::size_t, std::size_t> bytes, std::uintptr_t communicator, std::uintptr_t messages,
              std::uintptr_t byte, int rank, int size, int largest_tag, nb::object operations,
-             nb::object exchanges, std::tuple<std::size_t, std::size_t, int, std::size_t, std::size_t> limits,
-             int spins) {
+             nb::object message_numbers, nb::object exchanges,
+             std::tuple<std::size_t, std::size_t, int, std::size_t, std::size_t> limits, int spins,
+             const SharedRecord& shared, Nanoseconds timeout) {
             const auto& [isend, irecv, test, testall, get_count] = functions;
             const auto& [handle_bytes, status_bytes] = bytes;
             const auto& [at_once, whole, most_ranks, chunk, local] = limits;
             new (self) MpiFastPath({isend, irecv, test, testall, get_count, handle_bytes, status_bytes, byte},
                                    communicator, messages, rank, size, largest_tag, std::move(operations),
-                                   std::move(exchanges), {at_once, whole, most_ranks, chunk, local}, spins);
+                                   std::move(message_numbers), std::move(exchanges),
+                                   {at_once, whole, most_ranks, chunk, local}, spins, shared.record, timeout);
           },
           nb::arg("functions"), nb::arg("bytes"), nb::arg("communicator"), nb::arg("messages"),
           nb::arg("byte"), nb::arg("rank"), nb::arg("size"), nb::arg("largest_tag"), nb::arg("operations"),
-          nb::arg("exchanges"), nb::arg("limits"), nb::arg("spins"))
+          nb::arg("message_numbers"), nb::arg("exchanges"), nb::arg("limits"), nb::arg("spins"),
+          nb::arg("record"), nb::arg("timeout_ns"))
+      .def("set_timeout", &MpiFastPath::set_timeout, nb::arg("timeout_ns"))
       .def("fast_collective", &MpiFastPath::fast_collective, nb::arg("opcode"),
            nb::arg("output").none() = nb::none(), nb::arg("input").none() = nb::none(),
            nb::arg("op_code") = 0, nb::arg("root") = 0, nb::arg("listed") = false)

@@ -26,8 +26,7 @@ inline Nanoseconds now_ns() noexcept { return read_clock(CLOCK_MONOTONIC); }
 inline Nanoseconds coarse_now_ns() noexcept { return read_clock(CLOCK_MONOTONIC_COARSE); }
 
 // The moment `timeout` from now; `kNever` where that lies beyond the clock.
-inline Nanoseconds deadline_after(Nanoseconds timeout) noexcept {
-  const Nanoseconds now = now_ns();
+inline Nanoseconds deadline_after(Nanoseconds timeout, Nanoseconds now = now_ns()) noexcept {
   return timeout > kNever - now ? kNever : now + timeout;
 }
 

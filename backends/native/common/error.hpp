@@ -58,6 +58,11 @@ class Error : public std::exception {
   std::shared_ptr<const Content> content_;  // shared, so that a copy, as `throw` makes it, cannot fail
 };
 
+// The class of `collectives.errors` of the same meaning.
+const char* class_of(ErrorKind kind) noexcept;
+// "CollectiveTimeoutError: message".
+std::string with_class(const Error& error);
+
 // "what: text of errno".
 std::string with_errno(const std::string& what, int error);
 

@@ -25,19 +25,41 @@ class Executing {
   const Group* before_;
 };
 
+// Notes for the flight record where a caller that waits long comes from.
+class RecordedInterrupt final : public Interrupt {
+ public:
+  RecordedInterrupt(Interrupt* caller, OperationRing& record, const RecordTicket& ticket)
+      : caller_(caller), record_(record), ticket_(ticket) {}
+  void blocks() override { caller_->blocks(); }
+  bool requested() override { return caller_->requested(); }
+  std::string site() override {
+    std::string site = caller_->site();
+    record_.note_site(ticket_, site);
+    return site;
+  }
+
+ private:
+  Interrupt* const caller_;
+  OperationRing& record_;
+  const RecordTicket& ticket_;
+};
+
 }  // namespace
 
-Group::Group(Membership membership, std::string label, Nanoseconds timeout)
+Group::Group(Membership membership, std::string label, Nanoseconds timeout,
+             std::shared_ptr<OperationRecord> record)
     : rank_(membership.rank),
       size_(membership.size),
       label_(std::move(label)),
       timeout_(timeout),
       tuning_(membership.tuning),
+      record_(std::move(record)),
       context_(std::make_unique<RankContext>(std::move(membership), label_)),
       sources_(static_cast<std::size_t>(size_)) {
   try {
     if (context_->spans_machines()) machines_ = std::make_unique<MachineTransport>(*context_);
-    messenger_ = std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr);
+    messenger_ =
+        std::make_shared<Messenger>(*context_, machines_ ? &machines_->connections : nullptr, record_);
   } catch (const Error& error) {
     context_->fail_to_join(error);
     throw;
@@ -117,21 +139,36 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
 void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline,
                         Interrupt* interrupt, const std::string* site) {
   context_->check_usable();
+  const Nanoseconds began = now_ns();
   Call call;
   call.sequence = ++sequence_;
   call.what = fingerprint_of(request);
   call.own_count = own_count_of(request);
   call.timeout = timeout;
-  call.deadline = deadline == kNever ? deadline_after(timeout) : deadline;
-  call.interrupt = interrupt;
+  call.deadline = deadline == kNever ? deadline_after(timeout, began) : deadline;
   call.site = site;
+  OperationRing& record = record_->collectives;
+  const RecordTicket ticket = record.begin(record_of(request, call.sequence, timeout, began));
+  if (site != nullptr) record.note_site(ticket, *site);
+  RecordedInterrupt recorded(interrupt, record, ticket);
+  call.interrupt = interrupt == nullptr ? nullptr : &recorded;
+  context_->status().entered.store(began, std::memory_order_relaxed);
+  try {
+    carry_out(request, call);
+  } catch (const Error& error) {
+    record.fail(ticket, now_ns(), with_class(error));
+    throw;
+  }
+  record.end(ticket, now_ns());
+}
+
+void Group::carry_out(const Request& request, const Call& call) {
   Status& status = context_->status();
-  status.entered.store(coarse_now_ns(), std::memory_order_relaxed);
   context_->note_core();
   // Of an earlier operation that waited long.
   if (status.site[0].load(std::memory_order_relaxed) != '\0') context_->note_site("");
-  CollectiveContext collective(*context_, call, sources_, machines_.get());
   try {
+    CollectiveContext collective(*context_, call, sources_, machines_.get());
     execute(request, collective);
     collective.close();
   } catch (const Error& error) {
@@ -189,12 +226,12 @@ std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* da
 
 bool Group::send_at_once(const Envelope& envelope, const std::byte* data) {
   if (closed_.load(std::memory_order_relaxed)) refuse();
-  return messenger_->send_at_once(envelope, data);
+  return messenger_->send_at_once(envelope, data, timeout());
 }
 
 bool Group::receive_at_once(const Envelope& envelope, std::byte* data) {
   if (closed_.load(std::memory_order_relaxed)) refuse();
-  return messenger_->receive_at_once(envelope, data);
+  return messenger_->receive_at_once(envelope, data, timeout());
 }
 
 void Group::serve_queue() {

@@ -18,6 +18,7 @@
 
 #include "common/thread.hpp"
 #include "engine/messenger.hpp"
+#include "engine/operation_record.hpp"
 #include "engine/request.hpp"
 #include "engine/task.hpp"
 #include "state/rank_context.hpp"
@@ -27,8 +28,10 @@ namespace collectives {
 
 class Group {
  public:
-  // `label` names the group in messages; `timeout` is the limit of operations that name none.
-  Group(Membership membership, std::string label, Nanoseconds timeout);
+  // `label` names the group in messages; `timeout` is the limit of operations that name none; `record` gets
+  // the operations that begin.
+  Group(Membership membership, std::string label, Nanoseconds timeout,
+        std::shared_ptr<OperationRecord> record);
   // Ends the group at once: outstanding operations fail.
   ~Group();
   Group(const Group&) = delete;
@@ -92,6 +95,7 @@ class Group {
 
   void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt,
                    const std::string* site);
+  void carry_out(const Request& request, const Call& call);
   void finish_execution();
   void serve_queue();
   bool await_idle(Nanoseconds deadline) const;
@@ -102,6 +106,7 @@ class Group {
   const std::string label_;
   std::atomic<Nanoseconds> timeout_;  // relaxed: orders nothing
   const Tuning tuning_;
+  const std::shared_ptr<OperationRecord> record_;  // its collectives: of the thread that executes them
   // Both: whoever executes an operation is counted in `pending_` and uses them freely; everyone else holds
   // `context_mutex_`.
   std::unique_ptr<RankContext> context_;

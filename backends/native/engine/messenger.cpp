@@ -42,8 +42,12 @@ std::size_t padding_of(std::uint64_t bytes) noexcept {
 
 }  // namespace
 
-Messenger::Messenger(RankContext& context, ConnectionManager* connections)
-    : context_(&context), rank_(context.rank()), spin_policy_(context.spin_likelihood()) {
+Messenger::Messenger(RankContext& context, ConnectionManager* connections,
+                     std::shared_ptr<OperationRecord> record)
+    : context_(&context),
+      rank_(context.rank()),
+      record_(std::move(record)),
+      spin_policy_(context.spin_likelihood()) {
   incoming_.reserve(static_cast<std::size_t>(context.size()));
   outgoing_.reserve(static_cast<std::size_t>(context.size()));
   for (int r = 0; r < context.size(); ++r) {
@@ -71,6 +75,7 @@ std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::b
                                              const_cast<std::byte*>(data), timeout);
   Lock lock(mutex_);
   check_open();
+  begin(*transfer);
   if (envelope.peer == rank_) {
     send_to_self(transfer);
     return transfer;
@@ -87,6 +92,7 @@ std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte
       std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::receive, envelope, data, timeout);
   Lock lock(mutex_);
   check_open();
+  begin(*transfer);
   outstanding_.push_back(transfer);
   posted_.push_back(transfer);
   match_unexpected(transfer);
@@ -94,7 +100,7 @@ std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte
   return transfer;
 }
 
-bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data) {
+bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data, Nanoseconds timeout) {
   if (envelope.bytes > kShortMessage || envelope.peer == rank_) return false;
   const Lock lock(mutex_);
   check_open();
@@ -111,10 +117,11 @@ bool Messenger::send_at_once(const Envelope& envelope, const std::byte* data) {
   outgoing.box->write(data, envelope.bytes);
   outgoing.box->pad(padding);
   outgoing.box->publish();
+  record_at_once(true, envelope, timeout);
   return true;
 }
 
-bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data) {
+bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data, Nanoseconds timeout) {
   if (envelope.bytes > kShortMessage || envelope.peer == rank_) return false;
   const std::size_t padding = padding_of(envelope.bytes);
   Lock lock(mutex_);
@@ -140,6 +147,7 @@ bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data) {
         box.read(data, envelope.bytes);
         box.pad(padding);
         box.publish();
+        record_at_once(false, envelope, timeout);
         return true;
       }
     }
@@ -156,6 +164,20 @@ void Messenger::check_open() const {
     throw Error(ErrorKind::aborted, "[rank " + std::to_string(rank_) + "] the group was shut down");
   }
   context_->check_usable();
+}
+
+void Messenger::begin(Transfer& transfer) {
+  const bool sends = transfer.direction() == Transfer::Direction::send;
+  transfer.ticket_ = record_->messages.begin(record_of(
+      sends, transfer.envelope(), record_->messages.begun() + 1, transfer.timeout(), transfer.began()));
+}
+
+// One look at the clock is all that such a message gets: it began when it ended.
+void Messenger::record_at_once(bool sends, const Envelope& envelope, Nanoseconds timeout) {
+  const Nanoseconds now = now_ns();
+  const RecordTicket ticket =
+      record_->messages.begin(record_of(sends, envelope, record_->messages.begun() + 1, timeout, now));
+  record_->messages.end(ticket, now);
 }
 
 void Messenger::start(Lock& lock, const TransferPointer& transfer, Interrupt* caller) {
@@ -363,6 +385,12 @@ void Messenger::attach(const std::shared_ptr<Message>& message, TransferPointer 
 void Messenger::complete(const std::shared_ptr<Message>& message) { finish(message->receiver, std::nullopt); }
 
 void Messenger::finish(const TransferPointer& transfer, std::optional<Error> error) {
+  // First, so that whoever finds the transfer finished finds it so in the record.
+  if (error) {
+    record_->messages.fail(transfer->ticket_, now_ns(), with_class(*error));
+  } else {
+    record_->messages.end(transfer->ticket_, now_ns());
+  }
   transfer->finish(std::move(error));
   // Last, as the list may hold the last reference, and `transfer` may be its entry.
   const auto entry = std::find(outstanding_.begin(), outstanding_.end(), transfer);

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "common/thread.hpp"
+#include "engine/operation_record.hpp"
 #include "engine/transfer.hpp"
 #include "state/rank_context.hpp"
 #include "transport/mailbox.hpp"
@@ -32,8 +33,8 @@ class ConnectionManager;
 
 class Messenger : public std::enable_shared_from_this<Messenger> {
  public:
-  // Both must live until `close`. `connections` is null in a group on one machine.
-  Messenger(RankContext& context, ConnectionManager* connections);
+  // Context and connections must live until `close`. `connections` is null in a group on one machine.
+  Messenger(RankContext& context, ConnectionManager* connections, std::shared_ptr<OperationRecord> record);
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
@@ -46,9 +47,10 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
                                     Interrupt* caller = nullptr);
 
   // The same without a transfer, for a short message of a rank on this machine that leaves at once, or has
-  // come within a few turns. Where they return false nothing has happened: call `send` or `receive`.
-  bool send_at_once(const Envelope& envelope, const std::byte* data);
-  bool receive_at_once(const Envelope& envelope, std::byte* data);
+  // come within a few turns. Where they return false nothing has happened: call `send` or `receive`. The time
+  // limit is for the record alone.
+  bool send_at_once(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
+  bool receive_at_once(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
 
   // See Task.
   bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
@@ -86,6 +88,8 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
 
   // All below with the mutex held.
   void check_open() const;
+  void begin(Transfer& transfer);
+  void record_at_once(bool sends, const Envelope& envelope, Nanoseconds timeout);
   void start(Lock& lock, const TransferPointer& transfer, Interrupt* caller);
   static void write_frame(Outbox& box, const Envelope& envelope);
   bool pump();
@@ -116,6 +120,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
 
   RankContext* context_;  // null after close
   const int rank_;
+  const std::shared_ptr<OperationRecord> record_;  // its messages: with the mutex held
 
   std::mutex mutex_;
   std::condition_variable changed_;                 // a transfer finished, or nobody makes progress any more

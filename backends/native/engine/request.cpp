@@ -60,6 +60,28 @@ std::uint64_t own_count_of(const Request& request) {
   return request.count;
 }
 
+BegunOperation record_of(const Request& request, std::uint64_t number, Nanoseconds timeout,
+                         Nanoseconds began) noexcept {
+  const bool lists = request.opcode == Opcode::all_gather || request.opcode == Opcode::all_to_all;
+  const std::size_t item = size_of(request.reduction.dtype);
+  BegunOperation operation{.kind = static_cast<std::uint8_t>(request.opcode),
+                           .dtype = request.reduction.dtype,
+                           .reduction = request.reduction.op,
+                           .tensors = request.opcode == Opcode::barrier ? 0U : 1U,
+                           .peer = request.root,
+                           .number = number,
+                           .count = request.count,
+                           .bytes = request.count * item,
+                           .timeout = timeout,
+                           .began = began};
+  if (lists) {
+    operation.tensors = static_cast<std::uint32_t>(request.outputs.size());
+    operation.count = request.outputs.front().bytes / item;
+    operation.bytes = total_bytes(request.outputs);
+  }
+  return operation;
+}
+
 void execute(const Request& request, CollectiveContext& collective) {
   const std::size_t bytes = request.count * size_of(request.reduction.dtype);
   switch (request.opcode) {

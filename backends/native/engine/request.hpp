@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "algorithms/part.hpp"
+#include "common/clock.hpp"
 #include "common/opcode.hpp"
+#include "engine/operation_record.hpp"
 #include "state/control_page.hpp"
 
 namespace collectives {
@@ -29,6 +31,10 @@ Fingerprint fingerprint_of(const Request& request);
 
 // Elements that this rank contributes, for messages.
 std::uint64_t own_count_of(const Request& request);
+
+// What the flight record says of it: its outputs, where it has several tensors, as messages do elsewhere.
+BegunOperation record_of(const Request& request, std::uint64_t number, Nanoseconds timeout,
+                         Nanoseconds began) noexcept;
 
 // Runs it on the calling thread.
 void execute(const Request& request, CollectiveContext& collective);

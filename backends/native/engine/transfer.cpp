@@ -7,6 +7,20 @@
 
 namespace collectives {
 
+BegunOperation record_of(bool sends, const Envelope& envelope, std::uint64_t number, Nanoseconds timeout,
+                         Nanoseconds began) noexcept {
+  return {.kind = sends ? kSend : kReceive,
+          .dtype = envelope.dtype,
+          .tensors = 1,
+          .peer = envelope.peer,
+          .tag = envelope.tag,
+          .number = number,
+          .count = envelope.bytes / size_of(envelope.dtype),
+          .bytes = envelope.bytes,
+          .timeout = timeout,
+          .began = began};
+}
+
 Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
                    std::byte* data, Nanoseconds timeout)
     : messenger_(std::move(messenger)),
@@ -14,7 +28,7 @@ Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, co
       envelope_(envelope),
       data_(data),
       timeout_(timeout),
-      deadline_(deadline_after(timeout)) {}
+      deadline_(deadline_after(timeout, began_)) {}
 
 void Transfer::poll() { messenger_->poll(); }
 

@@ -7,6 +7,7 @@
 
 #include "common/clock.hpp"
 #include "common/dtype.hpp"
+#include "engine/operation_record.hpp"
 #include "engine/task.hpp"
 
 namespace collectives {
@@ -21,6 +22,10 @@ struct Envelope {
   DType dtype = DType::uint8;
   std::uint64_t bytes = 0;
 };
+
+// What the flight record says of a message.
+BegunOperation record_of(bool sends, const Envelope& envelope, std::uint64_t number, Nanoseconds timeout,
+                         Nanoseconds began) noexcept;
 
 class Transfer final : public Task {
  public:
@@ -37,6 +42,7 @@ class Transfer final : public Task {
   const Envelope& envelope() const noexcept { return envelope_; }
   Nanoseconds timeout() const noexcept { return timeout_; }
   Nanoseconds deadline() const noexcept { return deadline_; }
+  Nanoseconds began() const noexcept { return began_; }
 
   // "send of 40 bytes (float32) to rank 1, tag 0".
   std::string describe() const;
@@ -51,10 +57,12 @@ class Transfer final : public Task {
   const Envelope envelope_;
   std::byte* data_;
   const Nanoseconds timeout_;
+  const Nanoseconds began_ = now_ns();
   const Nanoseconds deadline_;
   std::uint64_t moved_ = 0;  // bytes that have left or come
   bool begun_ = false;       // its frame has left
   int source_ = -1;
+  RecordTicket ticket_;  // in the flight record
 };
 
 }  // namespace collectives

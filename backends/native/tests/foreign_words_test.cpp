@@ -27,7 +27,7 @@ class Victim {
  public:
   Victim(int rank, int size)
       : segment_(segment_for(size)),
-        group_(membership_of(segment_, rank, size), "victim's group", kNever),
+        group_(membership_of(segment_, rank, size), "victim's group", kNever, new_record()),
         others_(membership_of(segment_, (rank + 1) % size, size), "others") {}
 
   Group& group() { return group_; }
@@ -114,8 +114,8 @@ void test_room_for_less_than_a_frame() {
 void test_short_rings() {
   constexpr int kRanks = 66;
   const std::shared_ptr<Segment> segment = segment_for(kRanks);
-  Group sender(membership_of(segment, 0, kRanks), "sender", kNever);
-  Group receiver(membership_of(segment, 1, kRanks), "receiver", kNever);
+  Group sender(membership_of(segment, 0, kRanks), "sender", kNever, new_record());
+  Group receiver(membership_of(segment, 1, kRanks), "receiver", kNever, new_record());
   std::vector<std::int32_t> sent = values_of(0, 300'000);
   std::vector<std::int32_t> got(sent.size());
   const auto leaving = sender.send({1, 0, DType::int32, sent.size() * 4}, bytes_of(sent), kLimit);

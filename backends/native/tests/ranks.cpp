@@ -32,7 +32,8 @@ Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int 
 Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size) {
   Groups groups;
   for (int r = 0; r < size; ++r) {
-    groups.push_back(std::make_unique<Group>(membership_of(segment, r, size), "shared group", kNever));
+    groups.push_back(
+        std::make_unique<Group>(membership_of(segment, r, size), "shared group", kNever, new_record()));
   }
   return groups;
 }
@@ -55,12 +56,13 @@ Groups attached_ranks(int size) {
       CHECK(leader.accept(deadline).empty());
       leader.share(false, deadline);
       CHECK(leader.await_attached(deadline).empty());
-      mine = std::make_unique<Group>(leader.release(deadline), "attached group", kNever);
+      mine = std::make_unique<Group>(leader.release(deadline), "attached group", kNever, new_record());
     } else {
       BootstrapFollower follower(leader.address(), r, size, deadline);
       CHECK(follower.answered(deadline));
       follower.attach(deadline);
-      mine = std::make_unique<Group>(follower.await_release(deadline), "attached group", kNever);
+      mine =
+          std::make_unique<Group>(follower.await_release(deadline), "attached group", kNever, new_record());
     }
   });
   return groups;
@@ -98,7 +100,8 @@ Groups machine_ranks(const Machines& machines, bool connected,
       network.listeners.push_back(std::move(listeners[rank]));
       std::vector<std::string> hosts(machines.size(), "here");
       membership.span(make_topology(machines, std::move(hosts), r), std::move(network));
-      groups[rank] = std::make_unique<Group>(std::move(membership), "group of machines", kLimit);
+      groups[rank] =
+          std::make_unique<Group>(std::move(membership), "group of machines", kLimit, new_record());
     }
   }
   for (auto& group : groups) CHECK(!connected || group->connect(deadline_after(kLimit)).empty());

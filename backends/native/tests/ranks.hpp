@@ -21,6 +21,7 @@ inline constexpr Nanoseconds kLimit = 60 * kSecond;
 using Groups = std::vector<std::unique_ptr<Group>>;
 using Machines = std::vector<std::vector<int>>;
 
+inline std::shared_ptr<OperationRecord> new_record() { return std::make_shared<OperationRecord>(16); }
 std::shared_ptr<Segment> segment_for(int size);
 Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int size);
 Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size);

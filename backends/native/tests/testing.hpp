@@ -23,6 +23,7 @@ Tests collectives_between_machines_tests();
 Tests messenger_tests();
 Tests group_tests();
 Tests foreign_words_tests();
+Tests operation_record_tests();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \

@@ -8,15 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["FlightRecord", "RecordedOperation", "Totals", "add_totals"]
+import collectives._native as _native
+
+__all__ = ["BegunByCore", "FlightRecord", "Recorded", "RecordedOperation", "Totals", "add_totals"]
 
 _CAPACITY = "COLLECTIVES_FLIGHT_RECORD"
 _DEFAULT_CAPACITY = 256
 
 Totals = dict[str, dict[str, float]]
 """By name of the operation: ``count``, ``bytes``, ``errors``, ``seconds``."""
+
+
+class Recorded(Protocol):
+    """An operation in the record, for who carries it out."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Notes that the operation is done, or failed; the first call counts."""
 
 
 class RecordedOperation:
@@ -32,6 +41,7 @@ class RecordedOperation:
         tensors: number of its tensors.
         nbytes: their bytes.
         timeout: its time limit.
+        site: the source line that issued it, where that is known.
     """
 
     __slots__ = (
@@ -45,6 +55,7 @@ class RecordedOperation:
         "nbytes",
         "number",
         "shape",
+        "site",
         "tensors",
         "timeout",
     )
@@ -60,6 +71,7 @@ class RecordedOperation:
         tensors: int,
         nbytes: int,
         timeout: timedelta,
+        site: str = "",
     ) -> None:
         self._record = record
         self.name = name
@@ -70,6 +82,7 @@ class RecordedOperation:
         self.tensors = tensors
         self.nbytes = nbytes
         self.timeout = timeout
+        self.site = site
         self.began = time.monotonic_ns()
         self.ended = 0
         self.error = ""
@@ -97,6 +110,7 @@ class RecordedOperation:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "timeout_seconds": self.timeout.total_seconds(),
+            "site": self.site,
             "state": self.state,
             "began_ns": self.began,
             "ended_ns": self.ended or None,
@@ -104,8 +118,30 @@ class RecordedOperation:
         }
 
 
+class BegunByCore:
+    """An operation that the core has begun, and entered into its ring, and that Python carries on.
+
+    Args:
+        record: the record of its group.
+        in_flight: the operation.
+    """
+
+    def __init__(self, record: FlightRecord, in_flight: _native.MpiInFlight) -> None:
+        self._record = record
+        self._in_flight = in_flight
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Notes that the operation is done, or failed; the first call counts."""
+        self._in_flight.end("" if error is None else _text_of(error))
+        if error is not None:
+            self._record.tell_first_error()
+
+
 class FlightRecord:
     """The last operations of a group, and totals of all of them.
+
+    What the C++ core carries out is in a ring of its own (:attr:`of_core`), which it writes without Python;
+    whoever reads the record finds the operations of both in the order in which they began.
 
     Thread safety: every method may be called from any thread.
 
@@ -117,12 +153,32 @@ class FlightRecord:
     """
 
     def __init__(self, on_first_error: Callable[[str], None]) -> None:
-        self._operations: deque[RecordedOperation] = deque(maxlen=_capacity())
+        self._capacity = _capacity()
+        self._operations: deque[RecordedOperation] = deque(maxlen=self._capacity)
+        self._of_core: _native.OperationRecord | None = None
         self._totals: Totals = {}
         self._begun = 0
         self._failed = False
         self._lock = threading.Lock()
         self._on_first_error = on_first_error
+
+    @property
+    def of_core(self) -> _native.OperationRecord:
+        """The ring of the core, for groups that it carries out operations of."""
+        if self._of_core is None:
+            self._of_core = _native.OperationRecord(self._capacity)
+        return self._of_core
+
+    def tell_first_error(self) -> None:
+        """Tells of the first error where the core found it; for who got an error of the core."""
+        error = "" if self._of_core is None else self._of_core.first_error
+        if error and self._is_first_failure():
+            self._on_first_error(error)
+
+    def _is_first_failure(self) -> bool:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        return first
 
     def begin(self, operation: RecordedOperation) -> None:
         """Adds an operation; the oldest one makes room."""
@@ -144,31 +200,58 @@ class FlightRecord:
             if operation.ended:
                 return
             if error is not None:
-                operation.error = f"{type(error).__name__}: {error}"
+                operation.error = _text_of(error)
             operation.ended = now
             totals = self._totals[operation.name]
             totals["seconds"] += (now - operation.began) / 1e9
-            first = error is not None and not self._failed
             if error is not None:
                 totals["errors"] += 1
-                self._failed = True
-        if first:
+        if error is not None and self._is_first_failure():
             self._on_first_error(operation.error)
 
     def operations(self) -> list[RecordedOperation]:
         """Returns the operations that are kept, in the order in which they began."""
         with self._lock:
-            return list(self._operations)
+            kept = list(self._operations)
+        if self._of_core is None:
+            return kept
+        kept += [self._read(*values) for values in self._of_core.operations()]
+        kept.sort(key=lambda operation: operation.began)
+        return kept[-self._capacity :] if self._capacity else []
+
+    def _read(
+        self,
+        number: int,
+        name: str,
+        detail: str,
+        shape: tuple[int] | None,
+        dtype: str,
+        tensors: int,
+        nbytes: int,
+        timeout: int,
+        began: int,
+        ended: int,
+        error: str,
+        site: str,
+    ) -> RecordedOperation:
+        """Returns an operation of the core's ring; times are nanoseconds."""
+        limit = timedelta(microseconds=timeout // 1000)
+        operation = RecordedOperation(self, name, number, detail, shape, dtype, tensors, nbytes, limit, site)
+        operation.began, operation.ended, operation.error = began, ended, error
+        return operation
 
     def totals(self) -> Totals:
         """Returns the totals of all operations so far."""
         with self._lock:
-            return {name: dict(totals) for name, totals in self._totals.items()}
+            totals = {name: dict(values) for name, values in self._totals.items()}
+        if self._of_core is not None:
+            add_totals(totals, self._of_core.totals())
+        return totals
 
     @property
     def begun(self) -> int:
         """Number of operations so far."""
-        return self._begun
+        return self._begun + (0 if self._of_core is None else self._of_core.begun)
 
 
 def add_totals(totals: Totals, more: Totals) -> None:
@@ -177,6 +260,10 @@ def add_totals(totals: Totals, more: Totals) -> None:
         sums = totals.setdefault(name, dict.fromkeys(values, 0))
         for key, value in values.items():
             sums[key] += value
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _capacity() -> int:

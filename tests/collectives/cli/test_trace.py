@@ -35,6 +35,7 @@ def operation(number: int, began: int, ended: int | None, name: str = "all_reduc
         "tensors": 1,
         "bytes": 16,
         "timeout_seconds": 1800.0,
+        "site": "",
         "state": "pending" if ended is None else "done",
         "began_ns": began,
         "ended_ns": ended,
@@ -153,12 +154,14 @@ def test_operations_that_overlap_lie_apart(tmp_path: Path) -> None:
 
 
 def test_who_is_behind_is_told(tmp_path: Path) -> None:
+    barrier = operation(2, 3 * SECOND, None, "barrier", site="train.py:88 in step")
     paths = [
-        write(tmp_path, 0, [operation(1, SECOND, 2 * SECOND), operation(2, 3 * SECOND, None, "barrier")]),
+        write(tmp_path, 0, [operation(1, SECOND, 2 * SECOND), barrier]),
         write(tmp_path, 1, [operation(1, SECOND, 2 * SECOND)]),
     ]
     text = printed(*map(str, paths))
     assert "gloo group '0' of 2  0     0       pending  7.0 s  barrier #2" in text
+    assert "called at train.py:88 in step" in text
     assert "gloo group '0': rank 1 had not begun barrier #2" in text
     assert "rank 1 wrote no file that tells whether they began barrier #2" in printed(str(paths[0]))
     assert "\x1b" not in printed(str(write(tmp_path, 0, [operation(1, 1, 2, "\x1b[2J")])))

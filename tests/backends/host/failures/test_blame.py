@@ -18,6 +18,7 @@ from harness import Died, current_store, run_ranks
 from ports import free_port
 
 import collectives as dist
+import collectives._native as _native
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous as host_rendezvous
 from collectives.store import PrefixStore
@@ -25,6 +26,7 @@ from collectives.store.error_records import record_of
 from collectives.store.records import written
 
 LIMIT = timedelta(seconds=30)
+RECORD = _native.OperationRecord(0)
 SOON_S = 15.0
 """Seconds within which errors must be known; far below the time limit."""
 
@@ -127,7 +129,7 @@ class Gone(dist.HashStore):
 def test_a_rank_does_not_blame_itself_for_the_end_of_the_store():
     store = Gone()
     with pytest.raises(dist.DistNetworkError, match="the store failed while the group was formed") as caught:
-        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'")
+        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'", RECORD)
     assert caught.value.rank == -1
     assert not store.asked  # nobody can read what this rank could not tell
 
@@ -144,7 +146,7 @@ def test_a_failure_that_was_heard_is_raised_though_the_store_goes_then():
     failed = {"failed": record_of(dist.DistBackendError("no memory here", 0))}
     store.set("host/address", written(failed, "host/address"))
     with pytest.raises(dist.DistBackendError, match=r"^no memory here$") as caught:
-        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'")
+        host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'", RECORD)
     assert caught.value.rank == 0
 
 

@@ -65,8 +65,8 @@ def test_operations_of_all_groups_are_shown() -> None:
     run_ranks(pending_and_done, 3, isolated=True)
 
 
-def first_error(rank: int, size: int, prefix: str) -> None:
-    dist.init_process_group("gloo", store=current_store(), rank=rank, world_size=size)
+def first_error(rank: int, size: int, prefix: str, backend: str) -> None:
+    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size)
     dist.barrier()
     if rank == 0:
         late = dist.group.WORLD.allreduce(torch.ones(3), AllreduceOptions(timedelta(milliseconds=200), True))
@@ -75,7 +75,7 @@ def first_error(rank: int, size: int, prefix: str) -> None:
         dumped = json.loads(Path(f"{prefix}0.json").read_text())
         failed = dumped["groups"][0]["operations"][-1]
         assert (failed["name"], failed["state"]) == ("all_reduce", "failed")
-        assert failed["error"].startswith("CollectiveTimeoutError: [rank 0] gloo group")
+        assert failed["error"].startswith(f"CollectiveTimeoutError: [rank 0] {backend} group")
         assert dumped["reason"] == failed["error"]
         assert dist.group.WORLD.stats()["all_reduce"]["errors"] == 1
         current_store().set("seen", "")
@@ -84,9 +84,10 @@ def first_error(rank: int, size: int, prefix: str) -> None:
         assert not Path(f"{prefix}1.json").exists()  # no operation of it has failed
 
 
-def test_the_first_error_writes_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "host"])
+def test_the_first_error_writes_a_file(backend: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "flight")
-    run_ranks(first_error, 2, prefix, isolated=True, env={"COLLECTIVES_FLIGHT_RECORD_FILE": prefix})
+    run_ranks(first_error, 2, prefix, backend, isolated=True, env={"COLLECTIVES_FLIGHT_RECORD_FILE": prefix})
 
 
 def test_a_file_that_cannot_be_written_changes_no_error(
@@ -155,6 +156,7 @@ def sums_of_lanes(group: dist.ProcessGroup) -> None:
     assert [name.rpartition("/")[2] for name in shown] == ["lane0", "lane1"]
 
 
-def test_compositions_show_as_their_lanes() -> None:
-    options = {"lanes": 2, "backend": "gloo"}
+@pytest.mark.parametrize("backend", ["gloo", "host"])
+def test_compositions_show_as_their_lanes(backend: str) -> None:
+    options = {"lanes": 2, "backend": backend}
     run_ranks(sums_of_lanes, 2, backend="round_robin", pg_options=options, isolated=True)

@@ -15,20 +15,24 @@ from waiting import until
 import collectives as dist
 
 
-def hangs(rank: int, size: int, prefix: str) -> None:
-    dist.init_process_group("gloo", store=current_store(), rank=rank, world_size=size)
+def hangs(rank: int, size: int, prefix: str, backend: str) -> None:
+    dist.init_process_group(backend, store=current_store(), rank=rank, world_size=size)
     dist.barrier()
     store = current_store()
     if rank == 0:
         store.set("process", str(os.getpid()))
-        dist.all_reduce(torch.ones(3))  # on the main thread, in Gloo, until the other rank comes
+        dist.all_reduce(torch.ones(3))  # on the main thread, in C++, until the other rank comes
     else:
         process = int(store.get("process"))
         file = Path(f"{prefix}0.json")
 
-        def hung() -> bool:
+        def hung() -> object:
             os.kill(process, signal.SIGUSR1)
-            return file.exists() and json.loads(file.read_text())["groups"][0]["begun"] == 2
+            if not file.exists():
+                return False
+            group = json.loads(file.read_text())["groups"][0]
+            # The core of host asks where its caller is once that has waited for a moment.
+            return group["begun"] == 2 and (backend == "gloo" or group["operations"][-1]["site"])
 
         until(hung)
         dumped = json.loads(file.read_text())
@@ -36,14 +40,16 @@ def hangs(rank: int, size: int, prefix: str) -> None:
         assert (dumped["rank"], dumped["process"]) == (0, process)
         last = dumped["groups"][0]["operations"][-1]
         assert (last["name"], last["shape"], last["state"]) == ("all_reduce", [3], "pending")
+        assert backend == "gloo" or last["site"].startswith("test_dump_signal.py:")
         dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
 
 
-def test_a_rank_that_hangs_writes_what_it_waits_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "host"])
+def test_a_rank_that_hangs_writes_what_it_waits_in(backend: str, tmp_path: Path) -> None:
     prefix = str(tmp_path / "flight")
     env = {"COLLECTIVES_FLIGHT_RECORD_SIGNAL": "SIGUSR1", "COLLECTIVES_FLIGHT_RECORD_FILE": prefix}
-    run_ranks(hangs, 2, prefix, isolated=True, env=env)
+    run_ranks(hangs, 2, prefix, backend, isolated=True, env=env)
 
 
 @pytest.mark.parametrize(
