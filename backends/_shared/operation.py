@@ -62,7 +62,9 @@ class Operation:
         self._count = len(tensors)
         self._dtype = tensors[0].dtype if tensors else None
         self._shape = tensors[0].shape if tensors else ()
-        self._nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._nbytes = 0
+        for tensor in tensors:
+            self._nbytes += tensor.nbytes
 
     def begin(self) -> RecordedOperation:
         """Enters it, or a part of it, into the flight record; whoever carries it out ends it there."""

@@ -82,7 +82,7 @@ class _Groups:
     """The groups of this process, which must not be kept alive."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may dump while its thread makes a group
         self._groups: dict[int, weakref.ref[RecordedGroup]] = {}
         self._made = 0
 

@@ -89,8 +89,18 @@ class RecordedOperation:
 
     def end(self, error: BaseException | None = None) -> None:
         """Notes that the operation is done, or failed; the first call counts."""
-        if not self.ended:
-            self._record.end(self, error)
+        now, record = time.monotonic_ns(), self._record
+        with record.lock:
+            if self.ended:
+                return
+            self.ended = now
+            totals = record.totals_of[self.name]
+            totals["seconds"] += (now - self.began) / 1e9
+            if error is None:
+                return
+            self.error = _text_of(error)
+            totals["errors"] += 1
+        record.tell_if_first(self.error)
 
     @property
     def state(self) -> str:
@@ -145,6 +155,10 @@ class FlightRecord:
 
     Thread safety: every method may be called from any thread.
 
+    Attributes:
+        lock: guards the operations that Python enters, and their totals.
+        totals_of: these totals.
+
     Args:
         on_first_error: called after the first operation has failed, on the thread that found out.
 
@@ -156,10 +170,10 @@ class FlightRecord:
         self._capacity = _capacity()
         self._operations: deque[RecordedOperation] = deque(maxlen=self._capacity)
         self._of_core: _native.OperationRecord | None = None
-        self._totals: Totals = {}
+        self.totals_of: Totals = {}
         self._begun = 0
         self._failed = False
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may read the record while its thread writes
         self._on_first_error = on_first_error
 
     @property
@@ -172,46 +186,32 @@ class FlightRecord:
     def tell_first_error(self) -> None:
         """Tells of the first error where the core found it; for who got an error of the core."""
         error = "" if self._of_core is None else self._of_core.first_error
-        if error and self._is_first_failure():
-            self._on_first_error(error)
+        if error:
+            self.tell_if_first(error)
 
-    def _is_first_failure(self) -> bool:
-        with self._lock:
+    def tell_if_first(self, error: str) -> None:
+        """Tells of an error unless there was one before."""
+        with self.lock:
             first, self._failed = not self._failed, True
-        return first
+        if first:
+            self._on_first_error(error)
 
     def begin(self, operation: RecordedOperation) -> None:
         """Adds an operation; the oldest one makes room."""
-        with self._lock:
+        with self.lock:
             self._operations.append(operation)
             self._begun += 1
-            totals = self._totals.get(operation.name)
+            totals = self.totals_of.get(operation.name)
             if totals is None:
-                totals = self._totals[operation.name] = dict.fromkeys(
+                totals = self.totals_of[operation.name] = dict.fromkeys(
                     ("count", "bytes", "errors", "seconds"), 0
                 )
             totals["count"] += 1
             totals["bytes"] += operation.nbytes
 
-    def end(self, operation: RecordedOperation, error: BaseException | None) -> None:
-        """Notes the end of an operation."""
-        now = time.monotonic_ns()
-        with self._lock:
-            if operation.ended:
-                return
-            if error is not None:
-                operation.error = _text_of(error)
-            operation.ended = now
-            totals = self._totals[operation.name]
-            totals["seconds"] += (now - operation.began) / 1e9
-            if error is not None:
-                totals["errors"] += 1
-        if error is not None and self._is_first_failure():
-            self._on_first_error(operation.error)
-
     def operations(self) -> list[RecordedOperation]:
         """Returns the operations that are kept, in the order in which they began."""
-        with self._lock:
+        with self.lock:
             kept = list(self._operations)
         if self._of_core is None:
             return kept
@@ -242,8 +242,8 @@ class FlightRecord:
 
     def totals(self) -> Totals:
         """Returns the totals of all operations so far."""
-        with self._lock:
-            totals = {name: dict(values) for name, values in self._totals.items()}
+        with self.lock:
+            totals = {name: dict(values) for name, values in self.totals_of.items()}
         if self._of_core is not None:
             add_totals(totals, self._of_core.totals())
         return totals
