@@ -74,7 +74,7 @@ class Operation:
             self.number,
             self.detail,
             tuple(self._shape) if self._count else None,
-            str(self._dtype).removeprefix("torch.") if self._count else "",
+            str(self._dtype) if self._count else "",
             self._count,
             self._nbytes,
             self.timeout,

@@ -307,7 +307,7 @@ class ProcessGroupNCCL(ProcessGroup):
         timeout: timedelta | None,
         detail: str,
     ) -> Operation:
-        return Operation(self.flight_record, name, number, tensors, timeout or self._timeout, detail)
+        return Operation(self._flight_record, name, number, tensors, timeout or self._timeout, detail)
 
     def _device(self, device: torch.device) -> Device:
         found = self._devices.get(device)

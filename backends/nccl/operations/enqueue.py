@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -135,13 +135,12 @@ class Enqueuer:
         captured = device.capturing()
         if not captured:
             self._release_completed()
-        peers = frozenset(request.peer for request in requests if request.peer is not None)
-        everyone = any(request.peer is None for request in requests)
+        peers = {request.peer for request in requests}
         communicators = self._communicators_for(requests)
         pending = PendingOperation(
             first.operation,
             device,
-            None if everyone else peers,
+            None if None in peers else frozenset(peer for peer in peers if peer is not None),
             captured,
             [request.operation.begin() for request in requests],
         )
@@ -241,9 +240,11 @@ class Enqueuer:
         completed: list[PendingOperation] = []
         with self._releasing:
             for streams, queue in list(self._unreleased.items()):
-                with suppress(RuntimeError):  # the device's error: the watchdog sees to it
+                try:
                     while queue and (queue[0].released or queue[0].completed()):
                         completed.append(queue.popleft())
+                except RuntimeError:  # the device's error: the watchdog sees to it
+                    pass
                 if not queue:
                     del self._unreleased[streams]
         for pending in completed:

@@ -79,8 +79,14 @@ class dense_outputs:  # noqa: N801 - used like a function
 
     def __init__(self, outputs: Iterable[torch.Tensor], separate: bool = False) -> None:
         self.outputs = list(outputs)
-        self.stand_ins = [dense(tensor) for tensor in self.outputs]
-        copied = {i for i, tensor in enumerate(self.outputs) if not is_dense(tensor)}
+        self.stand_ins = []
+        copied = set()
+        for i, tensor in enumerate(self.outputs):
+            if is_dense(tensor):
+                self.stand_ins.append(tensor.detach())
+            else:
+                self.stand_ins.append(dense(tensor))
+                copied.add(i)
         for i in {i for cluster in clusters(self.outputs) for i in cluster[1:]} if separate else ():
             self.stand_ins[i] = self.stand_ins[i].clone()
             copied.add(i)

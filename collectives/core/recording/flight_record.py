@@ -37,7 +37,7 @@ class RecordedOperation:
         number: its place among the operations of its kind that the group issued.
         detail: what else tells it apart, such as the reduction or the peer.
         shape: shape of its first tensor; ``None`` where it has none.
-        dtype: data type of that tensor, without ``torch.``; empty where it has none.
+        dtype: data type of that tensor; empty where it has none.
         tensors: number of its tensors.
         nbytes: their bytes.
         timeout: its time limit.
@@ -116,7 +116,7 @@ class RecordedOperation:
             "name": self.name,
             "detail": self.detail,
             "shape": None if self.shape is None else list(self.shape),
-            "dtype": self.dtype,
+            "dtype": self.dtype.removeprefix("torch."),
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "timeout_seconds": self.timeout.total_seconds(),
