@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pkgutil import extend_path
+from typing import TYPE_CHECKING
 
 # Python started inside a checkout finds this folder before an installed package; the compiled core is then
 # found where it is installed.
@@ -41,6 +43,7 @@ from collectives.api.deprecated import (
     all_reduce_coalesced,
     reduce_op,
 )
+from collectives.api.device_meshes import DeviceMesh, init_device_mesh
 from collectives.api.flight_record import dump_flight_record, flight_record, prometheus_text
 from collectives.api.groups import new_group
 from collectives.api.init_and_destroy import destroy_process_group, init_process_group
@@ -92,6 +95,7 @@ from collectives.api.world_state import (
 from collectives.core.process_group import (
     ProcessGroup,
 )
+from collectives.core.profiling import record_comm
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -148,6 +152,20 @@ from collectives.store import (
 )
 from collectives.torch_bridge import register as _register_with_torch
 
+if TYPE_CHECKING:
+    from collectives.backends.gloo import ProcessGroupGloo
+    from collectives.backends.mpi import ProcessGroupMPI
+    from collectives.backends.nccl import ProcessGroupNCCL
+else:
+
+    def __getattr__(name: str) -> type[ProcessGroup]:
+        """Loads the class of a backend when it is asked for: programs need one of them at most."""
+        if name in {"ProcessGroupGloo", "ProcessGroupMPI", "ProcessGroupNCCL"}:
+            backend = name.removeprefix("ProcessGroup").lower()
+            return getattr(import_module(f"collectives.backends.{backend}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
@@ -162,6 +180,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DebugLevel",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -177,6 +196,9 @@ __all__ = [
     "PeerLostError",
     "PrefixStore",
     "ProcessGroup",
+    "ProcessGroupGloo",
+    "ProcessGroupMPI",
+    "ProcessGroupNCCL",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
@@ -224,6 +246,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",
@@ -242,6 +265,7 @@ __all__ = [
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "prometheus_text",
+    "record_comm",
     "recv",
     "recv_object_list",
     "reduce",

@@ -119,3 +119,14 @@ def test_import_is_light() -> None:
     assert others <= set(sys.stdlib_module_names), f"packages beyond torch's: {sorted(others)}"
     assert len(others) <= 10, f"more of the standard library than a start needs: {sorted(others)}"
     assert run.stderr == ""
+
+
+def test_classes_of_backends_are_loaded_when_asked_for() -> None:
+    import collectives
+
+    for backend in ("gloo", "mpi", "nccl"):
+        name = f"ProcessGroup{backend.capitalize() if backend == 'gloo' else backend.upper()}"
+        theirs = importlib.import_module(f"collectives.backends.{backend}")
+        assert getattr(collectives, name) is getattr(theirs, name)
+    with pytest.raises(AttributeError, match="module 'collectives' has no attribute 'ProcessGroupUCC'"):
+        _ = collectives.ProcessGroupUCC

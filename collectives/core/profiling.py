@@ -21,7 +21,8 @@ import functools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from torch.futures import Future
 
 from collectives.core.work import CompletedWork, Work
 
-__all__ = ["enabled", "flat", "observed", "possible", "with_events"]
+__all__ = ["enabled", "flat", "observed", "possible", "record_comm", "with_events"]
 
 profiler: Any = torch.autograd.profiler
 """For fast paths, which look at its flag: the quickest way to see that no thread is recorded."""
@@ -105,7 +106,24 @@ def _with_event(method: Callable[..., Work], event: str, place: int | None) -> C
 
 
 _issuing = threading.local()
-"""``inside``: whether this thread issues an operation whose event has begun."""
+"""``inside``: whether this thread issues an operation whose event has begun; ``title``: a name for events."""
+
+
+@contextmanager
+def record_comm(name: str) -> Generator[None]:
+    """Gives profiler events of the operations that this thread issues in the ``with`` block another name.
+
+    Without it they are called by backend and operation, such as ``host:all_reduce``.
+
+    Args:
+        name: what profilers show; an empty one leaves the names as they are.
+    """
+    before = getattr(_issuing, "title", "")
+    _issuing.title = name
+    try:
+        yield
+    finally:
+        _issuing.title = before
 
 
 def observed(name: str, inputs: Any, issue: Callable[[], Work]) -> Work:
@@ -114,13 +132,13 @@ def observed(name: str, inputs: Any, issue: Callable[[], Work]) -> Work:
     To be called where :data:`enabled` says so.
 
     Args:
-        name: name of the event.
+        name: name of the event, unless :func:`record_comm` gives another one.
         inputs: tensors, or lists of them, whose shapes the event shows.
         issue: issues the operation; operations that it issues in turn show no events of their own.
     """
     if getattr(_issuing, "inside", False):
         return issue()
-    event = _Event(name, inputs)
+    event = _Event(getattr(_issuing, "title", "") or name, inputs)
     _issuing.inside = True
     try:
         work = issue()

@@ -155,6 +155,28 @@ def test_data_parallel_training_shows_its_operations() -> None:
     run_ranks(trains, 2)
 
 
+def names_of_the_programs_own(rank: int, size: int) -> None:
+    dist.init_process_group("host", store=current_store(), rank=rank, world_size=size)
+    with session() as recorded:
+        with dist.record_comm("step 1"):
+            dist.all_reduce(torch.ones(2))
+            with dist.record_comm("within"), pytest.raises(TypeError):
+                dist.all_reduce("no tensor")  # type: ignore[arg-type]
+            other = threading.Thread(target=dist.barrier)
+            other.start()
+            other.join()
+            dist.broadcast(torch.ones(2), 0)
+        dist.barrier()
+    names = {"step 1", "within"}
+    shown = [event.name for event in recorded.events() if event.name in names or "host:" in event.name]
+    assert shown == ["step 1", "within", "step 1", "host:barrier"]
+    dist.destroy_process_group()
+
+
+def test_operations_get_the_name_that_the_program_gives() -> None:
+    run_ranks(names_of_the_programs_own, 2)
+
+
 def test_names_that_stand_for_one_method_stay_one() -> None:
     assert dist.ProcessGroup._allgather_base is dist.ProcessGroup.all_gather_single
     assert dist.ProcessGroup.all_to_all_single is dist.ProcessGroup.alltoall_base
