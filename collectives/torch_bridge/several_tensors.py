@@ -22,6 +22,12 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    if dtype is torch.complex32:
+        return torch.complex64
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
 def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: AllreduceOptions) -> Work:
     """Reduces all tensors of all ranks to one, which each of them then holds.
 
@@ -56,7 +62,9 @@ def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: All
             f"{options.reduceOp.name} takes one tensor in a call, but there are {len(tensors)}",
             UnsupportedOperationError,
         )
-    total = functools.reduce(combine, [tensor.detach() for tensor in tensors])
+    # As in the kernels: ranks add up accumulators, which are rounded once, where they are written.
+    wide = _accumulator(tensors[0].dtype)
+    total = functools.reduce(combine, [tensor.detach().to(wide) for tensor in tensors])
 
     def hand_out() -> None:
         for tensor in tensors:

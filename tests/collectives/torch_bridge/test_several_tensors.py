@@ -35,3 +35,18 @@ def several_tensors(rank, size):
 
 def test_several_tensors_in_one_all_reduce_as_on_gloo():
     run_torch(several_tensors, 2)
+
+
+def sums_of_narrow_floats(rank, size):
+    """Each addend but the first is lost where a sum is rounded before the last rank's is added."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32):
+        large = 2 / torch.finfo(dtype).eps
+        tensors = [torch.tensor([x]).to(dtype) for x in ((large, 1.0) if rank == 0 else (0.0, 1.0))]
+        dist.group.WORLD.allreduce(tensors).wait()
+        for tensor in tensors:
+            assert tensor.dtype is dtype
+            assert tensor.item() == large + size
+
+
+def test_a_sum_of_narrow_floats_is_rounded_once():
+    run_torch(sums_of_narrow_floats, 2)
