@@ -302,25 +302,25 @@ class Store(TorchStore):
         """Gives back what the store holds when nobody uses it any more; may be called in any thread."""
 
     def _clone(self) -> Store:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "clone"))
 
     def _set(self, key: str, value: bytes) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "set"))
 
     def _add(self, key: str, amount: int) -> int:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "add"))
 
     def _append(self, key: str, value: bytes) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "append"))
 
     def _check(self, keys: list[str]) -> bool:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "check"))
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "compare_set"))
 
     def _delete_key(self, key: str) -> bool:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "delete_key"))
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:  # noqa: ARG002
         return [self.get(key) for key in keys]
@@ -330,26 +330,26 @@ class Store(TorchStore):
             self.set(key, value)
 
     def _num_keys(self) -> int:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "num_keys"))
 
     def _list_keys(self) -> list[str]:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "list_keys"))
 
     def _wait(self, keys: list[str], limit: float) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "wait"))
 
     def _queue_push(self, key: str, value: bytes) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "queue_push"))
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
         """``limit`` is ``None`` for a call that must not wait."""
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "queue_pop"))
 
     def _queue_len(self, key: str) -> int:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "queue_len"))
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_lacking(self, "barrier"))
 
     def _get(self, key: str, limit: float) -> bytes:
         return self._multi_get([key], limit)[0]
@@ -382,6 +382,14 @@ class Store(TorchStore):
             f"cannot add {amount} to key {key!r} of {self!r}: it holds {shown!r}, which is no 64-bit "
             "integer, or the sum would be none; a counter must not be written by set()"
         )
+
+
+def _lacking(store: Store, method: str) -> str:
+    """Returns what is the matter where somebody else's store is without a method that is needed now."""
+    return (
+        f"{type(store).__name__} has no {method}(), which a store of one's own may do without; give it one, "
+        "or use a TCPStore, FileStore or HashStore"
+    )
 
 
 def _clamped(timeout: timedelta) -> timedelta:

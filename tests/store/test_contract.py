@@ -497,3 +497,7 @@ def test_store_with_set_get_and_add_alone() -> None:
         seen.multi_set(["a", "b"], ["1", b"2"])
         assert seen.multi_get(["a", "b"]) == [b"1", b"2"]
         assert seen.add("a", 2) == 3
+        with pytest.raises(NotImplementedError, match=r"Least has no append\(\)"):
+            seen.append("a", "2")
+    with pytest.raises(NotImplementedError, match=r"Least has no queue_len\(\)"):
+        store.queue_len("q")

@@ -1,6 +1,8 @@
-"""Several tensors of one rank in one all-reduce through torch."""
+"""Several tensors of one rank in one call through torch, also one that is given twice."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -35,6 +37,42 @@ def several_tensors(rank, size):
 
 def test_several_tensors_in_one_all_reduce_as_on_gloo():
     run_torch(several_tensors, 2)
+
+
+def given_twice(rank, size):
+    """Reduced once, as separate copies are; where what is written would be up to chance, refused."""
+    tensor, whole = torch.full((4,), rank + 1.0), torch.empty(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # all_reduce_coalesced is to go
+        dist.all_reduce_coalesced([tensor, tensor])
+    assert tensor.tolist() == [3.0] * 4
+    with dist._coalescing_manager():
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [6.0] * 4
+    dist.reduce_scatter(tensor, [tensor, tensor])
+    assert tensor.tolist() == [12.0] * 4
+    dist.scatter(tensor, [tensor, tensor] if rank == 0 else None)
+    assert tensor.tolist() == [12.0] * 4
+
+    def gather_in_a_batch():
+        with dist._coalescing_manager():
+            dist.all_gather_into_tensor(whole, tensor)
+            dist.all_gather_into_tensor(whole, tensor)
+
+    for refused in (
+        lambda: dist.all_gather([tensor, tensor], tensor),
+        lambda: dist.all_to_all([tensor, tensor], [tensor, tensor]),
+        gather_in_a_batch,
+    ):
+        with pytest.raises(ValueError, match="share memory"):
+            refused()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["collectives", "collectives_round_robin", "collectives_gloo"])
+def test_a_tensor_that_is_given_twice(backend):
+    run_torch(given_twice, 2, backend=backend)
 
 
 def sums_of_narrow_floats(rank, size):
