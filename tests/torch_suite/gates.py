@@ -63,8 +63,8 @@ def _skip_early() -> None:
     )
 
 
-def load(backend: str, ranks: int, folder: str) -> type[unittest.TestCase]:
-    """Returns the tests as a class whose tests each start their own ranks, by forking this process.
+def load(backend: str, ranks: int, folder: str) -> dict[str, unittest.TestCase]:
+    """Returns the tests by name, which each start their own ranks, by forking this process.
 
     To be called once in a process, which must have one thread only.
 
@@ -90,4 +90,4 @@ def load(backend: str, ranks: int, folder: str) -> type[unittest.TestCase]:
             suite.INIT_METHOD = os.environ["INIT_METHOD"]
             self._start_processes(multiprocessing.get_context("fork").Process)
 
-    return Tests
+    return {name: Tests(name) for name in unittest.defaultTestLoader.getTestCaseNames(Tests)}

@@ -40,7 +40,7 @@ class Player:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._whose: tuple[str, int] | None = None
+        self._whose: tuple[str, int, str] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
         answers, theirs = os.pipe()
         environment = {
@@ -65,19 +65,20 @@ class Player:
             os.close(theirs)
         self._answers = os.fdopen(answers)
 
-    def take(self, backend: str, ranks: int) -> None:
+    def take(self, backend: str, ranks: int, path: str = "") -> None:
         """Plays the tests of a backend from now on.
 
         Args:
             backend: name in ``torch.distributed``.
-            ranks: number of ranks.
+            ranks: number of ranks; those of a file have their own.
+            path: a file with tests; torch's suite without.
         """
-        if self._whose == (backend, ranks):
+        if self._whose == (backend, ranks, path):
             return
         if self._whose is not None:
             self._ask("")
-        self._whose = backend, ranks
-        self.names = self._ask(f"{backend} {ranks}")
+        self._whose = backend, ranks, path
+        self.names = self._ask(f"{backend} {ranks} {path}")
 
     def _ask(self, question):
         self._process.stdin.write(f"{question}\n")

@@ -3,21 +3,25 @@
 ::
 
     python -P tests/torch_suite/run.py --ranks 2,3,4,8 --backend collectives,gloo [--only all_to_all]
+    python -P tests/torch_suite/run.py --files pytorch/test/distributed [--pattern 'test_c10d_*.py']
 
-Ends with status 1 where an outcome is not as expected.
+The second plays files of PyTorch's repository, and shows what passes on the backends side by side. Ends with
+status 1 where an outcome is not as expected, or a test fails on one backend and passes on another.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "support"))
 
 from torch_suite.expected import FAILURES, complaint
-from torch_suite.player import Player
+from torch_suite.player import Outcome, Player
 
 
 def play(player: Player, backend: str, ranks: int, only: str) -> tuple[Counter[str], list[str], float]:
@@ -40,13 +44,57 @@ def play(player: Player, backend: str, ranks: int, only: str) -> tuple[Counter[s
     return counts, failed, seconds
 
 
+def play_files(player: Player, files: Sequence[Path], backends: Sequence[str], only: str) -> int:
+    """Prints a row for each file, and the tests that fail on some backends only; returns their number."""
+    width = max(len(file.name) for file in files) + 2
+    print(f"{'':{width}}" + "".join(f"{backend:>28}" for backend in backends))
+    print(f"{'file':{width}}" + f"{'passed  failed  skipped':>28}" * len(backends))
+    differing = 0
+    for file in files:
+        outcomes: dict[str, dict[str, Outcome]] = {}
+        for backend in backends:
+            player.take(backend, 0, str(file.resolve()))
+            outcomes[backend] = {name: player.play(name) for name in player.names if only in name}
+        row = f"{file.name:{width}}"
+        for found in outcomes.values():
+            counts = Counter(outcome.status for outcome in found.values())
+            row += f"{counts['passed']:11}{counts['failed']:8}{counts['skipped']:9}"
+        print(row, flush=True)
+        for name in outcomes[backends[0]]:
+            here = {backend: found[name] for backend, found in outcomes.items() if name in found}
+            if {outcome.status for outcome in here.values()} >= {"passed", "failed"}:
+                differing += 1
+                for backend, outcome in here.items():
+                    if outcome.status == "failed":
+                        print(f"    {name} fails on {backend}: {_reason(outcome.text)}", flush=True)
+    return differing
+
+
+def _reason(text: str) -> str:
+    """Returns the line of a failure that names the error: the last but for hints that torch prints."""
+    lines = text.strip().splitlines() or [""]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines)[-1]
+
+
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="2,3,4,8", help="numbers of ranks, by commas")
     parser.add_argument("--backend", default="collectives,gloo", help="names in torch.distributed, by commas")
     parser.add_argument("--only", default="", help="plays only tests with this in their names")
+    parser.add_argument("--files", type=Path, help="folder with files of PyTorch's test/distributed")
+    parser.add_argument("--pattern", default="test_*.py", help="which files of that folder")
     arguments = parser.parse_args()
+    if arguments.files is not None:
+        files = sorted(arguments.files.glob(arguments.pattern))
+        if not files:
+            parser.error(f"no file {arguments.pattern} in {arguments.files}")
+        player = Player()
+        try:
+            return 1 if play_files(player, files, arguments.backend.split(","), arguments.only) else 0
+        finally:
+            player.close()
     print(f"{'backend':24}{'ranks':>6}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  failed")
     unexpected = 0
     player = Player()
