@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import current_store, run_ranks, run_world
 
 import collectives as dist
 from collectives.core.work import CompletedWork
@@ -230,6 +230,35 @@ def _futures(group):
 
 def test_futures_and_their_callbacks():
     run_ranks(_futures, 2, backend="host")
+
+
+def _synchronous_with_gaps(group):
+    """A synchronous operation is done when it returns, also where its tensor is copied back."""
+    for tensor in (torch.full((4, 2), group.rank() + 1.0), torch.full((400_000, 2), group.rank() + 1.0)):
+        group.allreduce([tensor[:, 0]], dist.AllreduceOptions(asyncOp=False))
+        assert tensor[:, 0].unique().tolist() == [3.0]
+        assert tensor[:, 1].unique().tolist() == [group.rank() + 1.0]
+
+
+def test_a_synchronous_operation_is_done_when_it_returns():
+    run_ranks(_synchronous_with_gaps, 2, backend="host")
+
+
+def _asynchronous(rank, size):
+    """An asynchronous operation returns before the other rank has begun it, by the fast path and without."""
+    store = current_store()
+    for number, tensor in enumerate((torch.ones(2), torch.ones(4, 2)[:, 0])):
+        if rank:
+            store.wait([f"issued {number}"])
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            store.set(f"issued {number}", "")
+        work.wait()
+        assert tensor.unique().tolist() == [2.0]
+
+
+def test_an_asynchronous_operation_does_not_wait_for_others():
+    run_world(_asynchronous, 2)
 
 
 def _threads(group):

@@ -166,6 +166,11 @@ def groups(rank: int, size: int, provider: str, path: Path) -> None:
         ):
             with pytest.raises(NcclError, match="close it first"), library.group():
                 function()
+            with library.group():
+                with library.group():
+                    pass
+                with pytest.raises(NcclError, match="close it first"):
+                    function()  # the outer one is still open
 
         other = communicator.split(0, size - rank)
         assert other is not None

@@ -109,6 +109,12 @@ def test_the_wheel_of_nvidia(nccl_library: Path, tmp_path: Path) -> None:
     alone(wheel_of_nvidia, tmp_path)
 
 
+def test_a_library_of_another_name(nccl_library: Path, tmp_path: Path) -> None:
+    shutil.copy(nccl_library, tmp_path / "renamed.so")
+    (tmp_path / "libnccl.so.2").symlink_to("renamed.so")
+    alone(library_of_another_name, NUMBA_NCCLLIB=str(tmp_path))
+
+
 def test_versions(nccl_library: Path) -> None:
     alone(versions, nccl_library, COLLECTIVES_NCCL_PROVIDER="pynccl")
 
@@ -141,6 +147,11 @@ def wheel_of_nvidia(rank: int, size: int, site: Path) -> None:
     sys.path.insert(0, str(site))
     assert loading.load("pynccl").path == str(site / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
     assert "NUMBA_NCCLLIB" not in os.environ, "the user's processes are not led"
+
+
+def library_of_another_name(rank: int, size: int) -> None:
+    reason = str(loading.unavailable("pynccl"))
+    assert "libnccl.so.2, which is no libnccl.so; look at NUMBA_NCCLLIB" in reason
 
 
 def versions(rank: int, size: int, path: Path) -> None:

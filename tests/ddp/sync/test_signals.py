@@ -66,3 +66,8 @@ def test_what_is_written_is_read() -> None:
     signals.write(other, error=False, relayout=False, position=Position(2), used=None)
     assert not signals.read(one).out_of_step
     assert signals.read((one + other) / 2).out_of_step
+
+
+def test_signals_of_one_rank_tell_what_it_did_not_use() -> None:
+    told = Signals(3).local([1, 0, 1])
+    assert (told.error, told.out_of_step, told.relayout, told.unused) == (False, False, False, {1})
