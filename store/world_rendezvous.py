@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as _torch_distributed
@@ -20,6 +21,7 @@ from collectives.errors import DistStoreError
 from collectives.secret import WAY_OUT, derived_key, is_insecure
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fields, read, written
+from collectives.store.standby import Standby, offer, succession
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
@@ -27,7 +29,7 @@ __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
 KEYS = "collectives"
 """Prefix of all our keys in a store that may have other users."""
 
-_PROTOCOL = 3
+_PROTOCOL = 4
 """Number of the key layout; ranks that differ in it refuse each other."""
 
 _READ_LIMIT = timedelta(seconds=3)
@@ -45,7 +47,9 @@ _ANSWER_GRACE = timedelta(seconds=5)
 _T = TypeVar("_T")
 
 
-def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelta) -> int:
+def join_world(
+    store: Any, rank: int, size: int, backend: str, timeout: timedelta, standby: Standby | None = None
+) -> int:
     """Waits until all ranks of a world are here; returns the world's number, never used before on this store.
 
     Every other rank registers a join attempt. Rank 0 calls the newest attempt of each rank, compares what
@@ -58,6 +62,7 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         size: number of ranks.
         backend: name of the backend; must be equal on all ranks.
         timeout: time limit.
+        standby: learns who serves the store, and who would.
 
     Raises:
         DistStoreError: a rank did not come in time; names all that are missing; or rank 0 has ended; or the
@@ -72,10 +77,11 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         "process": f"{socket.gethostname()}:{os.getpid()}",
         # Only ranks with a secret in common may be on several systems.
         "system": "" if derived_key("records") or is_insecure() else system(),
+        **({"serves": False, "standby": []} if standby is None else standby.offer()),
     }
     attempt = int(store.add(f"join/attempts/{rank}", 1))
     if rank == 0:
-        return _Coordinator(store, size, about, attempt, timeout).join()
+        return _Coordinator(store, size, about, attempt, timeout).join(standby)
     own = f"{rank}/{attempt}"
     store.set(f"join/attempt/{own}", "")
     called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
@@ -92,7 +98,11 @@ def join_world(store: Any, rank: int, size: int, backend: str, timeout: timedelt
         ) from error
     delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
     if "world" in answer:
-        return int(answer["world"])
+        world = int(answer["world"])
+        if standby is not None:
+            known = _succession(store, world, size) if answer["served"] else {"server": -1, "addresses": []}
+            standby.learn(**known)
+        return world
     store.set(f"join/read/{own}", "")
     raise _error(rank, answer["reason"], answer["missing"])
 
@@ -113,13 +123,20 @@ def _call(record: Any) -> Checked | None:
 
 def _info(record: Any) -> Checked:
     """Checks what a rank brings."""
-    return fields(record, protocol=int, world_size=int, backend=str, process=str, system=str)
+    about = fields(record, protocol=int, world_size=int, backend=str, process=str, system=str)
+    return about | (offer(record) if about["protocol"] == _PROTOCOL else {})
+
+
+def _succession(store: Any, world: int, size: int) -> Checked:
+    """Returns who serves the store of a world, and who would."""
+    key = f"{world}/succession"
+    return read(store.get(key), key, partial(succession, size=size))
 
 
 def _result(record: Any) -> Checked:
     """Checks the outcome: the world's number, or why there is none."""
     if isinstance(record, dict) and "world" in record:
-        return fields(record, world=int)
+        return fields(record, world=int, served=bool)
     found = fields(record, reason=str, missing=list)
     demand(all(type(rank) is int for rank in found["missing"]), "missing ranks that are no numbers")
     return found
@@ -161,7 +178,7 @@ class _Coordinator:
         self._called = dict(self._served)
         self._joined: dict[int, dict[str, Any]] = {}
 
-    def join(self) -> int:
+    def join(self, standby: Standby | None) -> int:
         """Returns the new world's number, or raises on all ranks."""
         reason, missing = self._call_all(), []
         absent = [r for r in range(1, self._size) if r not in self._joined]
@@ -171,12 +188,22 @@ class _Coordinator:
             reason = f"another process has come as rank 0, beside {self._about['process']}"
         world = int(self._store.add("join/worlds", 1))
         if not reason:  # nobody reads the keys of the world before
-            delete_keys(self._store, [f"{world - 1}/leave/{r}" for r in range(self._size)])
-        self._answer({"reason": reason, "missing": missing} if reason else {"world": world})
+            old = [f"{world - 1}/succession", *(f"{world - 1}/leave/{r}" for r in range(self._size))]
+            delete_keys(self._store, old)
+        offers = [self._about, *(self._joined[r] for r in sorted(self._joined))]
+        server = next((r for r, one in enumerate(offers) if one["serves"]), -1) if not reason else -1
+        known: Checked = {"server": server, "addresses": []}
+        if server >= 0:
+            known["addresses"] = [one["standby"] for one in offers]
+            _publish(self._store, f"{world}/succession", known)
+        answer = {"world": world, "served": server >= 0}
+        self._answer({"reason": reason, "missing": missing} if reason else answer)
         if reason:
             read = [f"join/read/{r}/{self._called[r]}" for r in self._joined]
             wait_for_keys(self._store, read, _READ_LIMIT)
             raise _error(0, reason, missing)
+        if standby is not None:
+            standby.learn(**known)
         return world
 
     def _call_all(self) -> str:

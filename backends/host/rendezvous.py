@@ -30,7 +30,7 @@ import collectives._native as _native
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
 from collectives.backends.host.known_listeners import KnownListeners
-from collectives.backends.host.network import choose_addresses, place
+from collectives.backends.host.network import place
 from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.errors import (
@@ -45,6 +45,7 @@ from collectives.errors import (
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
 from collectives.store.records import Checked, read, written
+from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys
 
 __all__ = ["form"]

@@ -15,11 +15,11 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from collectives.backends.host.network import choose_addresses
 from collectives.backends.mpi.libmpi import Library, job_size_error, library
 from collectives.core.types import default_pg_timeout
 from collectives.errors import DistStoreError
 from collectives.store import TCPStore, register_rendezvous_handler
+from collectives.store.tcp.interfaces import choose_addresses
 
 __all__ = ["handle_url"]
 

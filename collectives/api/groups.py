@@ -47,12 +47,14 @@ def make_group(
     options: Any,
     device: torch.device | None,
     parent: ProcessGroup | None = None,
+    base: Any = None,
 ) -> ProcessGroup:
     """Makes and registers a group; ``rank`` counts within it, ``ranks`` are global.
 
-    With a ``parent``, all its ranks take part: by :func:`decline_split`, where they do not become members.
+    Its store is part of ``base``, or else of the world's store. With a ``parent``, all its ranks take part:
+    by :func:`decline_split`, where they do not become members.
     """
-    store = PrefixStore(f"group/{name}", world.store)
+    store = PrefixStore(f"group/{name}", base or world.store)
     names = config.names()
     mixed = len(names) > 1
 

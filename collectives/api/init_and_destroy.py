@@ -104,7 +104,7 @@ def init_process_group(
         check_usable(config, pg_options)
         try:
             url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number = join_default_group(
+            base, rank, world_size, number, world.standby = join_default_group(
                 store, url, rank, world_size, limit, repr(config)
             )
             world.base = base
@@ -121,6 +121,7 @@ def init_process_group(
         except BaseException:
             if world.owns_store:
                 close_store(world.base)
+            close_store(world.standby)
             world.clear()
             raise
     _at_exit_once()
@@ -164,7 +165,7 @@ def _end_world(*, gracefully: bool) -> None:
     An interrupt of the user breaks what has not ended yet, and keeps rank 0 from waiting for the others.
     """
     default, groups, store = default_group(), list(world.records), world.store
-    owned = world.base if world.owns_store else None
+    owned, standby = (world.base if world.owns_store else None), world.standby
     first: BaseException | None = None
     lost = {record.ranks[rank] for group, record in world.records.items() for rank in group.lost_ranks()}
     world.clear()
@@ -181,14 +182,16 @@ def _end_world(*, gracefully: bool) -> None:
                 abort_all(groups[-1:])
             del groups[-1]
         leave_world(store, default.rank())
-        if owned is not None and default.rank() == 0:
-            wait_for_leavers(store, set(range(1, default.size())) - lost, _LEAVERS_LIMIT)
+        server = 0 if standby is None else max(standby.server, 0)
+        if owned is not None and default.rank() == server:
+            wait_for_leavers(store, set(range(default.size())) - {server} - lost, _LEAVERS_LIMIT)
     except BaseException:
         abort_all(reversed(groups))
         leave_world(store, default.rank())
         raise
     finally:
         close_store(owned)
+        close_store(standby)
     if first is not None:
         raise first
 

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import Store as TorchStore
 from collectives.registry import backends as registry
 from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
+from collectives.store.standby import Standby
 from collectives.store.world_rendezvous import KEYS, join_world
 
 __all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
@@ -73,15 +74,14 @@ def choose_init_method(config: BackendConfig, init_method: str | None, rank: int
 
 def join_default_group(
     store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
-) -> tuple[Any, int, int, int]:
+) -> tuple[Any, int, int, int, Standby]:
     """Finds the other ranks and joins a new world.
 
     Returns:
-        The store, this rank, the number of ranks, and the number of the world.
+        The store, this rank, the number of ranks, the number of the world, and who serves the store next.
     """
     if store is not None:
-        number = join_world(PrefixStore(KEYS, store), rank, size, backend, limit)
-        return store, rank, size, number
+        return store, rank, size, *_join(store, rank, size, backend, limit)
     deadline = time.monotonic() + limit.total_seconds()
     left, own = limit, rank
     while True:
@@ -89,7 +89,7 @@ def join_default_group(
         try:
             base, own, count = next(iter(rendezvous(init_method, rank, size, timeout=left)))
             base.set_timeout(limit)
-            return base, own, count, join_world(PrefixStore(KEYS, base), own, count, backend, left)
+            return base, own, count, *_join(base, own, count, backend, left)
         except BaseException as error:
             close_store(base)
             left = timedelta(seconds=deadline - time.monotonic())
@@ -99,6 +99,15 @@ def join_default_group(
         # A rank that begins its next world may still reach the server of rank 0's former one, just before
         # that ends; the next one is there soon.
         time.sleep(_RETRY_SECONDS)
+
+
+def _join(store: Any, rank: int, size: int, backend: str, limit: timedelta) -> tuple[int, Standby]:
+    standby = Standby(store)
+    try:
+        return join_world(PrefixStore(KEYS, store), rank, size, backend, limit, standby), standby
+    except BaseException:
+        standby.close()
+        raise
 
 
 def _own_rank(rank: int) -> int:

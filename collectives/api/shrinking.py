@@ -6,10 +6,13 @@ from typing import Any
 
 from collectives.api.coalescing import drop_deferred
 from collectives.api.groups import abort_all, check_usable, local_turn, make_group
+from collectives.api.init_method import close_store
 from collectives.api.world_state import default_group, record_of, world
 from collectives.core.process_group import ProcessGroup
+from collectives.errors import DistNetworkError
 from collectives.store import PrefixStore
 from collectives.store.group_rendezvous import join_group
+from collectives.store.world_rendezvous import KEYS
 
 __all__ = ["SHRINK_ABORT", "SHRINK_DEFAULT", "shrink_group"]
 
@@ -29,7 +32,8 @@ def shrink_group(
     """Makes a group of a group's ranks without some; called by all that are left, and by them only.
 
     Where the default group shrinks, the new one takes its place, ranks count anew, and all other groups are
-    aborted. The store must still be there: that of an address goes with rank 0.
+    aborted. If the rank that served the store is left out, the first of the others serves a new one, empty.
+    Another group can shrink only while the store is there.
 
     Args:
         ranks_to_exclude: ranks of the group that are left out, such as those that have died.
@@ -45,7 +49,8 @@ def shrink_group(
         ValueError: they are none, all, named twice or not in the group, or the flags are unknown.
         RuntimeError: this rank is among them.
         DistStoreError: a rank that is left did not come in time; names it.
-        PeerLostError: a rank that is left is known to have died.
+        PeerLostError: a rank that is left is known to have died; exclude it, too.
+        DistNetworkError: the store went with a rank that is not excluded, or serves another group only.
     """
     with world.lock:
         world.refuse_in_child("shrink_group")
@@ -59,11 +64,22 @@ def shrink_group(
         name = f"{record.name}.shrunk"
         name += str(local_turn(f"{name} to {members}"))
         request = f"group {name} of ranks {members} on {record.config!r}"
-        here = default.rank()
-        join_group(
-            world.store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members
-        )
-        replaces = old is default
+        here, replaces, standby = default.rank(), old is default, world.standby
+        store, moved = world.store, None
+        if replaces and standby is not None and standby.leaves_with(members):
+            moved = standby.next_store(here, members, old.timeout, default.lost_ranks)
+            store = PrefixStore(KEYS, moved)
+        try:
+            join_group(
+                store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members
+            )
+        except DistNetworkError as error:
+            if replaces:
+                raise
+            raise DistNetworkError(
+                f"[rank {here}] shrink_group on {old.describe()}: the store is gone; shrink the default "
+                "group first, which serves a new one, and make this group in it"
+            ) from error
         made = make_group(
             record.config,
             name,
@@ -73,21 +89,34 @@ def shrink_group(
             desc=old.group_desc,
             options=pg_options,
             device=world.device,
+            base=store,
         )
         if replaces:
-            _replace_world(made, name)
+            _replace_world(made, PrefixStore(f"after/{name}", store), moved)
+            if standby is not None:
+                standby.go_on(members)
         return made
 
 
-def _replace_world(made: ProcessGroup, name: str) -> None:
-    """Ends all groups but the one that was just made, which becomes the default group."""
+def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
+    """Ends all groups but the one that was just made, which becomes the default group.
+
+    Args:
+        made: the group.
+        store: what becomes the world's store.
+        moved: the new base of it, if it has one.
+    """
     for ended in [group for group in world.records if group is not made]:
         drop_deferred(ended)
         del world.records[ended]
         abort_all([ended])
     world.default = made
+    if moved is not None:
+        if world.owns_store:
+            close_store(world.base)
+        world.base, world.owns_store = moved, True
     # Names of groups are counted by the members that are left, and apart from those of the old world.
-    world.store = PrefixStore(f"after/{name}", world.store)
+    world.store = store
     world.created, world.local_turns = 1, {}
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from collectives.registry.names import BackendConfig
+    from collectives.store.standby import Standby
 
 __all__ = [
     "GroupMember",
@@ -74,6 +75,7 @@ class World:
         local_turns: number of groups made with members only, under a key that the members share.
         device: device that this process is bound to.
         owns_store: whether the store was made here, for an address, and not given by the user.
+        standby: who serves the store next, where the rank that does is left out.
         pid: process that made the world; a forked child must not end the groups of its parent.
         lock: held while groups are made or ended.
     """
@@ -88,6 +90,7 @@ class World:
         "owns_store",
         "pid",
         "records",
+        "standby",
         "store",
         "types",
     )
@@ -107,6 +110,7 @@ class World:
         self.local_turns: dict[str, int] = {}
         self.device: torch.device | None = None
         self.owns_store = False
+        self.standby: Standby | None = None
         self.pid = os.getpid()
 
     @property

@@ -156,6 +156,16 @@ class TCPStore(Store):
         return self._port
 
     @property
+    def is_master(self) -> bool:
+        """Whether this process serves the store, and this object keeps the server."""
+        return self._server is not None
+
+    @property
+    def is_of_agent(self) -> bool:
+        """Whether torchrun's agent serves the store."""
+        return self._server is None and is_of_agent(self._port)
+
+    @property
     def libuvBackend(self) -> bool:
         """What ``use_libuv`` was; both choose the same server."""
         return self._use_libuv
