@@ -68,6 +68,11 @@ def test_example_works(example, run_program):
 
 
 @pytest.mark.full
+def test_training_survives_a_rank_that_serves_no_store(run_program):
+    check_said(run_program("python survive_a_death.py --kill 1", EXAMPLES))
+
+
+@pytest.mark.full
 def test_own_backend_conforms(run_program):
     command = re.search(r"Run with: (.+)", (EXAMPLES / "store_backend.py").read_text("utf-8")).group(1)
     asked = ["barrier", "all_reduce", "isend, recv", "object collectives"]
