@@ -99,6 +99,10 @@ class CollectiveGlooWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
         self._owner.refuse_in_child(self._operation)
+        if self._noted:  # perhaps within a callback, for which Gloo's Work waits
+            if self._error is not None:
+                raise self._error
+            return True
         try:
             if timeout is not None and _is_limit(timeout):
                 self._wait_at_most(_at_least_1_ms(timeout))
@@ -128,6 +132,7 @@ class CollectiveGlooWork(Work):
         found = self._error or self._owner.failed(self._operation, error)
         with self._lock:
             failure = self._error = self._error or found
+        failure.__cause__ = failure.__cause__ or error
         self._recorded.end(failure)
         return failure
 
@@ -137,8 +142,8 @@ class CollectiveGlooWork(Work):
 
     def exception(self) -> BaseException | None:
         """Returns the error of a failed collective."""
-        if not self.is_completed():
-            return None
+        if self._noted or not self.is_completed():
+            return self._error
         try:
             self._inner.wait()
         except RuntimeError as error:

@@ -384,6 +384,25 @@ def test_an_abort_in_a_callback() -> None:
     assert run_ranks(abort_in_a_callback, 2, backend="gloo", isolated=True) == [True] * 2
 
 
+def ask_in_a_callback(group: ProcessGroup) -> None:
+    heard = threading.Event()
+    seen: list[object] = []
+
+    def callback(_: object) -> None:
+        seen.extend([work.is_completed(), work.exception(), work.wait(), [x.item() for x in work.result()]])
+        heard.set()
+
+    work = group.allreduce(torch.ones(1))
+    work.get_future().add_done_callback(callback)
+    assert heard.wait(30)
+    assert seen == [True, None, True, [2.0]]
+
+
+def test_a_work_is_asked_in_a_callback() -> None:
+    """Gloo's own Work is not done before its callbacks are."""
+    run_ranks(ask_in_a_callback, 2, backend="gloo")
+
+
 def dropped_in_flight(rank: int, size: int) -> bool:
     made = GroupOptions(current_store(), rank, size, timedelta(seconds=20), pg_options=GLOO_OPTIONS())
     group = create_group("gloo", made)
