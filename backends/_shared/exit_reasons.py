@@ -16,8 +16,10 @@ from collectives.errors import CollectiveTimeoutError, DistError, GroupAbortedEr
 __all__ = [
     "Departure",
     "abort_cause",
+    "abort_reason",
     "aborted_by",
     "blamed",
+    "departure_of",
     "exception_behind",
     "limit_reason",
     "refuse_broken",
@@ -68,17 +70,46 @@ def aborted_by(where: str, rank: int) -> tuple[GroupAbortedError, GroupAbortedEr
         where: rank and group.
         rank: this rank.
     """
+    reason = abort_reason("aborted the group", rank)
+    broken = GroupAbortedError(f"{where} the group was aborted by this rank", rank, cause=reason.cause)
+    return broken, reason
+
+
+def abort_reason(does: str, rank: int) -> GroupAbortedError:
+    """Returns the exit reason of this rank, which aborts, with the cause of that.
+
+    Args:
+        does: what it does, in words.
+        rank: this rank.
+    """
     behind = abort_cause()
     cause = DistError(behind, rank) if behind else None
-    told = "aborted the group" + (behind and f", after {behind}")
-    broken = GroupAbortedError(f"{where} the group was aborted by this rank", rank, cause=cause)
-    return broken, GroupAbortedError(told, rank, cause=cause)
+    return GroupAbortedError(does + (behind and f", after {behind}"), rank, cause=cause)
 
 
 def limit_reason(expired: CollectiveTimeoutError) -> CollectiveTimeoutError:
     """Returns the exit reason of this rank, of which an operation passed its time limit."""
     text = f"its {expired.operation} #{expired.sequence} passed its time limit"
     return CollectiveTimeoutError(text, **expired.details())
+
+
+def departure_of(cause: DistError, rank: int) -> Departure | None:
+    """Returns what to tell the other ranks of what broke another group of the same ranks.
+
+    Args:
+        cause: that, as this rank knows it.
+        rank: this rank.
+
+    Returns:
+        The rank at fault, or this one where it passes on a failure of which others tell; ``None`` where it is
+        a lost rank that nobody knows.
+    """
+    if isinstance(cause, PeerLostError):
+        return Departure(cause.rank, cause) if cause.rank >= 0 else None
+    if isinstance(cause, GroupAbortedError) and cause.rank >= 0:
+        reason = GroupAbortedError(f"broke the group: {cause}", **cause.details(), cause=cause.cause)
+        return Departure(cause.rank, reason)
+    return Departure(rank, cause)
 
 
 def blamed(what: str, found: Departure | None, about: dict[str, Any], aside: str = "") -> DistError:

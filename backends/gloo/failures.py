@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import Departure, blamed
-from collectives.errors import DistError
+from collectives.backends._shared.operation import Operation
+from collectives.errors import CollectiveTimeoutError, DistError
 
-__all__ = ["DISCONNECTED", "OWN_END", "TIMED_OUT", "broken_by"]
+__all__ = ["DISCONNECTED", "OWN_END", "TIMED_OUT", "broken_by", "limit_passed"]
 
 TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 """Matches messages about a limit that passed."""
@@ -20,6 +21,20 @@ DISCONNECTED = re.compile(
 
 OWN_END = "Application timeout caused pair closure"
 """Part of the message where this rank closed the connections, because a limit passed."""
+
+
+def limit_passed(what: str, operation: Operation) -> CollectiveTimeoutError:
+    """Returns the error of an operation that passed its time limit.
+
+    Args:
+        what: the operation, with rank and group in front.
+        operation: the same, for its limit and the error's attributes.
+    """
+    return CollectiveTimeoutError(
+        f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not tell which "
+        "rank is missing; monitored_barrier() in front of it names the rank",
+        **operation.about,
+    )
 
 
 def broken_by(what: str, found: Departure | None, about: dict[str, Any], text: str) -> DistError:

@@ -12,15 +12,21 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup
-from collectives.backends._shared.exit_reasons import aborted_by, limit_reason, refuse_broken, stopped_by
+from collectives.backends._shared.exit_reasons import (
+    aborted_by,
+    departure_of,
+    limit_reason,
+    refuse_broken,
+    stopped_by,
+)
 from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byte_splits
-from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by
+from collectives.backends.gloo.failures import DISCONNECTED, OWN_END, TIMED_OUT, broken_by, limit_passed
 from collectives.backends.gloo.messages import Messages
 from collectives.backends.gloo.options import gloo_options, option_names
 from collectives.backends.gloo.reductions import REDUCTIONS, WireConversion, reduction_for
-from collectives.backends.gloo.rendezvous import agree_on_devices
+from collectives.backends.gloo.rendezvous import connect
 from collectives.backends.gloo.torch_group import (
     TorchGroup,
     all_gather_single,
@@ -41,13 +47,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import (
-    CollectiveTimeoutError,
-    DistBackendError,
-    DistError,
-    GroupAbortedError,
-    PeerLostError,
-)
+from collectives.errors import DistBackendError, DistError, GroupAbortedError, PeerLostError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
@@ -126,21 +126,7 @@ class ProcessGroupGloo(ProcessGroup):
         chosen = gloo_options(options)
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
-        try:
-            agree_on_devices(options, self._contexts)
-            self._torch = TorchGroup(
-                torch_distributed.ProcessGroupGloo(
-                    c10d.PrefixStore("gloo", options.store), self._rank, self._size, chosen
-                )
-            )
-        except DistBackendError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            raise DistBackendError(
-                f"{self.where()} the ranks could not be connected by Gloo: {error}; look whether all "
-                f"{self._size} ranks run, whether the store is not one of an earlier run, and whether "
-                "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
-            ) from error
+        self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
         self._operations = Operations(self.flight_record)
         self._messages = Messages(self, self._rank, self._size)
         self._breaking = threading.RLock()
@@ -410,11 +396,7 @@ class ProcessGroupGloo(ProcessGroup):
         with self._breaking:
             cause = self._cause
             if TIMED_OUT.search(text):
-                expired = CollectiveTimeoutError(
-                    f"{what} passed its time limit of {operation.timeout.total_seconds():g} s. Gloo does not "
-                    "tell which rank is missing; monitored_barrier() in front of it names the rank",
-                    **operation.about,
-                )
+                expired = limit_passed(what, operation)
                 if cause is None:
                     self._break(expired, limit_reason(expired))
                 return expired
@@ -438,6 +420,18 @@ class ProcessGroupGloo(ProcessGroup):
         if exit_reason is not None:
             self._liveness.publish_exit(exit_reason)
         self._break_connections()
+
+    def _first_cause(self) -> DistError | None:
+        return self._cause
+
+    def _break_for(self, cause: DistError) -> None:
+        with self._breaking:
+            if self._cause is not None or self._ended:
+                return
+            if (found := departure_of(cause, self._rank)) is not None:
+                self._liveness.publish_lost(found)
+            self._break(cause)
+        self._messages.abort(cause)
 
     def _break_connections(self) -> None:
         inner = self._torch.inner
@@ -487,7 +481,8 @@ class ProcessGroupGloo(ProcessGroup):
             if self._ended:
                 return
             self._ended = True
-            self._liveness.publish_exit(None)
+            if self._cause is None:
+                self._liveness.publish_exit(None)
         self._messages.abort(GroupAbortedError(f"{self.where()} the group was shut down"))
         self._release()
 

@@ -1,4 +1,4 @@
-"""What the ranks of a Gloo group agree on through the store before they connect."""
+"""How the ranks of a Gloo group connect, and what they agree on through the store before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,37 @@ from collectives.backends.gloo.options import connects_on_demand
 from collectives.errors import DistBackendError
 from collectives.registry.backends import GroupOptions
 
-__all__ = ["agree_on_devices"]
+__all__ = ["connect"]
 
 
-def agree_on_devices(options: GroupOptions, count: int) -> None:
+def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any:
+    """Returns torch's group; called by all its ranks, blocks until they are connected.
+
+    Args:
+        options: what the group is made of.
+        chosen: torch's options.
+        devices: number of devices of this rank.
+        where: rank and group, to stand in front of a message.
+
+    Raises:
+        DistBackendError: the ranks could not be connected, or differ in the number of devices.
+    """
+    prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
+    store = prefix("gloo", options.store)
+    try:
+        _agree_on_devices(options, devices)
+        return torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
+    except DistBackendError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise DistBackendError(
+            f"{where} the ranks could not be connected by Gloo: {error}; look whether all "
+            f"{options.size} ranks run, whether the store is not one of an earlier run, and whether "
+            "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
+        ) from error
+
+
+def _agree_on_devices(options: GroupOptions, count: int) -> None:
     """Raises on every rank where they would connect in different ways; called by all of them, and waits.
 
     Gloo would wait for the connections that the others do not make.

@@ -10,11 +10,11 @@ import torch
 
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
-from collectives.backends._shared.exit_reasons import abort_cause
+from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
-from collectives.backends.host.work import HostWork, InFlight, as_tuple
+from collectives.backends.host.work import HostWork, InFlight, as_tuple, nanoseconds
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
@@ -114,7 +114,7 @@ class ProcessGroupHost(ProcessGroup):
         super().__init__(
             rank, size, timeout=timeout, store=store, group_name=group_name, group_desc=group_desc
         )
-        self._timeout_ns = _nanoseconds(timeout)
+        self._timeout_ns = nanoseconds(timeout)
         self._native = form(store, rank, size, timeout, self.describe(), self._flight_record.of_core)
         self._in_flight = InFlight()
         end_at_exit(self)
@@ -143,7 +143,7 @@ class ProcessGroupHost(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
-        self._timeout_ns = _nanoseconds(timeout)
+        self._timeout_ns = nanoseconds(timeout)
         self._native.set_timeout(self._timeout_ns)
 
     # ---- collectives ---------------------------------------------------------------------------------
@@ -372,8 +372,14 @@ class ProcessGroupHost(ProcessGroup):
 
     def abort(self) -> None:
         """Breaks the group at once, for this rank and its peers; operations in flight raise."""
-        self._native.abort(f"rank {self._rank} aborted it", abort_cause())
+        self._native.fail(abort_reason(f"rank {self._rank} aborted it", self._rank))
         self._native.shutdown(False)
+
+    def _first_cause(self) -> DistError | None:
+        return self._native.failure()
+
+    def _break_for(self, cause: DistError) -> None:
+        self._native.fail(cause)
 
     def shutdown(self) -> None:
         """Ends the group: operations already issued come to their end, then threads and memory are freed."""
@@ -416,8 +422,7 @@ class ProcessGroupHost(ProcessGroup):
             inputs: the same for those that are only read.
         """
         main = source if data is None else data
-        if main is not None:
-            dtype = main.dtype
+        dtype = dtype if main is None else main.dtype
         item = 1 if dtype is None else element_bytes(dtype)
         try:
             task = self._native.collective(
@@ -431,7 +436,7 @@ class ProcessGroupHost(ProcessGroup):
                 root,
                 [(address, nbytes // item) for address, nbytes in outputs],
                 [(address, nbytes // item) for address, nbytes in inputs],
-                self._timeout_ns if opts.timeout is None else _nanoseconds(opts.timeout),
+                self._timeout_ns if opts.timeout is None else nanoseconds(opts.timeout),
                 not opts.asyncOp,
             )
         except DistError:
@@ -447,12 +452,11 @@ class ProcessGroupHost(ProcessGroup):
         asynchronous: bool,
     ) -> HostWork:
         """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
-        work = HostWork(task, keep, results, self._forget_finished, self._flight_record)
-        if task.finished():
-            return work
-        self._in_flight.keep(work)
-        if not asynchronous:
-            work.wait()
+        work = HostWork(task, keep, results, self._forget_finished, self._native, self._flight_record)
+        if not task.finished():
+            self._in_flight.keep(work)
+            if not asynchronous:
+                work.wait()
         return work
 
     def _forget_finished(self) -> None:
@@ -466,10 +470,6 @@ class ProcessGroupHost(ProcessGroup):
         if finishing is not work and not asynchronous:
             finishing.wait()
         return finishing
-
-
-def _nanoseconds(timeout: timedelta) -> int:
-    return timeout // timedelta(microseconds=1) * 1000
 
 
 def capabilities() -> Capabilities:

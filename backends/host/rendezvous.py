@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import collectives._native as _native
+from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
 from collectives.backends.host.known_listeners import KnownListeners
@@ -354,11 +355,9 @@ class _Attempt:
                 ),
             )
         except BaseException as error:
-            if isinstance(error, PeerLostError) and error.rank >= 0:
-                # those who have linked up learn it by their first operation
-                group.report_lost_rank(error.rank, str(error))
-            else:
-                group.abort(f"rank {self.rank} could not link up", f"{type(error).__name__}: {error}")
+            lost = error if isinstance(error, PeerLostError) and error.rank >= 0 else None
+            # those who have linked up learn it by their first operation
+            group.fail(lost or abort_reason(f"rank {self.rank} could not link up", self.rank))
             group.shutdown(False)
             raise
 

@@ -16,9 +16,8 @@ from torch.futures import Future
 import collectives._native as _native
 from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, fail
-from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["HostWork", "InFlight", "as_tuple"]
+__all__ = ["HostWork", "InFlight", "as_tuple", "nanoseconds"]
 
 
 def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
@@ -26,6 +25,11 @@ def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
     if operand is None:
         return ()
     return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
+
+
+def nanoseconds(timeout: timedelta) -> int:
+    """Returns a time limit as the core counts it."""
+    return timeout // timedelta(microseconds=1) * 1000
 
 
 class HostWork(Work):
@@ -36,10 +40,11 @@ class HostWork(Work):
         keep: whatever must stay alive until it is done.
         outputs: its output tensors.
         done: called by a thread that finds it done.
-        record: the flight record of its group.
+        group: the group in the core.
+        record: its flight record.
     """
 
-    __slots__ = ("_done", "_future", "_keep", "_outputs", "_record", "_task")
+    __slots__ = ("_done", "_future", "_group", "_keep", "_outputs", "_record", "_task")
 
     def __init__(
         self,
@@ -47,21 +52,22 @@ class HostWork(Work):
         keep: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         done: Callable[[], None],
+        group: _native.HostGroup,
         record: FlightRecord,
     ) -> None:
         self._task = task
         self._keep = keep
         self._outputs = outputs
         self._done = done
+        self._group = group
         self._record = record
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks with the GIL released; a signal handler that raises ends the wait, not the operation."""
-        if not self._task.wait(timeout.total_seconds() if timeout else None):
-            raise CollectiveTimeoutError(
-                f"wait() gave up after {timeout}; the operation itself goes on until its own time limit"
-            )
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._task.wait(seconds):
+            raise self._group.not_done(self._task, seconds or 0.0)
         self._done()
         self._raise_failure()
         return True

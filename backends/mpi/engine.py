@@ -20,6 +20,7 @@ from collectives.backends._shared.exit_reasons import (
     Departure,
     aborted_by,
     blamed,
+    departure_of,
     limit_reason,
     refuse_broken,
     stopped_by,
@@ -362,6 +363,14 @@ class Engine:
         for work in failing:
             work.leave(self._error_of(work))
         _abandoned.extend(failing)
+
+    def break_for(self, cause: DistError) -> None:
+        """Breaks the group for what broke another one of the same ranks."""
+        if self.cause is not None or self.ended:
+            return
+        if (found := departure_of(cause, self._rank)) is not None:
+            self._liveness.publish_lost(found)
+        self._break(cause, elsewhere=True)
 
     def abort(self) -> None:
         """Breaks the group for this rank and, by the store, for its peers."""

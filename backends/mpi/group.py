@@ -44,7 +44,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CompletedWork, Work
-from collectives.errors import GroupAbortedError, PeerLostError
+from collectives.errors import DistError, GroupAbortedError, PeerLostError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
@@ -457,6 +457,12 @@ class ProcessGroupMPI(ProcessGroup):
         """Returns the rank whose loss broke the group, if any is known."""
         cause = self._engine.cause
         return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+
+    def _first_cause(self) -> DistError | None:
+        return self._engine.cause
+
+    def _break_for(self, cause: DistError) -> None:
+        self._engine.break_for(cause)
 
     def abort(self) -> None:
         """Breaks the group at once; see :meth:`collectives.ProcessGroup.abort`."""

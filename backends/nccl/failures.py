@@ -19,6 +19,7 @@ from collectives.backends._shared.exit_reasons import (
     Departure,
     aborted_by,
     blamed,
+    departure_of,
     limit_reason,
     refuse_broken,
     stopped_by,
@@ -165,6 +166,11 @@ class Failures:
                 return
         what = f"{self._where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
         self._break(blamed(what, found, _about(pending)), None, pending, found)
+
+    def break_for(self, cause: DistError) -> None:
+        """Breaks the group for what broke another one of the same ranks."""
+        if self._left is None:
+            self._break(cause, None, lost=departure_of(cause, self._rank))
 
     def _ranks_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
         """Returns which ranks had not come, and what each waits in; as far as they published it."""

@@ -404,6 +404,12 @@ class ProcessGroupNCCL(ProcessGroup):
         if self._failures.cause is not None:
             raise self._failures.cause
 
+    def _first_cause(self) -> DistError | None:
+        return self._failures.cause
+
+    def _break_for(self, cause: DistError) -> None:
+        self._failures.break_for(cause)
+
     def _raise_failure(self) -> None:
         self._failures.refuse("its outputs may hold anything, as")
 

@@ -30,7 +30,6 @@ from collectives.core.types import BarrierOptions
 from collectives.core.work import CoalescedWork, CompletedWork
 from collectives.errors import (
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     DistError,
     GroupAbortedError,
     PeerLostError,
@@ -48,8 +47,8 @@ __all__ = [
 
 _MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 _SHORTEST = timedelta(milliseconds=1)
-_BREAKING = (CollectiveTimeoutError, PeerLostError, GroupAbortedError)
-"""Errors after which a group is broken."""
+_BREAKING = (PeerLostError, GroupAbortedError)
+"""Errors that tell of a lane that it is broken, where the lane itself does not."""
 
 
 def capabilities() -> Capabilities | None:
@@ -143,10 +142,10 @@ class ProcessGroupRoundRobin(ForwardingGroup):
 
     **Numerics.** Where all lanes are of one kind, the result of a collective does not depend on its lane.
 
-    **Errors** of a lane name it, also as ``.lane``. One that breaks a lane breaks the others too: the next
-    call raises :class:`~collectives.errors.GroupAbortedError`, or where a rank is lost
-    :class:`~collectives.errors.PeerLostError` again. Wrong arguments break nothing, nor do mismatches, unless
-    an asynchronous barrier meets something else after more collectives were issued behind it.
+    **Errors** of a lane name it, also as ``.lane``. What breaks a lane breaks the others too, for all ranks:
+    errors of every lane have the class and the attributes that those of the broken one have. Wrong arguments
+    break nothing, nor do mismatches, unless an asynchronous barrier meets something else after more
+    collectives were issued behind it.
 
     **Lanes** may be of several kinds where they take the same device types; the composition offers what all
     of them can do. Sub-groups are compositions of their own, of groups of fewer ranks.
@@ -293,19 +292,20 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     def _failed(self, lane: int, error: DistError) -> None:
         """Handles an error of a lane."""
         name_lane(error, lane, self.describe())
-        if isinstance(error, _BREAKING):
-            self._break(error)
+        cause = self._lanes[lane]._first_cause() or (error if isinstance(error, _BREAKING) else None)
+        if cause is not None:
+            self._break(error, cause)
 
-    def _break(self, cause: DistError) -> None:
-        """Refuses later operations and aborts all lanes after one broke, or after an abort.
+    def _break(self, error: DistError, cause: DistError) -> None:
+        """Refuses later operations, and breaks the other lanes for what broke one, so that all name that.
 
-        But a rank that is lost to one lane is lost to all: each finds that out and names it, unless the abort
-        of a rank that already knows comes first.
+        Args:
+            error: what this rank has raised.
+            cause: what all ranks are told.
         """
         if self._cause is None:
-            self._cause = cause
-        if not isinstance(cause, PeerLostError):
-            self._each(lambda lane: lane.abort())
+            self._cause = error
+        self._each(lambda lane: lane._break_for(cause))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -336,7 +336,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
         work = barrier(first, opts.asyncOp)
         if opts.asyncOp:
-            whole = BarrierWork(work, lambda: [barrier(n, True) for n in others], self._break)
+            whole = BarrierWork(work, lambda: [barrier(n, True) for n in others], self._out_of_step)
             self._begun = weakref.ref(whole)  # it holds the group
             return whole
         work.wait()
@@ -344,9 +344,13 @@ class ProcessGroupRoundRobin(ForwardingGroup):
             for lane in others:
                 barrier(lane, False).wait()
         except CollectiveMismatchError as error:
-            self._break(error)
+            self._out_of_step(error)
             raise
         return CompletedWork()
+
+    def _out_of_step(self, error: CollectiveMismatchError) -> None:
+        """Breaks the lanes after a barrier that only some of them have carried out."""
+        self._break(error, error)
 
     def _cover(self) -> None:
         """Lets a barrier that has begun on its first lane reach the others before the next collective."""
@@ -357,7 +361,9 @@ class ProcessGroupRoundRobin(ForwardingGroup):
 
     def abort(self) -> None:
         """Breaks all lanes at once."""
-        self._break(self._end("was aborted by this rank"))
+        ended = self._end("was aborted by this rank")
+        self._cause = self._cause or ended
+        super().abort()
 
     def shutdown(self) -> None:
         """Finishes the operations already issued, then frees all lanes."""

@@ -27,6 +27,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CoalescedWork, FinishingWork, Work
+from collectives.errors import DistError
 
 __all__ = ["BackendInterface"]
 
@@ -185,6 +186,25 @@ class BackendInterface(ABC):
 
     def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
         """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
+
+    def _first_cause(self) -> DistError | None:
+        """Returns what broke the group; ``None`` where nothing has, or where the backend does not know it.
+
+        Its attributes are those that all ranks read.
+        """
+        return None
+
+    def _break_for(self, cause: DistError) -> None:  # noqa: ARG002
+        """Breaks the group, unless it is, because another group of the same ranks is broken.
+
+        All ranks raise errors with the class and the attributes that they have there. May be called from any
+        thread, never blocks on peers, and leaves it to :meth:`abort` or :meth:`shutdown` to free what the
+        group holds. Here it aborts, for which the other ranks blame this one.
+
+        Args:
+            cause: what broke the other group, such as its :meth:`_first_cause`.
+        """
+        self.abort()
 
     def _bind_device(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to do
         """Takes note that the process is bound to a device; called by all ranks, and may connect them there.

@@ -34,6 +34,7 @@ from collectives.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     DistBackendError,
+    DistError,
     DistStoreError,
 )
 from collectives.store.records import demand, fields, read, written
@@ -114,9 +115,16 @@ class CheckedGroup(ForwardingGroup):
 
     def abort(self) -> None:
         """Breaks the inner group; ranks that wait to compare stop waiting."""
+        self._stop_comparing()
+        super().abort()
+
+    def _break_for(self, cause: DistError) -> None:
+        self._stop_comparing()
+        super()._break_for(cause)
+
+    def _stop_comparing(self) -> None:
         with contextlib.suppress(Exception):
             self._store.set(_ABORTED, "")
-        super().abort()
 
     # ---- the comparison ------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import Work
+from collectives.errors import DistError
 
 __all__ = ["ForwardingGroup", "group_behind"]
 
@@ -88,6 +89,12 @@ class ForwardingGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Ends every group."""
         self._each(lambda group: group.shutdown())
+
+    def _first_cause(self) -> DistError | None:
+        return next(filter(None, (group._first_cause() for group in self.inner_groups)), None)
+
+    def _break_for(self, cause: DistError) -> None:
+        self._each(lambda group: group._break_for(cause))
 
     def _raise_failure(self) -> None:
         for group in self.inner_groups:

@@ -16,6 +16,9 @@ nanobind::str text_from(const std::string& text);
 // An instance of the class of the same meaning. Needs the GIL.
 nanobind::object exception_from(const Error& error);
 
+// The other way round, for a DistError.
+Error error_from(nanobind::handle exception);
+
 void bind_errors(nanobind::module_& module);
 
 }  // namespace collectives

@@ -328,12 +328,6 @@ void bind_group(nb::module_& module) {
             return without_gil([&] { return mine.connect(deadline_in(seconds)); });
           },
           nb::arg("seconds"))
-      .def(
-          "report_lost_rank",
-          [](OwnedGroup& group, int rank, const std::string& text) {
-            usable(group).report_lost_rank(rank, text);
-          },
-          nb::arg("rank"), nb::arg("text"))
       .def("lost_ranks",
            [](OwnedGroup& group) { return group.inherited() ? std::vector<int>() : group->lost_ranks(); })
       .def("connection_error", [](OwnedGroup& group) { return usable(group).connection_error(); })
@@ -348,17 +342,32 @@ void bind_group(nb::module_& module) {
       .def("receive", receive, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
            nb::arg("tag"), nb::arg("timeout_ns"))
       .def(
-          "abort",
-          [](OwnedGroup& group, const std::string& reason, const std::string& behind) {
-            if (!group.inherited()) without_gil([&] { group->abort(reason, behind); });
+          "fail",
+          [](OwnedGroup& group, nb::handle exception) {
+            const Error error = error_from(exception);
+            if (!group.inherited()) without_gil([&] { group->fail(error); });
           },
-          nb::arg("reason"), nb::arg("behind") = "")
+          nb::arg("error"))
+      .def("failure",
+           [](OwnedGroup& group) -> nb::object {
+             if (group.inherited()) return nb::none();
+             const std::optional<Failure> failure = without_gil([&] { return group->failure(); });
+             return failure ? exception_from(error_from(*failure)) : nb::none();
+           })
       .def(
           "shutdown",
           [](OwnedGroup& group, bool finish) {
             if (!group.inherited()) without_gil([&] { group->shutdown(finish); });
           },
           nb::arg("finish"))
+      .def(
+          "not_done",
+          [](OwnedGroup& group, const Task& task, double seconds) {
+            Group& mine = usable(group);
+            const auto waited = static_cast<Nanoseconds>(seconds * 1e9);
+            return exception_from(without_gil([&] { return mine.not_done(task, waited); }));
+          },
+          nb::arg("task"), nb::arg("seconds"))
       .def_prop_ro("tuning", [](OwnedGroup& group) { return values_of(group->tuning()); })
       .def("report", [](OwnedGroup& group) {
         Group& mine = usable(group);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <system_error>
 #include <utility>
 
 #include "algorithms/collective_context.hpp"
@@ -63,6 +64,10 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout,
   } catch (const Error& error) {
     context_->fail_to_join(error);
     throw;
+  } catch (const std::system_error& error) {  // of a thread that could not be started
+    const Error failure(ErrorKind::resources, std::string("no thread could be started: ") + error.what());
+    context_->fail_to_join(failure);
+    throw failure;
   }
 }
 
@@ -90,11 +95,6 @@ std::vector<int> Group::connect(Nanoseconds deadline) {
   }
 }
 
-void Group::report_lost_rank(int rank, const std::string& text) {
-  const std::lock_guard lock(context_mutex_);
-  if (context_) context_->record_failure(ErrorKind::peer_lost, text, {.rank = rank});
-}
-
 std::vector<int> Group::lost_ranks() const {
   const std::lock_guard lock(context_mutex_);
   std::vector<int> lost;
@@ -109,12 +109,18 @@ std::string Group::connection_error() {
   return machines_ ? machines_->connections.connection_error() : "";
 }
 
+void Group::fail(const Error& error) {
+  const std::lock_guard lock(context_mutex_);
+  if (context_) context_->fail_group(failure_from(error, rank_));
+}
+
+std::optional<Failure> Group::failure() const {
+  const std::lock_guard lock(context_mutex_);
+  return context_ ? context_->failure() : failure_;
+}
+
 void Group::refuse() const {
-  std::optional<Failure> failure;
-  {
-    const std::lock_guard lock(context_mutex_);
-    failure = context_ ? context_->failure() : failure_;
-  }
+  const std::optional<Failure> failure = this->failure();
   const std::string text = "[rank " + std::to_string(rank_) + "] " + label_ + " was shut down";
   if (!failure) throw Error(ErrorKind::aborted, text);
   throw Error(ErrorKind::aborted, text + "; the first cause: " + failure->text, details_after(*failure));
@@ -194,7 +200,7 @@ void Group::finish_execution() {
 
 std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
                                      std::shared_ptr<const std::string> site) {
-  auto task = std::make_shared<Task>();
+  auto task = std::make_shared<Task>(request.opcode);
   bool idle = false;
   {
     std::unique_lock lock(mutex_);
@@ -242,6 +248,7 @@ void Group::serve_queue() {
     Queued next = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
+    next.task->begin(sequence_ + 1);
     std::optional<Error> failure;
     try {
       execute_now(next.request, next.timeout, next.deadline, nullptr, next.site.get());
@@ -259,9 +266,11 @@ void Group::serve_queue() {
   }
 }
 
-void Group::abort(const std::string& reason, const std::string& behind) {
+Error Group::not_done(const Task& task, Nanoseconds waited) const {
   const std::lock_guard lock(context_mutex_);
-  if (context_) context_->abort(reason, behind);
+  if (context_) return context_->not_done(task.describe(), waited, task.awaited(*context_));
+  return {ErrorKind::timeout, "[rank " + std::to_string(rank_) + "] " + label_ + ": " + task.describe() +
+                                  " was not done, and the group was shut down since"};
 }
 
 std::string Group::report() const {

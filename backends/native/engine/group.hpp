@@ -45,8 +45,6 @@ class Group {
   // Between machines: waits until the leaders are connected or the deadline passed; returns the ranks that
   // are not. Throws where a connection failed for good. To be called on every rank before the group is used.
   std::vector<int> connect(Nanoseconds deadline);
-  // Breaks the group for all ranks, because this one was lost before all had a group.
-  void report_lost_rank(int rank, const std::string& text);
   // The ranks that have died or vanished, as far as this one knows; none once the group has ended.
   std::vector<int> lost_ranks() const;
   // Why the last attempt to connect failed; may be empty.
@@ -70,14 +68,19 @@ class Group {
   bool send_at_once(const Envelope& envelope, const std::byte* data);
   bool receive_at_once(const Envelope& envelope, std::byte* data);
 
-  // Breaks the group here and for its peers. Blocks on nothing.
-  void abort(const std::string& reason, const std::string& behind = {});
+  // Breaks the group for all ranks, unless it is broken already. Blocks on nothing.
+  void fail(const Error& error);
+  // What broke the group first, if anything.
+  std::optional<Failure> failure() const;
 
   // Ends the group and frees what it holds. With `finish`, operations already issued come to their own end
   // first, each within its time limit; without, they fail at once. Idempotent. Called from within an
   // operation of the same thread, by a signal handler, it only makes that operation fail; the next call
   // frees.
   void shutdown(bool finish);
+
+  // What to say of a task of this group that was not done after its caller had waited so long.
+  Error not_done(const Task& task, Nanoseconds waited) const;
 
   // What every rank waits in or did last.
   std::string report() const;

@@ -127,8 +127,7 @@ void Messenger::check_connections(const Transfer& transfer, int rank) const {
 }
 
 void Messenger::fail_timed_out(const TransferPointer& transfer) {
-  ErrorDetails about = transfer->details();
-  if (about.rank >= 0) about.missing = {about.rank};
+  const ErrorDetails about = transfer->awaited(*context_);
   const auto text = [&](const std::string& state) {
     return context_->timeout_text(transfer->describe(), transfer->timeout(), state);
   };

@@ -51,7 +51,22 @@ void CompletionQueue::close() {
   changed_.notify_all();
 }
 
-Task::Task() : id_(next_id()) {}
+Task::Task(Opcode opcode) : id_(next_id()), opcode_(opcode) {}
+
+std::string Task::describe() const {
+  const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed);
+  const std::string name = name_of(opcode_);
+  return sequence == 0 ? name + ", which earlier operations keep from beginning,"
+                       : name + " number " + std::to_string(sequence);
+}
+
+ErrorDetails Task::awaited(const RankContext& context) const {
+  ErrorDetails about{.operation = name_of(opcode_)};
+  const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed);
+  if (sequence != 0) about.sequence = static_cast<std::int64_t>(sequence);
+  context.add_blame(about);
+  return about;
+}
 
 bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
   for (int i = 0; i < kSpins; ++i) {

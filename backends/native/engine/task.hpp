@@ -8,10 +8,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "common/clock.hpp"
 #include "common/error.hpp"
+#include "common/opcode.hpp"
 #include "common/thread.hpp"
 #include "state/rank_context.hpp"
 
@@ -40,7 +42,7 @@ class CompletionQueue {
 // Pending, then done or failed. Thread safe.
 class Task {
  public:
-  Task();
+  explicit Task(Opcode opcode);
   virtual ~Task() = default;
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
@@ -52,6 +54,10 @@ class Task {
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
   // The error of a failed task, or null. Only for a finished task.
   const Error* error() const noexcept { return error_ ? &*error_ : nullptr; }
+  // "all_reduce number 7".
+  virtual std::string describe() const;
+  // The same for programs, with the ranks that hold it up.
+  virtual ErrorDetails awaited(const RankContext& context) const;
   // Whether this is a forked child, in which nobody carries out what its parent had begun.
   bool inherited() const noexcept { return generation_ != fork_generation(); }
   // Sender of a finished receive, else -1.
@@ -68,7 +74,8 @@ class Task {
   // come.
   bool notify();
 
-  // Once, by whoever executes it.
+  // Both once, by whoever executes it. `sequence`: its number among the collectives of the group.
+  void begin(std::uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
   void finish(std::optional<Error> error);
 
  private:
@@ -77,7 +84,9 @@ class Task {
   static constexpr std::uint32_t kWaited = 4;
 
   const std::uint64_t id_;
+  const Opcode opcode_;
   const unsigned generation_ = fork_generation();
+  std::atomic<std::uint64_t> sequence_{0};  // 0 before it begins; relaxed, only for messages
   // Flags. The finisher sets its own with release of outputs and error, and acquire, so that it finds what
   // was asked for before; whoever asks does so with acquire-release, and finds it finished otherwise.
   std::atomic<std::uint32_t> state_{0};

@@ -23,7 +23,8 @@ BegunOperation record_of(bool sends, const Envelope& envelope, std::uint64_t num
 
 Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
                    std::byte* data, Nanoseconds timeout)
-    : messenger_(std::move(messenger)),
+    : Task(Opcode::none),
+      messenger_(std::move(messenger)),
       direction_(direction),
       envelope_(envelope),
       data_(data),
@@ -38,6 +39,12 @@ bool Transfer::wait(Nanoseconds deadline, Interrupt* interrupt) {
 
 ErrorDetails Transfer::details() const {
   return {.rank = envelope_.peer, .operation = direction_ == Direction::send ? "send" : "recv"};
+}
+
+ErrorDetails Transfer::awaited(const RankContext& /*context*/) const {
+  ErrorDetails about = details();
+  if (about.rank >= 0) about.missing = {about.rank};
+  return about;
 }
 
 std::string Transfer::describe() const {

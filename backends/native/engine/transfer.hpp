@@ -45,7 +45,8 @@ class Transfer final : public Task {
   Nanoseconds began() const noexcept { return began_; }
 
   // "send of 40 bytes (float32) to rank 1, tag 0".
-  std::string describe() const;
+  std::string describe() const override;
+  ErrorDetails awaited(const RankContext& context) const override;
   // The same for programs.
   ErrorDetails details() const;
 

@@ -80,15 +80,30 @@ Failure unpacked(const FailureDetails& details, std::string text, int size) {
   return failure;
 }
 
-ErrorDetails details_after(const Failure& failure) {
+Failure failure_from(const Error& error, int writer) {
+  Failure failure{.kind = error.kind(), .writer = writer, .text = error.message(), .about = error.details()};
+  failure.about.cause.reset();
+  const std::shared_ptr<const Error>& cause = error.details().cause;
+  if (cause && cause->kind() == ErrorKind::program && failure.text.ends_with(cause->message())) {
+    failure.behind = cause->message().size();
+  }
+  return failure;
+}
+
+Error error_from(const Failure& failure) {
   ErrorDetails about = failure.about;
-  if (failure.kind != ErrorKind::aborted) {
-    about.cause = std::make_shared<const Error>(failure.kind, failure.text, failure.about);
-  } else if (failure.behind > 0) {
+  if (failure.behind > 0) {
     about.cause = std::make_shared<const Error>(ErrorKind::program,
                                                 failure.text.substr(failure.text.size() - failure.behind),
                                                 ErrorDetails{.rank = failure.about.rank});
   }
+  return {failure.kind, failure.text, about};
+}
+
+ErrorDetails details_after(const Failure& failure) {
+  const Error first = error_from(failure);
+  ErrorDetails about = first.details();
+  if (failure.kind != ErrorKind::aborted) about.cause = std::make_shared<const Error>(first);
   return about;
 }
 
@@ -197,42 +212,60 @@ void RankContext::throw_connection_lost(const Call& call, int rank) const {
   throw_disconnected(rank, describe(call), details_of(call));
 }
 
-std::vector<int> RankContext::missing_ranks(const Call& call, bool local) const {
+std::vector<int> RankContext::missing_ranks(std::uint64_t sequence, bool local) const {
   std::vector<int> missing;
   for (int r = 0; r < size(); ++r) {
     const ControlPage& theirs = page(r);
     const std::uint64_t arrived = std::max({theirs.arrivals[0].sequence.load(std::memory_order_acquire),
                                             theirs.arrivals[1].sequence.load(std::memory_order_acquire),
                                             theirs.remote.arrived.load(std::memory_order_acquire)});
-    if (is_local(r) == local && arrived < call.sequence) missing.push_back(r);
+    if (is_local(r) == local && arrived < sequence) missing.push_back(r);
   }
   return missing;
 }
 
 // The rank that a peer waits for in the same operation, if any, and so on; -1 for no peer.
-int RankContext::end_of_waiting(const Call& call, int peer) const {
+int RankContext::end_of_waiting(std::uint64_t sequence, int peer) const {
   for (int hops = 0; peer >= 0 && hops < size(); ++hops) {
     const RankSnapshot known = snapshot(peer);
     const int next = static_cast<int>(known.waits_for) - 1;
-    if (known.arrived != call.sequence || known.finished >= call.sequence) break;
+    if (known.arrived != sequence || known.finished >= sequence) break;
     if (next < 0 || next >= size() || next == rank()) break;
     peer = next;
   }
   return peer;
 }
 
-void RankContext::throw_timeout(const Call& call, int waited_for, const std::string& aside) const {
-  ErrorDetails about = details_of(call);
+void RankContext::add_blame(ErrorDetails& about) const {
+  const RankSnapshot mine = snapshot(rank());
+  if (mine.arrived > mine.finished) add_blame(about, mine.arrived, static_cast<int>(mine.waits_for) - 1);
+}
+
+void RankContext::add_blame(ErrorDetails& about, std::uint64_t sequence, int waited_for) const {
   // A stopped rank holds up all that wait for it; what a leader would tell of other machines is out of date.
   for (const int r : topology().local()) {
-    const bool needed = page(r).status.finished.load(std::memory_order_acquire) < call.sequence;
+    const bool needed = page(r).status.finished.load(std::memory_order_acquire) < sequence;
     if (about.rank < 0 && r != rank() && needed && stopped(r)) about.rank = r;
   }
-  about.missing = missing_ranks(call, true);
-  if (about.missing.empty() && about.rank != topology().leader()) about.missing = missing_ranks(call, false);
+  about.missing = missing_ranks(sequence, true);
+  if (about.missing.empty() && about.rank != topology().leader())
+    about.missing = missing_ranks(sequence, false);
   if (about.rank < 0) {
-    about.rank = about.missing.empty() ? end_of_waiting(call, waited_for) : about.missing.front();
+    about.rank = about.missing.empty() ? end_of_waiting(sequence, waited_for) : about.missing.front();
   }
+}
+
+Error RankContext::not_done(const std::string& operation, Nanoseconds waited,
+                            const ErrorDetails& about) const {
+  return {ErrorKind::timeout,
+          prefix() + ": " + operation + " was not done after wait(" + limit_text(waited) +
+              "); it goes on until its own time limit. Every rank:\n" + report(),
+          about};
+}
+
+void RankContext::throw_timeout(const Call& call, int waited_for, const std::string& aside) const {
+  ErrorDetails about = details_of(call);
+  add_blame(about, call.sequence, waited_for);
   // All may have come while the limit passed.
   const std::string whom = about.rank < 0 ? "others" : "rank " + std::to_string(about.rank);
   const std::string text = timeout_text(describe(call), call.timeout,

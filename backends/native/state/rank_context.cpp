@@ -337,16 +337,18 @@ void RankContext::write_failure(const Failure& failure) const noexcept {
   record.state.store(FailureRecord::kFailureComplete, std::memory_order_release);
 }
 
-void RankContext::record_failure(ErrorKind kind, const std::string& text,
-                                 const ErrorDetails& about) const noexcept {
-  write_failure({.kind = kind, .writer = rank(), .text = text, .about = about});
-  wake_leader();
+void RankContext::fail_group(const Failure& failure) const noexcept {
+  write_failure(failure);
+  ring_everyone();
 }
 
 void RankContext::fail_group(ErrorKind kind, const std::string& text,
                              const ErrorDetails& about) const noexcept {
-  record_failure(kind, text, about);
-  ring_everyone();
+  fail_group({.kind = kind, .writer = rank(), .text = text, .about = about});
+}
+
+void RankContext::abort(const std::string& reason) const noexcept {
+  fail_group(ErrorKind::aborted, reason, {.rank = rank()});
 }
 
 std::optional<Failure> RankContext::failure() const { return failure_of(failure_record(), size()); }
@@ -356,11 +358,6 @@ void RankContext::fail_to_join(const Error& error) const noexcept {
              {.rank = rank()});
 }
 
-void RankContext::record_remote_failure(const Failure& failure) const {
-  write_failure(failure);
-  ring_everyone();
-}
-
 void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
   std::atomic<std::uint32_t>& presence = page(rank).status.presence;
   // A rank that has departed stays departed. Relaxed: only the connection manager's thread writes mirrors.
@@ -368,19 +365,8 @@ void RankContext::record_remote_exit(int rank, Presence how) const noexcept {
   presence.store(static_cast<std::uint32_t>(how), std::memory_order_release);
 }
 
-void RankContext::abort(const std::string& reason, const std::string& behind) noexcept {
-  write_failure({.writer = rank(),
-                 .text = behind.empty() ? reason : reason + ", after " + behind,
-                 .behind = behind.size(),
-                 .about = {.rank = rank()}});
-  wake_leader();
-  int running = kRunning;
-  stop_.compare_exchange_strong(running, kAborted, std::memory_order_release);
-  ring_everyone();
-}
-
 void RankContext::leave() noexcept {
-  if (stop_.exchange(kLeft, std::memory_order_release) == kLeft) return;
+  if (left_.exchange(true, std::memory_order_release)) return;
   own_->status.presence.store(static_cast<std::uint32_t>(Presence::departed), std::memory_order_release);
   ring_everyone();
 }

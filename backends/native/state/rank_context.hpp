@@ -41,6 +41,10 @@ struct Failure {
   ErrorDetails about = {};
 };
 
+// The failure that `error` says, as rank `writer` tells it.
+Failure failure_from(const Error& error, int writer);
+// The other way round.
+Error error_from(const Failure& failure);
 FailureDetails packed(const Failure& failure);
 // Believes nothing of what it is given; `size` is the number of ranks.
 Failure unpacked(const FailureDetails& details, std::string text, int size);
@@ -158,10 +162,10 @@ class RankContext {
     if (word.load(std::memory_order_acquire) < value) block(call, reason, peer, word, value);
   }
 
-  // Whether the group can do nothing more: aborted, left, or broken by anyone. Acquire of both: what was
-  // written before is readable.
+  // Whether the group can do nothing more: left, or broken by anyone. Acquire of both: what was written
+  // before is readable.
   bool broken() const noexcept {
-    return stop_.load(std::memory_order_acquire) != kRunning ||
+    return left_.load(std::memory_order_acquire) ||
            failure_record().state.load(std::memory_order_acquire) != FailureRecord::kNoFailure;
   }
   // Throws where the group is broken, before an operation begins.
@@ -188,10 +192,12 @@ class RankContext {
   // Looks, once a second at most, for ranks of this machine that run another program since `exec`; they count
   // as dead from then on.
   void look_for_replaced() const noexcept;
-  // Breaks the group for all ranks; the first failure stays.
-  void record_failure(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
-  // The same, and wakes everyone to notice.
+  // Breaks the group for all ranks, and wakes everyone to notice; the first failure stays.
+  void fail_group(const Failure& failure) const noexcept;
+  // The same for what this rank has found out.
   void fail_group(ErrorKind kind, const std::string& text, const ErrorDetails& about) const noexcept;
+  // The same where this rank can do no more.
+  void abort(const std::string& reason) const noexcept;
   // The same where this rank cannot make what it needs of the group, of which others may be members already.
   void fail_to_join(const Error& error) const noexcept;
   // Breaks the group because of a word in shared memory that rank `owner` writes: it is `value`, and can only
@@ -209,9 +215,6 @@ class RankContext {
   // why, then throws.
   [[noreturn]] void throw_connection_lost(const Call& call, int rank) const;
 
-  // Releases all waiting threads of this rank and breaks the group for its peers. `behind`: the exception for
-  // which its program aborts, or nothing.
-  void abort(const std::string& reason, const std::string& behind = {}) noexcept;
   // Marks this rank as departed and releases its own waiting threads. Idempotent.
   void leave() noexcept;
   // The first failure, once it is recorded completely.
@@ -220,6 +223,10 @@ class RankContext {
   // What an error says of an operation whose time is up: `details` follows its limit, then the report.
   std::string timeout_text(const std::string& operation, Nanoseconds timeout,
                            const std::string& details) const;
+  // What an error says of an operation that was not done after its caller had waited so long.
+  Error not_done(const std::string& operation, Nanoseconds waited, const ErrorDetails& about) const;
+  // Adds to what an error says of a collective the ranks that hold up the one that this rank is in, if any.
+  void add_blame(ErrorDetails& about) const;
   // What every rank waits in or did last, a line for each.
   std::string report() const;
   std::string report_of(int rank) const;
@@ -251,17 +258,14 @@ class RankContext {
   // Records where a blocked call comes from.
   void note_site(const std::string& site) const noexcept;
 
-  // For the control channel: the process of a local rank, empty where there is no descriptor; and what other
-  // machines reported.
+  // For the control channel: the process of a local rank, empty where there is no descriptor; and which ranks
+  // other machines reported to be gone.
   const ProcessDescriptor& process(int rank) const noexcept {
     return membership_.processes[static_cast<std::size_t>(rank)];
   }
-  void record_remote_failure(const Failure& failure) const;
   void record_remote_exit(int rank, Presence how) const noexcept;
 
  private:
-  enum Stop : int { kRunning, kAborted, kLeft };
-
   std::atomic<std::uint64_t>& counter(std::size_t offset) const noexcept {
     return reinterpret_cast<MailCounter*>(base_ + offset)->bytes;
   }
@@ -277,8 +281,9 @@ class RankContext {
              std::uint64_t value);
   void sleep(const Call& call, int peer, const std::atomic<std::uint64_t>& word, std::uint64_t value);
   void write_failure(const Failure& failure) const noexcept;
-  std::vector<int> missing_ranks(const Call& call, bool local) const;
-  int end_of_waiting(const Call& call, int peer) const;
+  void add_blame(ErrorDetails& about, std::uint64_t sequence, int waited_for) const;
+  std::vector<int> missing_ranks(std::uint64_t sequence, bool local) const;
+  int end_of_waiting(std::uint64_t sequence, int peer) const;
   [[noreturn]] void throw_broken(bool begun) const;
   [[noreturn]] void throw_timeout(const Call& call, int peer, const std::string& aside) const;
 
@@ -288,8 +293,8 @@ class RankContext {
   ControlPage* own_;
   std::uint64_t process_space_;
   mutable std::atomic<Nanoseconds> next_look_{
-      0};                            // for `exec`; relaxed, as any thread may be the one to look
-  std::atomic<int> stop_{kRunning};  // release of the failure that was recorded before; see `broken`
+      0};                          // for `exec`; relaxed, as any thread may be the one to look
+  std::atomic<bool> left_{false};  // release of the failure that was recorded before; see `broken`
   std::uint64_t buffer_position_ = 0;
   const bool crowded_;         // there are more ranks here than cores
   SpinPolicy spin_policy_[2];  // by Wait; of the thread that executes collectives

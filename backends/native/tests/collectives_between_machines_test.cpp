@@ -370,7 +370,7 @@ void test_abort(const Machines& machines) {
     if (rank == 1) {
       aborter = std::thread([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        group.abort("enough");
+        group.fail({ErrorKind::aborted, "enough", {.rank = 1}});
       });
     }
     ErrorKind kind = ErrorKind::backend;

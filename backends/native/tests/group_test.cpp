@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,7 +24,7 @@ void test_abort(Groups groups) {
     if (r == 0) {
       aborter = std::thread([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        group.abort("enough");
+        group.fail({ErrorKind::aborted, "enough", {.rank = 0}});
       });
     }
     if (r != size - 1) {  // one never comes
@@ -60,6 +61,38 @@ void test_timeout_and_departure(Groups groups) {
     const Error error = error_of([&] { group.run(request_for(Opcode::barrier), kLimit, nullptr); });
     CHECK(error.kind() == ErrorKind::peer_lost && error.rank() == size - 1);
   });
+}
+
+// A rank passes on what broke another group: all read it as their own, with all details.
+void test_failure_of_another_group(Groups groups) {
+  const Error limit(ErrorKind::timeout, "all_reduce was not done",
+                    {.rank = 2, .missing = {2}, .operation = "all_reduce", .sequence = 7});
+  CHECK(!groups[0]->failure());
+  std::thread waiting([&] {
+    const Error error = error_of([&] { groups[1]->run(request_for(Opcode::barrier), kLimit, nullptr); });
+    CHECK(error.kind() == ErrorKind::timeout && error.rank() == 2);
+    CHECK(error.details().missing == std::vector{2} && error.details().operation == "all_reduce");
+    CHECK(error.details().sequence == 7);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  groups[0]->fail(limit);
+  groups[2]->fail({ErrorKind::aborted, "too late", {.rank = 2}});
+  waiting.join();
+  for (const auto& group : groups) {
+    CHECK(group->failure()->text == "all_reduce was not done");
+    const Error error = error_of([&] { group->run(request_for(Opcode::barrier), kLimit, nullptr); });
+    CHECK(error.kind() == ErrorKind::aborted && error.details().cause->kind() == ErrorKind::timeout);
+  }
+}
+
+// What an error says of the exception of a rank's program outlives the record.
+void test_failures_and_errors() {
+  const auto program = std::make_shared<const Error>(ErrorKind::program, "KeyError: 'x'");
+  const Error aborted(ErrorKind::aborted, "rank 1 aborted it, after KeyError: 'x'",
+                      {.rank = 1, .cause = program});
+  const Error again = error_from(failure_from(aborted, 0));
+  CHECK(again.kind() == ErrorKind::aborted && again.message() == aborted.message() && again.rank() == 1);
+  CHECK(again.details().cause->message() == "KeyError: 'x'");
 }
 
 // Another rank that passes its own limit a moment later still says whom the first had waited for.
@@ -112,6 +145,8 @@ Tests group_tests() {
       {"abort between machines", [] { test_abort(machine_ranks({{0}, {1, 2}})); }},
       {"abort", [] { test_abort(shared_ranks(3)); }},
       {"timeout and departure", [] { test_timeout_and_departure(shared_ranks(3)); }},
+      {"failure of another group", [] { test_failure_of_another_group(shared_ranks(3)); }},
+      {"failures and errors", [] { test_failures_and_errors(); }},
       {"reports after a timeout", [] { test_reports_after_a_timeout(shared_ranks(2)); }},
       {"leader that takes its time", [] { test_leader_that_takes_its_time(machine_ranks({{0}, {1, 2}})); }},
       {"many groups", [] { test_many_groups(); }},

@@ -100,7 +100,7 @@ void test_strangers_at_the_port() {
     std::array<char, 8> bytes{};
     CHECK(::recv(stranger->get(), bytes.data(), bytes.size(), 0) <= 0);
   }
-  group->abort("the test is over");
+  group->fail({ErrorKind::aborted, "the test is over"});
 }
 
 // Whoever takes connections and drops them, such as a rank that is too busy for a proof, is not dead.
@@ -120,7 +120,7 @@ void test_dropped_handshakes() {
   while (handshake.step(socket.get()) == Handshake::Status::goes_on) wait_for(socket, POLLIN);
   CHECK(handshake.confirm(socket.get()));
   CHECK(group->connect(deadline_after(kLimit)).empty());
-  group->abort("the test is over");
+  group->fail({ErrorKind::aborted, "the test is over"});
 }
 
 // A leader that has announced its departure still gets pings, which it can answer no more: for a sanitizer.

@@ -317,8 +317,7 @@ bool ControlChannel::handle_frame(Link& link, const Frame& frame, std::string_vi
       if (payload.size() < sizeof(details)) return false;
       std::memcpy(&details, payload.data(), sizeof(details));
       failure_known_ = true;
-      context_.record_remote_failure(
-          unpacked(details, std::string(payload.substr(sizeof(details))), context_.size()));
+      context_.fail_group(unpacked(details, std::string(payload.substr(sizeof(details))), context_.size()));
       return false;
     }
     case FrameType::ping:

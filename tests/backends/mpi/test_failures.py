@@ -100,6 +100,29 @@ def test_an_abort_reaches_the_peers(mpi: Teams) -> None:
     mpi.run_alone(aborted, 3)
 
 
+def broken_for_another_group(group: ProcessGroup) -> None:
+    """As lanes of a composition are: who passes the cause on is not blamed."""
+    gate("ready", group)
+    if group.rank() == 0:
+        limit = CollectiveTimeoutError("limit", 1, missing_ranks=[1], operation="broadcast", sequence=7)
+        group._break_for(limit)
+    elif group.rank() == 2:
+        with pytest.raises(CollectiveTimeoutError, match="because rank 0 gave up: limit") as info:
+            group.allreduce(torch.ones(5)).wait()
+        found = info.value.details()
+        assert found == {"rank": 1, "missing_ranks": [1], "operation": "broadcast", "sequence": 7}
+    if group.rank() != 1:
+        with pytest.raises(GroupAbortedError):
+            group.barrier()
+        assert isinstance(group._first_cause(), CollectiveTimeoutError)
+    gate("over", group)
+
+
+@pytest.mark.full
+def test_a_group_that_breaks_for_another_one(mpi: Teams) -> None:
+    mpi.run_alone(broken_for_another_group, 3)
+
+
 def killed(group: ProcessGroup) -> None:
     group.allreduce(torch.ones(3)).wait()
     gate("ready", group)

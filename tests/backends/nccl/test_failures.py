@@ -185,6 +185,25 @@ def test_connections_take_too_long(nccl_library: Path) -> None:
     run_over_double(connected_too_late, 2, nccl_library, options=SHORT)
 
 
+def broken_for_another_group(group: ProcessGroup) -> None:
+    """As lanes of a composition are: who passes the cause on is not blamed."""
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 0:
+        group._break_for(PeerLostError("rank 1 has died", 1))
+        is_broken(group, "rank 1 has died", PeerLostError)
+    elif group.rank() == 2:
+        with pytest.raises(PeerLostError, match="rank 1 is lost: rank 1 has died") as info:
+            group.allreduce(torch.ones(3)).wait(BLOCKS)
+        assert info.value.rank == 1
+        assert isinstance(group._first_cause(), PeerLostError)
+    gate("told", group)
+
+
+@pytest.mark.full
+def test_a_group_that_breaks_for_another_one(nccl_library: Path) -> None:
+    run_over_double(broken_for_another_group, 3, nccl_library)
+
+
 def left(group: ProcessGroup) -> None:
     """A rank shuts the group down while another still needs it; one that does not goes on."""
     group.allreduce(torch.ones(1)).wait()

@@ -113,6 +113,43 @@ def test_all_hear_why_a_rank_fails_while_a_group_forms(placement, victim, step, 
         assert soon, (rank, found)
 
 
+class HasNoRoomForThreads:
+    """Leaves a rank no memory for the stack of a thread, from when it has its part of the group's memory."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __call__(self, rank):
+        if rank != self.victim:
+            return
+        native = host_rendezvous._native
+        make = native.HostGroup
+
+        def made(*arguments):
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limits = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
+            try:
+                return make(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, limits)
+
+        native.HostGroup = made
+
+
+@pytest.mark.parametrize(("placement", "victim"), [("aab", 0), ("aab", 1), ("abc", 2)])
+@pytest.mark.sampled(1)
+def test_all_hear_of_a_rank_that_cannot_start_its_thread(placement, victim):
+    spoil = HasNoRoomForThreads(victim)
+    results = run_ranks(form_world, 3, free_port(), spoil, isolated=True, placement=placement)
+    for rank, (kind, named, text, _, soon) in enumerate(results):
+        assert issubclass(kind, dist.errors.DistBackendError), (rank, text)
+        assert kind is not dist.PeerLostError, (rank, text)
+        assert named == victim, (rank, text)
+        assert "no thread could be started" in text, (rank, text)
+        assert soon, (rank, text)
+
+
 class Gone(dist.HashStore):
     """A store whose server has ended, and that tells how often it was asked."""
 

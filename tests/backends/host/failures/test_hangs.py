@@ -268,3 +268,43 @@ def stop_in_the_middle(rank, size):
 def test_a_stopped_rank_is_late_but_not_dead(placement):
     results = run_ranks(stop_in_the_middle, 3, isolated=True, lost=[1], placement=placement)
     assert results[1] == Died(-signal.SIGKILL)
+
+
+def waits_with_limits(group):
+    """Rank 1 comes late; rank 0 gives up waiting for Works that stand at three places."""
+    store = current_store()
+    group.barrier().wait()
+    if group.rank() == 1:
+        store.wait(["gave up"])
+        group.send([torch.ones(2)], 0).wait()
+        for _ in range(2):
+            group.allreduce([torch.ones(3)]).wait()
+        return []
+    seen = []
+    works = [
+        group.allreduce([torch.ones(3)]),
+        group.allreduce([torch.ones(3)]),
+        group.recv([torch.ones(2)], 1),
+    ]
+    for work in works:
+        with pytest.raises(dist.CollectiveTimeoutError) as info:
+            work.wait(timedelta(seconds=0.3))
+        assert "it goes on until its own time limit. Every rank:\n" in str(info.value)
+        assert "[rank 0] host group" in str(info.value)
+        seen.append((info.value.details(), str(info.value)))
+    store.set("gave up", "")
+    for work in works:
+        work.wait()
+    return seen
+
+
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_a_limit_of_wait_names_operation_and_rank(placement):
+    (first, behind, message), _ = run_ranks(waits_with_limits, 2, backend="host", placement=placement)
+    about = {"rank": 1, "missing_ranks": [1], "operation": "all_reduce", "sequence": 2}
+    assert first[0] == about
+    assert behind[0] == {**about, "sequence": -1}  # it has not begun
+    assert message[0] == {**about, "operation": "recv", "sequence": -1}
+    assert "all_reduce number 2 was not done after wait(0.3 s)" in first[1]
+    assert "all_reduce, which earlier operations keep from beginning, was not done" in behind[1]
+    assert "receive of 8 bytes (float32) from rank 1, tag 0 was not done" in message[1]
