@@ -49,7 +49,6 @@ class RankOfRound(Execution):
         super().__init__(drawn.program, rank, drawn.placement)
         self.rank, self.store = rank, store
         self.fault, self.concerned = drawn.fault, drawn.concerned
-        self.lanes = drawn.backend == "round_robin"
         self.is_gloo = drawn.backend == "gloo"
         self.members = drawn.program.members[self.fault.group]
         self.broken: set[int] = set()
@@ -92,9 +91,6 @@ class RankOfRound(Execution):
                 group = self.groups[index]
                 done = self.judged(f"the end, on group {index}", index, lambda: group.barrier().wait())  # noqa: B023
                 assert not done, f"group {index} has not noticed {self.fault}"
-        if self.lanes and self.concerned:
-            # Who has heard of a loss on one lane leaves the others, which name it then if it is the first.
-            self.store.barrier("end", len(self.program.members[0]) - (self.fault.kind == "kill"), PATIENT)
 
     # ---- errors ------------------------------------------------------------------------------------------
 
@@ -123,8 +119,6 @@ class RankOfRound(Execution):
         kind, victim = self.fault.kind, self.program.members[index].index(self.fault.victim)
         if kind == "leave" and self.rank == self.fault.victim:
             return "" if isinstance(error, dist.GroupAbortedError) else "the group was shut down here"
-        if self.lanes and isinstance(error, dist.GroupAbortedError) and self._is_passed_on(error):
-            return ""
         if error.rank != victim:
             return f"it should name rank {victim}"
         if isinstance(error, _CLASSES[kind]):
@@ -140,15 +134,6 @@ class RankOfRound(Execution):
         ):
             return f"rank {victim} should be missing in {first!r}"
         return ""
-
-    def _is_passed_on(self, error: dist.GroupAbortedError) -> bool:
-        """Returns whether a rank that has heard of the fault on one lane has passed it on to the others.
-
-        Round-robin groups do so by aborting the other lanes: the error names that rank, its text the fault.
-        """
-        first = {"abort": f"rank {self.members.index(self.fault.victim)} aborted it"}
-        said = first.get(self.fault.kind, "CollectiveTimeoutError")
-        return self.fault.kind in {"abort", "late", "stop"} and said in str(error)
 
     # ---- faults ------------------------------------------------------------------------------------------
 
