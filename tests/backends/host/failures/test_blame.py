@@ -228,11 +228,22 @@ def test_nobody_is_called_dead_for_lack_of_descriptors(victim, more, placement):
 
 
 def die_while_forming(rank, size, port, step):
+    """Rank 0 dies, once the others have reached its store: who has not cannot know that there was one."""
+    attempt, meeting = host_rendezvous._Attempt, current_store()
+    follow = attempt.follow
+
+    def come(self):
+        meeting.set(f"rank {rank} has come", "")
+        return follow(self)
+
     def die(*_):
+        meeting.wait([f"rank {other} has come" for other in range(1, size)])
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 0:
-        setattr(host_rendezvous._Attempt, step, die)
+        setattr(attempt, step, die)
+    else:
+        attempt.follow = come
     return form_world(rank, size, port, lambda _: None)
 
 

@@ -150,7 +150,7 @@ def test_rank_that_dies_before_it_met_others_is_missed(placement, victim, call):
 
 
 def aborted(group, store):
-    group.abort("rank 0 has had enough")
+    group.fail(dist.GroupAbortedError("rank 0 has had enough", 0))
 
 
 def dead(group, store):
