@@ -34,21 +34,30 @@ _S = TypeVar("_S")
 
 
 def fail(future: Future[_T], error: BaseException) -> None:
-    """Completes a future with an error, of which everybody who asks for the value raises a copy.
+    """Completes a future with a copy of an error, of which everybody who asks for the value raises another.
 
-    The exception itself would hold the frames that it was raised through, and these the future. The garbage
+    The exception itself holds the frames that it was raised through, and these the future. The garbage
     collector cannot see such a cycle, because the future is an object of C++: tensors and group would stay.
     """
 
     def raise_copy(failure: BaseException) -> NoReturn:
-        try:
-            fresh = copy.copy(failure)
-        except Exception:  # noqa: BLE001 - a class that cannot be copied
-            fresh = failure
-        raise fresh from failure.__cause__
+        raise _without_frames(failure)
 
     future._set_unwrap_func(raise_copy)
-    future.set_result(error)  # type: ignore[arg-type]
+    future.set_result(_without_frames(error))  # type: ignore[arg-type]
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Returns a copy of an error and of its causes that no frame has raised."""
+    try:
+        fresh = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a class that cannot be copied
+        return error
+    for name in ("__cause__", "cause"):  # the attribute of a DistError
+        first = getattr(error, name, None)
+        if isinstance(first, BaseException):
+            setattr(fresh, name, _without_frames(first))
+    return fresh
 
 
 def chain(
