@@ -69,8 +69,6 @@ class Soak:
         self.backends[drawn.backend] += 1
         for rank, counted in enumerate(results):
             if rank not in lost:
-                if drawn.backend == "gloo" and lost:
-                    counted["left"] = {}  # torch's group keeps the connections to the dead
                 self._note(rank, counted)
         if not lost:
             self._look_at_memory(results)

@@ -190,6 +190,8 @@ class RankOfRound(Execution):
             self.store.set("victim", str(os.getpid()))
             stop()
             self.store.wait([f"told{rank}" for rank in others], PATIENT)
+            # May be done: between machines, what the others have sent may be here before that they gave up.
+            self.judged("coming late", self.fault.group, lambda: group.allreduce([torch.ones(5)]).wait())
             return
         pid = int(self.store.get("victim"))
         group.set_timeout(LIMIT)
@@ -251,11 +253,20 @@ def play(rank: int, size: int, drawn: Round, plant: Callable[[], None] | None) -
     return counted
 
 
-def _start_what_stays(_: Store) -> None:
+def _start_what_stays(store: Store) -> None:
     """Starts the thread that completes the futures of this process, and whatever else is for good."""
     work = dist.barrier(async_op=True)
     assert work is not None
     work.get_future().wait()
+    # The store keeps the connection of a thread that asks while another one waits.
+    key = f"asked{dist.get_rank()}"
+    waiting = threading.Thread(target=store.wait, args=([key], PATIENT))
+    waiting.start()
+    while waiting.is_alive():
+        time.sleep(0.02)
+        store.set(key, "")
+    waiting.join()
+    store.delete_key(key)
 
 
 def _in_world(drawn: Round, rank: int, store: Store, run: Callable[[Store], None]) -> None:
