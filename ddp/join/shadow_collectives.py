@@ -56,7 +56,7 @@ class ForwardCollectives:
 def agree_on_collectives(
     group: ProcessGroup, device: torch.device, mine: ForwardCollectives | None, model: str
 ) -> ForwardCollectives:
-    """Returns what all active ranks communicate; called by all ranks, blocks.
+    """Returns what all active ranks communicate, of which there is one at least; called by all ranks, blocks.
 
     Args:
         group: the ranks.
@@ -80,8 +80,6 @@ def agree_on_collectives(
         lines = [f"  rank {rank}: {reason}" for rank, reason in reasons.items()]
         advice = "Use no_sync() and torch.no_grad() alike on all ranks that have inputs."
         raise GradientSyncError("\n".join([head, *lines, advice]), reasons)
-    if not by_rank:
-        return ForwardCollectives(buffers=False, averages=False)
     agreed = next(iter(by_rank.values()))
     return ForwardCollectives(agreed.buffers, agreed.averages, list(by_rank))
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from harness import current_store, run_ranks
 from torch.distributed import PrefixStore
+from waiting import until
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
+from collectives.registry.backends import GroupOptions, create_group
 
 LIMIT = timedelta(seconds=60)
 SYNCHRONOUS = dist.AllreduceOptions(asyncOp=False)
@@ -142,3 +144,27 @@ def _callers_get_through(rank, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_blocking_calls_of_a_group_get_through_while_three_others_are_kept_full(size):
     run_ranks(_callers_get_through, size)
+
+
+def late(rank, size):
+    """Rank 1 comes when rank 0 has looked whether it has published that it is on another machine."""
+    store = current_store()
+    options = GroupOptions(PrefixStore("late", store), rank, size, group_name="late")
+    if rank:
+        store.set("comes", "")
+        keys = store.num_keys()
+        store.set("asks", "")
+        until(lambda: store.num_keys() >= keys + 3)
+    else:
+        store.wait(["asks"])
+        keys = store.num_keys() - 1
+    group = create_group("host", options)
+    group.barrier().wait()
+    left = store.num_keys() - keys - 1
+    group.barrier().wait()
+    group.shutdown()
+    return left
+
+
+def test_making_a_group_leaves_no_keys_where_a_rank_comes_late():
+    assert run_ranks(late, 2) == [0, 0]

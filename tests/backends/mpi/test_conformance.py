@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +155,27 @@ def small_ones(rank: int, size: int) -> None:
 
 def test_small_all_reduces(mpi: Teams) -> None:
     mpi.run(small_ones, 3, backend=None)
+
+
+def small_ones_on_many(rank: int, size: int) -> None:
+    """Where there are more ranks than exchange small tensors by address, MPI gathers them before the sum."""
+    most = "MOST_RANKS"
+    with (
+        mock.patch(f"collectives.backends.mpi.group.{most}", 1),
+        mock.patch(f"collectives.backends.mpi.native_exchange.{most}", 1),
+    ):
+        dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            whole = torch.full((5, 2), rank + 1).to(dtype)
+            dist.all_reduce(whole[:, 0])
+            assert whole.tolist() == [[size * (size + 1) / 2, rank + 1]] * 5
+            dist.reduce(whole, 1, dist.ReduceOp.MAX)
+            assert whole[0].tolist() == [size * (size + 1) / 2, size if rank == 1 else rank + 1]
+        dist.destroy_process_group()
+
+
+def test_small_reductions_on_many_ranks(mpi: Teams) -> None:
+    mpi.run(small_ones_on_many, 3, backend=None)
 
 
 def gapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -341,3 +341,21 @@ def compose(rank: int, size: int) -> list[float]:
 
 def test_groups_of_different_kinds_compose() -> None:
     assert run_ranks(compose, 2) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def ends_within_a_barrier(group: ProcessGroup) -> None:
+    """A barrier that has begun on one lane reaches the others before they are shut down."""
+    store = current_store()
+    group.allreduce(torch.ones(1)).wait()  # the barrier begins on the second lane
+    if group.rank():
+        store.wait(["begun"])
+    work = group.barrier()
+    if group.rank() == 0:
+        store.set("begun", "")
+    group.shutdown()
+    assert work.wait()
+    assert work.is_success()
+
+
+def test_shutdown_finishes_a_barrier() -> None:
+    run_ranks(ends_within_a_barrier, 2, backend="round_robin")

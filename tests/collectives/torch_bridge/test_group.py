@@ -128,6 +128,20 @@ def meshes(rank, size):
     assert torch.equal((sharded.t() @ sharded).full_tensor(), whole.t() @ whole)
 
 
+def gathers_into_one(rank, size):
+    options = dist.GatherOptions()
+    options.rootRank = 1
+    for given in ((), (options,)):
+        gathered = torch.zeros(2 * size)
+        dist.group.WORLD.gather_single(gathered, torch.full((2,), rank + 1.0), *given).wait()
+        root = 1 if given else 0
+        assert gathered.tolist() == ([1.0, 1.0, 2.0, 2.0] if rank == root else [0.0] * 4)
+
+
+def test_gather_into_one_tensor():
+    run_torch(gathers_into_one, 2)
+
+
 def test_device_mesh():
     run_torch(meshes)
 

@@ -101,6 +101,34 @@ def acting_within_backward(group, options, hook, act):
     return loss
 
 
+def broken_off_between(group):
+    """Returns which gradients of the broken-off pass differ, in the end, from those of this rank alone."""
+
+    def boom():
+        raise ValueError("between the layers")
+
+    ours, naive = pair(group, Chain, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    Marked.log = []
+    ours(data(group.rank(), 1)).sum().backward()
+    ours.zero_grad()
+    handle = ours.module.a.register_forward_hook(lambda *call: Doing.apply(call[2], boom))
+    loss = ours(data(group.rank())).sum()
+    handle.remove()
+    with pytest.raises(ValueError, match="between the layers"):
+        loss.backward()
+    group.allreduce([torch.ones(1)]).wait()  # behind all that the pass has sent
+    naive(data(group.rank())).sum().backward()
+    found = dict(naive.named_parameters())
+    mine = {name: p.grad for name, p in ours.module.named_parameters() if p.grad is not None}
+    return len(mine), [name for name, grad in mine.items() if not torch.equal(grad, found[name].grad)]
+
+
+def test_gradients_of_a_pass_that_was_broken_off_stay_those_of_the_rank() -> None:
+    for count, changed in run_ranks(broken_off_between, 2, backend="host"):
+        assert count >= 2
+        assert changed == []
+
+
 def dying(group, options, hook):
     loss = acting_within_backward(group, options, hook, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PeerLostError) as caught:
