@@ -32,10 +32,11 @@ from collectives.ddp.statistics.logging_data import construction_in_words, loggi
 from collectives.ddp.statistics.timing import Mark
 from collectives.ddp.sync.broadcast import broadcast_coalesced
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
+from collectives.logs import Log
 
 __all__ = ["DistributedDataParallel"]
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class DistributedDataParallel(nn.Module, JoinableModel):
@@ -208,7 +209,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         if self.mixed_precision is not None:
             cast_buffers(module, self.mixed_precision.buffer_dtype, self.parameters_to_ignore)
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s", construction_in_words(self))
+            _log.of(self.process_group).info("%s", construction_in_words(self))
 
     # ---- construction ------------------------------------------------------------------------------------
 

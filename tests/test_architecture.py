@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from sources import ROOT, modules
 
-_BASE = {"errors", "forks", "secret", "_native"}
+_BASE = {"errors", "forks", "logs", "secret", "_native"}
 _CONTRACTS = _BASE | {"store", "core", "registry"}
 
 MAY_USE = {
     "errors": set(),
     "forks": set(),
+    "logs": set(),
     "secret": set(),
     "store": _BASE | {"store"},
     "core": _BASE | {"store", "core"},
@@ -31,7 +32,7 @@ MAY_USE = {
     "torch_bridge": _CONTRACTS | {"api", "torch_bridge"},
     "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2"},
     "backends": _CONTRACTS | {"backends"},
-    "ddp": {"errors", "core", "ddp"},
+    "ddp": {"errors", "logs", "core", "ddp"},
     "ranks": {"secret", "ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},

@@ -29,6 +29,7 @@ from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrar
 from collectives.backends.nccl.options import Options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.logs import Log
 
 __all__ = ["Communicators", "Pair", "StreamedCommunicator"]
 
@@ -77,6 +78,7 @@ class Communicators:
         size: int,
         options: Options,
         where: str,
+        log: Log,
         refuse: Callable[[], None],
     ) -> None:
         self._library = library
@@ -91,7 +93,7 @@ class Communicators:
         self._splits = itertools.count()
         self._all_ranks: dict[torch.device, StreamedCommunicator] = {}
         self._pairs: dict[tuple[torch.device, int], Pair] = {}
-        self.ends = Ends(library, where)
+        self.ends = Ends(library, log)
 
     def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,10 +9,9 @@ from contextlib import suppress
 
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.logs import Log
 
 __all__ = ["Ends"]
-
-logger = logging.getLogger("collectives")
 
 _SECONDS = 10.0
 """How long the end of a group waits for NCCL, which waits for ranks that do not end the group, and while
@@ -31,12 +29,12 @@ class Ends:
 
     Args:
         library: NCCL.
-        where: rank and group, to stand in front of a message.
+        log: the group's.
     """
 
-    def __init__(self, library: NcclLibrary, where: str) -> None:
+    def __init__(self, library: NcclLibrary, log: Log) -> None:
         self._library = library
-        self._where = where
+        self._log = log
         self._all: list[tuple[Device, Communicator]] = []
         self._streams: list[tuple[Device, Stream, bool]] = []
         self._starting = threading.Lock()
@@ -76,10 +74,9 @@ class Ends:
         """
         self.begin_abort()
         if self._all and not self._over.wait(max(0.0, self._deadline - time.monotonic())):
-            logger.warning(
-                "%s NCCL has not aborted the group's communicators after %g s, and they are left behind; let "
+            self._log.warning(
+                "NCCL has not aborted the group's communicators after %g s, and they are left behind; let "
                 "go of CUDA graphs with operations of the group before the group ends",
-                self._where,
                 _SECONDS,
             )
 
@@ -95,11 +92,10 @@ class Ends:
             return
         thread.join(_SECONDS)
         if thread.is_alive():
-            logger.warning(
-                "%s NCCL has not ended its communicators after %g s, and is left behind; call "
+            self._log.warning(
+                "NCCL has not ended its communicators after %g s, and is left behind; call "
                 "destroy_process_group() on all ranks, and before it let go of CUDA graphs with the group's "
                 "operations",
-                self._where,
                 _SECONDS,
             )
             return
@@ -127,12 +123,10 @@ class Ends:
                     with device.activate():
                         self._end(what, one, end)
         except Exception as error:  # noqa: BLE001 - also what a device says that has met an error
-            logger.warning("%s %s the communicators failed: %s", self._where, what, error)
+            self._log.warning("%s the communicators failed: %s", what, error)
 
     def _end(self, what: str, communicator: Communicator, end: Callable[[Communicator], None]) -> None:
         try:
             end(communicator)
         except Exception as error:  # noqa: BLE001 - a provider's own errors, too: the others must be ended
-            logger.warning(
-                "%s %s a communicator of %d ranks failed: %s", self._where, what, communicator.size, error
-            )
+            self._log.warning("%s a communicator of %d ranks failed: %s", what, communicator.size, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +43,10 @@ from collectives.core.types import (
 )
 from collectives.core.work import Work
 from collectives.errors import DistError
+from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["ProcessGroupNCCL"]
-
-logger = logging.getLogger("collectives")
 
 
 class ProcessGroupNCCL(ProcessGroup):
@@ -105,7 +103,8 @@ class ProcessGroupNCCL(ProcessGroup):
         self._numbers = itertools.count(1)
         self._message_numbers = itertools.count(1)
         self._capabilities: Capabilities | None = None
-        self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}")
+        log = Log().of(self)
+        self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}", log)
         where = self.where()
         store, rank, size = options.store, options.rank, options.size
         self._failures = Failures(store, rank, size, where, self._ending)
@@ -120,6 +119,7 @@ class ProcessGroupNCCL(ProcessGroup):
             size,
             self.options,
             where,
+            log,
             lambda: this._refuse_to_connect(),  # noqa: PLW0108
         )
         self._enqueuer = Enqueuer(

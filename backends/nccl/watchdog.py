@@ -8,17 +8,15 @@ about the other ranks.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import weakref
 from typing import Protocol
 
 from collectives.backends.nccl.operations.in_flight import PendingOperation
+from collectives.logs import Log
 
 __all__ = ["Watchdog", "Watched"]
-
-logger = logging.getLogger("collectives")
 
 _TICK_SECONDS = 0.1
 _SLOW_SECONDS = 1.0
@@ -51,11 +49,13 @@ class Watchdog:
     Args:
         group: the group; not kept alive.
         name: name of the thread.
+        log: the group's.
     """
 
-    def __init__(self, group: Watched, name: str) -> None:
+    def __init__(self, group: Watched, name: str, log: Log) -> None:
         self._group = weakref.ref(group)
         self._name = name
+        self._log = log
         self._pending: list[PendingOperation] = []
         self._changed = threading.Condition()
         self._stopped = False
@@ -91,8 +91,8 @@ class Watchdog:
                 return
             try:
                 self._check(group)
-            except Exception:
-                logger.exception("%s: looking after operations failed; it goes on", self._name)
+            except Exception:  # noqa: BLE001 - logged; other operations are looked after
+                self._log.exception("%s: looking after operations failed; it goes on", self._name)
             del group
 
     def _wait(self) -> bool:

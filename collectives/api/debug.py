@@ -18,10 +18,12 @@ from types import FrameType
 from collectives.api.world_state import default_group
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import BarrierOptions
+from collectives.logs import Log
 
 __all__ = ["DebugLevel", "breakpoint", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
-logger = logging.getLogger("collectives")
+log = Log()
+logger = log.logger
 
 _TRACE = 5
 """Level below ``logging.DEBUG``."""
@@ -134,7 +136,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     place = (caller.f_code.co_filename, caller.f_lineno)
     _hits[place] += 1
     if _hits[place] <= skip:
-        logger.warning("[rank %d] breakpoint: call %d of %d to skip", group.rank(), _hits[place], skip)
+        log.of(group).warning("breakpoint: call %d of %d to skip", _hits[place], skip)
         return
     limit = None if timeout_s is None else timedelta(seconds=timeout_s)
     if group.rank() != rank:

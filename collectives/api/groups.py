@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -24,6 +23,7 @@ from collectives.api.world_state import (
 from collectives.core.arguments.validation import seconds
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import DistBackendError
+from collectives.logs import Log
 from collectives.registry import backends as registry
 from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
@@ -33,7 +33,7 @@ __all__ = [
     "new_group",
 ]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 
 def make_group(
@@ -94,7 +94,7 @@ def make_group(
         abort_all(made.values())
         raise
     register(group, name, config, ranks)
-    logger.info("rank %d joined %s with global ranks %s", rank, group.describe(), list(ranks))
+    log.of(group).info("joined, with global ranks %s", list(ranks))
     return group
 
 

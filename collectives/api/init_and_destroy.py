@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from datetime import timedelta
 from typing import Any
@@ -25,13 +24,14 @@ from collectives.api.world_state import (
     world,
 )
 from collectives.core.process_group import ProcessGroup
+from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
 from collectives.store import PrefixStore
 from collectives.store.world_rendezvous import KEYS, leave_world, wait_for_leavers
 
 __all__ = ["destroy_process_group", "init_process_group"]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 _exit_hooked = False
 
@@ -207,13 +207,13 @@ def _at_exit() -> None:
     """Breaks what the user forgot to destroy, so that no peer waits for a process that is gone."""
     if world.default is None or world.inherited:
         return
-    logger.warning(
-        "[rank %d] the process ends with %d process group(s) open; call collectives.destroy_process_group() "
-        "on all ranks",
-        world.default.rank(),
+    ended = log.of(world.default)
+    ended.warning(
+        "the process ends with %d process group(s) open; call collectives.destroy_process_group() on all "
+        "ranks",
         len(world.records),
     )
     try:
         _end_world(gracefully=False)
     except Exception as error:  # noqa: BLE001 - nobody is left to handle it
-        logger.warning("closing them failed: %s", error)
+        ended.warning("closing them failed: %s", error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import sys
 import time
@@ -37,12 +36,13 @@ from collectives.errors import (
     DistError,
     DistStoreError,
 )
+from collectives.logs import Log
 from collectives.store.records import demand, fields, read, written
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 _ABORTED = "check/aborted"
 """Key that a rank sets when it aborts."""
@@ -166,12 +166,8 @@ class CheckedGroup(ForwardingGroup):
 
     def _report(self, turn: int, table: list[Any], reason: str) -> None:
         if os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1":
-            logger.error(
-                "[rank %d] collective #%d was called from:\n%s",
-                self._rank,
-                turn,
-                "".join(traceback.format_stack()),
-            )
+            stack = "".join(traceback.format_stack())
+            log.of(self).error("collective #%d was called from:\n%s", turn, stack)
         lines = [f"  rank {r}: {_in_words(entry[0])}, called at {entry[1]}" for r, entry in enumerate(table)]
         raise CollectiveMismatchError(
             f"[rank {self._rank}] collective #{turn} on {self.describe()}: {reason}; nothing was sent\n"

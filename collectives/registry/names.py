@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch
 
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp, default_pg_timeout
+from collectives.logs import Log
 from collectives.registry import backends as registry
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "supports_complex",
 ]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 """Time limit of NCCL groups where the user names none, as in torch.distributed."""
@@ -288,7 +288,7 @@ def _default_backends() -> dict[str, str]:
         if reason is None:
             chosen[accelerator.type] = name
         else:
-            logger.warning(
+            log.warning(
                 "tensors on %s cannot be communicated, because backend %r is not available: %s",
                 accelerator.type,
                 name,

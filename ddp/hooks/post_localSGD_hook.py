@@ -7,7 +7,6 @@ parts are brought together by an optimizer that averages them now and then.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from collectives.ddp.hooks.support.adapter import comm_hook, completed, group_of
 from collectives.ddp.hooks.support.hook_state import HookState, check_integer
 from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.logs import Log
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class PostLocalSGDState(HookState):
@@ -67,7 +67,7 @@ class PostLocalSGDState(HookState):
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves: all but the groups."""
         if self.subgroup is not None:
-            _log.warning(
+            _log.of(self.subgroup).warning(
                 "the subgroup of %s cannot be saved; assign subgroup after loading, or one of as many ranks "
                 "as there are CUDA devices is made",
                 type(self).__name__,

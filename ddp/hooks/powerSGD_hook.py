@@ -9,7 +9,6 @@ What happens to one bucket is in :mod:`collectives.ddp.hooks.support.powersgd`.
 
 from __future__ import annotations
 
-import logging
 import math
 import zlib
 from collections.abc import Collection
@@ -19,15 +18,16 @@ import numpy as np
 import torch
 from torch.futures import Future
 
-from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, is_torch_bucket
+from collectives.ddp.hooks.support.adapter import comm_hook, dense_buffer, group_of, is_torch_bucket
 from collectives.ddp.hooks.support.hook_state import FeedbackState, check_integer
 from collectives.ddp.hooks.support.powersgd import BucketCompression, Division, layer_by_layer, whole_bucket
 from collectives.ddp.hooks.support.uncompressed import average_exactly
 from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.logs import Log
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class PowerSGDState(FeedbackState):
@@ -136,7 +136,8 @@ class PowerSGDState(FeedbackState):
         """Counts an iteration where this is its last bucket, and logs when compression begins."""
         super().maybe_increase_iter(bucket)
         if bucket.is_last() and self.iter == self.start_powerSGD_iter:
-            _log.info("PowerSGD begins to compress after %d iterations", self.iter)
+            log = _log.of(group_of(self.process_group, bucket))
+            log.info("PowerSGD begins to compress after %d iterations", self.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Returns how many times fewer elements were sent, then those before and after compression."""
@@ -193,7 +194,7 @@ class PowerSGDState(FeedbackState):
         """
         if bucket.is_last() and self.iter >= self.next_stats_report:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-            _log.info(
+            _log.of(group_of(self.process_group, bucket)).info(
                 "PowerSGD after %d iterations: %.1f times fewer elements sent, %d of %d",
                 self.iter, self.compression_stats()[0],
                 self.total_numel_after_compression, self.total_numel_before_compression,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,10 +11,11 @@ from collectives import ProcessGroup
 from collectives.ddp.default_group import neighbours, resolve_group
 from collectives.ddp.model_averaging.averagers import ModelAverager, check_warmup, warn_of_period
 from collectives.ddp.model_averaging.utils import average_parameters_or_parameter_groups
+from collectives.logs import Log
 
 __all__ = ["HierarchicalModelAverager"]
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 
 class HierarchicalModelAverager(ModelAverager):
@@ -73,7 +73,7 @@ class HierarchicalModelAverager(ModelAverager):
             else:
                 group = whole if value == whole.size() else neighbours(whole, value)
             self.period_process_group_dict[period] = group
-            _log.info("%s ranks average their parameters every %s steps", group.size(), period)
+            _log.of(group).info("%s ranks average their parameters every %s steps", group.size(), period)
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]) -> None:
         """Counts a step, and averages those parameters that have a gradient where it is time to."""

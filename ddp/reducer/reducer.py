@@ -497,4 +497,4 @@ class Reducer:
             self._order.note(current.ready_order)
         self.passes += 1
         if timed:
-            self.clock.log(f"[rank {self._group.rank()}] {self._model}, iteration {self.passes}")
+            self.clock.log(self._group, f"{self._model}, iteration {self.passes}")

@@ -39,15 +39,14 @@ class _Model(Protocol):
 
 def construction_in_words(ddp: _Model) -> str:
     """Returns the line that is logged when a module was wrapped: what it consists of, and every option."""
-    reducer, group = ddp.reducer, ddp.process_group
+    reducer = ddp.reducer
     parameters = reducer.gradients.parameters
     sizes = reducer.initial_bucket_bytes
     frozen = sum(not parameter.requires_grad for parameter in ddp.module.parameters())
-    name = f"[rank {group.rank()}] DistributedDataParallel({type(ddp.module).__name__})"
     parts = f"{len(parameters)} parameters of {_dtypes(parameters)}, {_nbytes(parameters)} bytes"
     return (
-        f"{name} over {group.describe()}: {parts}, in {len(sizes)} buckets of {sizes} bytes on "
-        f"{_joined(dict.fromkeys(p.device for p in parameters))}, with caps of "
+        f"DistributedDataParallel({type(ddp.module).__name__}) of {parts}, in {len(sizes)} buckets of "
+        f"{sizes} bytes on {_joined(dict.fromkeys(p.device for p in parameters))}, with caps of "
         f"{list(reducer.gradients.limits)} bytes; {sum(1 for _ in ddp.module.buffers())} buffers, {frozen} "
         f"parameters frozen; {_joined(f'{option}={getattr(ddp, option)}' for option in _OPTIONS)}"
     )

@@ -7,11 +7,13 @@ the last gradient is ready; the rest of it is exposed.
 from __future__ import annotations
 
 import enum
-import logging
 import time
 from dataclasses import dataclass
 
 import torch
+
+from collectives.core.process_group import ProcessGroup
+from collectives.logs import Log
 
 __all__ = ["ALWAYS_SAMPLED", "SAMPLE_RATE", "STATISTICS_LEVEL", "IterationClock", "IterationTimes", "Mark"]
 
@@ -25,7 +27,7 @@ STATISTICS_LEVEL = 5
 """Level of the logger ``collectives`` for the times of single iterations; the debug level DETAIL with
 ``TORCH_CPP_LOG_LEVEL=INFO`` lets it through."""
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 
@@ -156,14 +158,15 @@ class IterationClock:
             *(getattr(self._sums, field) + getattr(times, field) for field in vars(times))
         )
 
-    def log(self, where: str) -> None:
+    def log(self, group: ProcessGroup, where: str) -> None:
         """Logs the times of the last sampled iteration.
 
         Args:
-            where: rank, model and iteration.
+            group: the model's group.
+            where: model and iteration.
         """
         if _log.isEnabledFor(STATISTICS_LEVEL) and (latest := self.latest()) is not None:
-            _log.log(STATISTICS_LEVEL, "%s: %s", where, latest[0])
+            _log.of(group).log(STATISTICS_LEVEL, "%s: %s", where, latest[0])
 
     def latest(self) -> tuple[IterationTimes, dict[Mark, int]] | None:
         """Returns the times of the last sampled iteration, and its marks in nanoseconds since 1970.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import random
 import socket
@@ -17,13 +16,14 @@ from dataclasses import dataclass
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.forks import call_in_forked_children
+from collectives.logs import Log
 from collectives.secret import SECRET, WAY_OUT
 from collectives.store.tcp.proof import PROOF_WANTED, UnprovedError, prove
 from collectives.store.tcp.wire import MAGIC, REFUSAL_KEY, TURNED_AWAY, Command, text, u32
 
 __all__ = ["Client", "Connection", "Trust"]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 _open: set[Client] = set()
 """Clients that nobody has closed.
@@ -271,7 +271,7 @@ class Client:
                     ) from error
                 if not told and time.monotonic() - start >= _SILENT_S:
                     told = True
-                    logger.warning(
+                    log.warning(
                         "no store server answers at %s since %g s (%s); this process tries for %g s. Rank 0 "
                         "serves the store there, or torchrun's agent where that is MASTER_ADDR:MASTER_PORT",
                         self._shown_as,

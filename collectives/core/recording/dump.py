@@ -7,7 +7,6 @@ can put the files of several ranks on one axis.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from collectives.core.recording.flight_record import FlightRecord, Totals
+from collectives.logs import Log
 
 __all__ = [
     "FILE_VARIABLE",
@@ -29,8 +29,6 @@ __all__ = [
     "register",
     "snapshot",
 ]
-
-logger = logging.getLogger("collectives")
 
 FORMAT = "collectives flight record 1"
 """What a dump calls itself."""
@@ -202,12 +200,13 @@ def dump_at_error(reason: str) -> None:
     """Writes the flight record where the environment names a file; an error of that is logged only."""
     if not os.environ.get(FILE_VARIABLE):
         return
+    log = Log(rank=_own_rank(_groups.all()))
     try:
         file = dump(None, reason)
     except OSError as error:
-        logger.warning("the flight record could not be written: %s", error)
+        log.warning("the flight record could not be written: %s", error)
     else:
-        logger.warning("the flight record is in %s, because of %s", file, reason)
+        log.warning("the flight record is in %s, because of %s", file, reason)
 
 
 def prometheus_text() -> str:

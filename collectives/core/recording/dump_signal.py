@@ -8,16 +8,16 @@ lost rank may never do. So the interpreter's own handler writes the signal's num
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
 
 from collectives.core.recording.dump import FILE_VARIABLE, dump_at_error
+from collectives.logs import Log
 
 __all__ = ["watch_for_signal"]
 
-logger = logging.getLogger("collectives")
+log = Log()
 
 _SIGNAL = "COLLECTIVES_FLIGHT_RECORD_SIGNAL"
 
@@ -48,7 +48,7 @@ def watch_for_signal() -> None:
             return
         _watching = True
     if threading.current_thread() is not threading.main_thread():
-        logger.warning("%s is not watched for: the first group was not made on the main thread", name)
+        log.warning("%s is not watched for: the first group was not made on the main thread", name)
         return
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -56,7 +56,7 @@ def watch_for_signal() -> None:
         signal.set_wakeup_fd(before)
         os.close(read)
         os.close(write)
-        logger.warning("%s is not watched for: the program has a wakeup descriptor of its own", name)
+        log.warning("%s is not watched for: the program has a wakeup descriptor of its own", name)
         return
     os.set_blocking(read, True)
     signal.signal(number, _leave_to_thread)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +12,11 @@ from collectives import ProcessGroup
 from collectives.ddp.hooks.support.adapter import group_of
 from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys
 from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.logs import Log
 
 __all__ = ["FeedbackState", "HookState", "check_integer"]
 
-_log = logging.getLogger(__name__)
+_log = Log(__name__)
 
 _FACTS_BYTES = 2048
 
@@ -109,7 +109,7 @@ class HookState:
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle saves: all but the process group."""
         if self.process_group is not None:
-            _log.warning(
+            _log.of(self.process_group).warning(
                 "the process group of %s cannot be saved; assign process_group after loading, or the "
                 "default group is used",
                 type(self).__name__,

@@ -80,7 +80,9 @@ else:
 def test_no_object_that_is_still_alive_is_reported(tmp_path: Path, case: str) -> None:
     for rank, (status, _, errors) in enumerate(run_script(UNFINISHED, 2, str(tmp_path / "store"), case)):
         assert status == 0, errors
-        mine = f"[rank {rank}] the process ends with 1 process group(s) open"
+        mine = (
+            f"[rank {rank}] host group '0' (default_pg) of 2: the process ends with 1 process group(s) open"
+        )
         assert [line[: len(mine)] for line in errors.splitlines()] == ([] if case == "torch" else [mine])
 
 

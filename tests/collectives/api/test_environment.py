@@ -68,8 +68,8 @@ def test_the_end_of_a_process_ends_its_own_world_with_one_line() -> None:
     done = run_python("-c", FORGETFUL, str(free_port()))
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
     assert done.stderr.strip() == (
-        "[rank 0] the process ends with 2 process group(s) open; call collectives.destroy_process_group() "
-        "on all ranks"
+        "[rank 0] host group '0' (default_pg) of 1: the process ends with 2 process group(s) open; call "
+        "collectives.destroy_process_group() on all ranks"
     )
 
 

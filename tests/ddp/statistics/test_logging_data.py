@@ -114,7 +114,8 @@ def test_construction_and_times_are_logged_as_the_level_says() -> None:
     for rank, lines in enumerate(run_ranks(logged, 2, STATISTICS_LEVEL, backend="host")):
         (level, made), (lower, timed) = lines
         assert (level, lower) == (logging.INFO, STATISTICS_LEVEL)
-        assert made.startswith(f"[rank {rank}] DistributedDataParallel(Sequential) over host group")
+        assert made.startswith(f"[rank {rank}] host group ")
+        assert " of 2: DistributedDataParallel(Sequential) of 3 parameters" in made
         for words in (
             "3 parameters of float32, 32 bytes, in 1 buckets of [32] bytes on cpu",
             "[1048576, 1048576] bytes",
@@ -124,7 +125,8 @@ def test_construction_and_times_are_logged_as_the_level_says() -> None:
             assert words in made
         number = r"\d+\.\d{3} ms"
         assert re.fullmatch(
-            rf"\[rank {rank}\] DistributedDataParallel\(Sequential\), iteration 1: forward {number}, "
+            rf"\[rank {rank}\] host group .* of 2: DistributedDataParallel\(Sequential\), iteration 1: "
+            rf"forward {number}, "
             rf"backward {number}, communication {number}, overlap {number}, exposed {number}",
             timed,
         )
