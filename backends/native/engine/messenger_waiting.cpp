@@ -114,13 +114,13 @@ bool Messenger::has_left(int rank) {
 }
 
 // A connection that ended while its rank goes on is not made again. Other ends of connections have a cause
-// that is reported within a moment.
+// that is reported within a moment: also a departure, which may be known before all that came with it.
 void Messenger::check_connections(const Transfer& transfer, int rank) const {
   const bool sends = transfer.direction() == Transfer::Direction::send;
   const Outbox& out = *outgoing_[static_cast<std::size_t>(rank)].box;
   const Inbox& in = *incoming_[static_cast<std::size_t>(rank)].box;
   const Nanoseconds ended = sends ? out.ended() : in.ended();
-  if (ended == 0 || now_ns() < ended + kInFlightLimit) return;
+  if (ended == 0 || now_ns() < ended + kInFlightLimit || context_->departed(rank)) return;
   context_->throw_disconnected(
       rank, transfer.describe() + " (" + (sends ? out.error_text() : in.error_text()) + ")",
       transfer.details());

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +177,43 @@ def _vanishes(group):
 def test_machine_that_vanishes_is_noticed_on_both_sides(make_machines):  # noqa: F811
     machines = make_machines(2)
     run_ranks(_vanishes, 4, backend="host", isolated=True, machines=(machines, [0, 0, 1, 1]))
+
+
+def _sockets():
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the list itself
+            if str(entry.readlink()).startswith("socket:"):
+                found.add(int(entry.name))
+    return found
+
+
+def _leave_behind_a_broken_connection(group):
+    """The connection for messages from rank 0 to rank 1 breaks; a moment later rank 1 has left."""
+    store = current_store()
+    group.barrier().wait()
+    store.barrier("before", 2)
+    if group.rank() == 1:
+        before = _sockets()
+        group.recv([torch.ones(1)], 0).wait()
+        for fd in _sockets() - before:
+            with socket.socket(fileno=os.dup(fd)) as stream:
+                stream.shutdown(socket.SHUT_RDWR)
+        store.set("broken", "")
+        store.wait(["sent"])
+        group.shutdown()
+        return
+    group.send([torch.ones(1)], 1).wait()
+    store.wait(["broken"])
+    with pytest.raises(dist.PeerLostError, match="left the group") as info:  # noqa: PT012
+        while True:
+            work = group.send([torch.ones(1)], 1)
+            time.sleep(0.01)
+            if not work.is_completed():
+                store.set("sent", "")
+            work.wait()
+    assert info.value.rank == 1
+
+
+def test_a_rank_that_left_is_named_also_where_its_connection_broke_first():
+    run_ranks(_leave_behind_a_broken_connection, 2, backend="host", placement="ab", isolated=True)
