@@ -197,8 +197,8 @@ class ProcessGroupGloo(ProcessGroup):
             return CompletedWork([tensor])
         record = c10d.BroadcastOptions()
         record.rootRank = root
-        staged = dense_outputs([tensor])
-        flat = as_bytes(staged.stand_ins[0])
+        staged = dense_outputs([] if self._rank == root else [tensor])
+        flat = as_bytes(staged.stand_ins[0] if staged.stand_ins else dense(tensor))
         work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
         return staged.finish(work, async_op)
 

@@ -163,6 +163,36 @@ def test_wrong_rank_and_size(backend: str, rank: int, size: int, match: str) -> 
         create_group(backend, GroupOptions(dist.HashStore(), rank, size, timedelta(seconds=1)))
 
 
+def expanded(group: ProcessGroup) -> None:
+    """One element that stands for many is only read: by the root of a broadcast, and as an input."""
+    me, size = group.rank(), group.size()
+    whole = torch.arange(6.0) + 10 * me
+    one = whole[:1].expand(4)
+    written = [
+        lambda: group.allreduce(one),
+        lambda: group.reduce(one, root=me),
+        lambda: group.allreduce_coalesced([torch.ones(2), one]),
+        lambda: group.scatter(one, [torch.ones(4)] * size if me == 0 else None),
+        lambda: group.all_gather_single(whole[:1].expand(4 * size), torch.ones(4)),
+    ]
+    if size > 1:
+        written.append(lambda: group.broadcast(one, root=(me + 1) % size))
+    for call in written:
+        with pytest.raises(ValueError, match="share their memory"):
+            call()
+    assert whole.tolist() == [10.0 * me + n for n in range(6)]
+    got = one if me == 0 else torch.zeros(4)
+    group.broadcast(got, root=0).wait()
+    assert got.tolist() == [0.0] * 4
+    parts = [torch.empty(4) for _ in range(size)]
+    group.allgather(parts, one).wait()
+    assert [part.unique().tolist() for part in parts] == [[10.0 * rank] for rank in range(size)]
+
+
+def test_expanded_tensors_are_not_written(backend: str, world_size: int) -> None:
+    run_ranks(expanded, world_size, backend=backend)
+
+
 def shared_bytes(group: ProcessGroup) -> None:
     """Elements that share bytes are cut at bytes only."""
     size = group.size()
