@@ -355,9 +355,12 @@ class _Attempt:
                 ),
             )
         except BaseException as error:
-            lost = error if isinstance(error, PeerLostError) and error.rank >= 0 else None
-            # those who have linked up learn it by their first operation
-            group.fail(lost or abort_reason(f"rank {self.rank} could not link up", self.rank))
+            told = isinstance(error, DistError) and not isinstance(error, CollectiveTimeoutError)
+            # those who have linked up learn it by their first operation: what another rank has told, as that
+            if told and error.rank not in {-1, self.rank}:
+                group.fail(error)
+            else:
+                group.fail(abort_reason(f"rank {self.rank} could not link up", self.rank))
             group.shutdown(False)
             raise
 

@@ -50,8 +50,9 @@ def test_a_planted_fault_is_found(
     arguments = ["--seed", "3", "--round", "1", "--backends", "host", "--faults", fault, "--hang", "15"]
     assert main([*arguments, "--json", str(file)], plant) == 1
     counts = json.loads(file.read_text())
-    assert [what for what in ("wrong results", "wrong errors", "hangs", "leaks") if counts[what]] == [found]
     said = capsys.readouterr().err
+    kinds = "wrong results", "wrong errors", "hangs", "leaks"
+    assert [what for what in kinds if counts[what]] == [found], said
     assert "round 1 of seed 3: host on " in said
     assert "again: python tests/soak --seed 3 --round 1 --backends host" in said
     assert "step 59, " in said

@@ -6,11 +6,15 @@ And what lies in /dev/shm.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+
+MPI_FOLDER = "collectives-mpi-"
+"""How the folders there of MPI jobs of the tests begin; the number of the process that made it follows."""
 
 
 def census() -> dict[str, int]:
@@ -55,8 +59,16 @@ def shared_memory() -> set[str]:
 
 
 def unused(names: set[str]) -> set[str]:
-    """Returns those entries of /dev/shm that no process has mapped or open: other programs' are in use."""
-    used = set()
+    """Returns those entries of /dev/shm that no process has mapped or open: other programs' are in use.
+
+    So are folders of MPI jobs whose maker runs, unless it is this process.
+    """
+    makers = {name: name.removeprefix(MPI_FOLDER).partition("-")[0] for name in names}
+    used = {
+        name
+        for name, maker in makers.items()
+        if maker.isdecimal() and int(maker) != os.getpid() and Path("/proc", maker).exists()
+    }
     for folder in Path("/proc").glob("[0-9]*") if names else ():
         with contextlib.suppress(OSError):
             maps = (folder / "maps").read_text(errors="replace")

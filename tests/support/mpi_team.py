@@ -22,6 +22,7 @@ from typing import Any
 
 import mpi_rank
 import pytest
+from census import MPI_FOLDER, SHARED_MEMORY
 from harness import RankProcess, run_on
 from sources import PYTHONPATH
 
@@ -128,7 +129,7 @@ class Team(CommandRanks):
         env: dict[str, str] | None = None,
     ) -> None:
         # In memory, because Open MPI puts the memory that ranks share there.
-        self._folder = Path(tempfile.mkdtemp(prefix="collectives-mpi-", dir="/dev/shm"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{MPI_FOLDER}{os.getpid()}-", dir=SHARED_MEMORY))
         self.ranks: list[RankProcess] = []
         command = [*installation.command(size, leave_alone=leave_alone), sys.executable, mpi_rank.__file__]
         environment = {**installation.environment(str(self._folder)), **(env or {})}

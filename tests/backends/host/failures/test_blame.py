@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -41,14 +42,18 @@ def outcome(call):
     return None
 
 
-def form_world(rank, size, port, spoil):
+def form_world(rank, size, port, spoil, operate=False):
     """Forms a world whose store lives with rank 0; ``spoil`` makes a rank fail in that."""
     spoil(rank)
-    return outcome(
-        lambda: dist.init_process_group(
+
+    def meet():
+        dist.init_process_group(
             "host", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=LIMIT
         )
-    )
+        if operate:
+            dist.barrier()
+
+    return outcome(meet)
 
 
 class Fails:
@@ -113,6 +118,10 @@ def test_all_hear_why_a_rank_fails_while_a_group_forms(placement, victim, step, 
         assert soon, (rank, found)
 
 
+_CACHED_STACKS = 8
+"""More than the C library keeps of threads that have ended; those need no memory."""
+
+
 class HasNoRoomForThreads:
     """Leaves a rank no memory for the stack of a thread, from when it has its part of the group's memory."""
 
@@ -126,6 +135,9 @@ class HasNoRoomForThreads:
         make = native.HostGroup
 
         def made(*arguments):
+            ended = threading.Event()
+            for _ in range(_CACHED_STACKS):
+                threading.Thread(target=ended.wait, daemon=True).start()
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             limits = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
@@ -133,6 +145,7 @@ class HasNoRoomForThreads:
                 return make(*arguments)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, limits)
+                ended.set()
 
         native.HostGroup = made
 
@@ -141,7 +154,8 @@ class HasNoRoomForThreads:
 @pytest.mark.sampled(1)
 def test_all_hear_of_a_rank_that_cannot_start_its_thread(placement, victim):
     spoil = HasNoRoomForThreads(victim)
-    results = run_ranks(form_world, 3, free_port(), spoil, isolated=True, placement=placement)
+    # Who has linked up before learns it by the first operation.
+    results = run_ranks(form_world, 3, free_port(), spoil, True, isolated=True, placement=placement)
     for rank, (kind, named, text, _, soon) in enumerate(results):
         assert issubclass(kind, dist.errors.DistBackendError), (rank, text)
         assert kind is not dist.PeerLostError, (rank, text)
