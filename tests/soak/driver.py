@@ -44,7 +44,7 @@ class Soak:
         self._began = time.monotonic()
         self._memory: dict[int, list[float]] = {}
         self._here: dict[str, int] | None = None
-        self._keys = 0
+        self._keys = harness.number_of_keys()
         self._segments = shared_memory()
 
     def play(self, drawn: Round) -> None:
