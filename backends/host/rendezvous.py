@@ -355,12 +355,10 @@ class _Attempt:
                 ),
             )
         except BaseException as error:
-            told = isinstance(error, DistError) and not isinstance(error, CollectiveTimeoutError)
-            # those who have linked up learn it by their first operation: what another rank has told, as that
-            if told and error.rank not in {-1, self.rank}:
-                group.fail(error)
-            else:
-                group.fail(abort_reason(f"rank {self.rank} could not link up", self.rank))
+            reason: DistError = abort_reason(f"rank {self.rank} could not link up", self.rank)
+            if isinstance(error, DistError) and not isinstance(error, CollectiveTimeoutError):
+                reason = error if error.rank not in {-1, self.rank} else reason  # what another rank has told
+            group.fail(reason)  # those who have linked up learn it by their first operation
             group.shutdown(False)
             raise
 
