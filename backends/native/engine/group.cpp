@@ -65,9 +65,9 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout,
     context_->fail_to_join(error);
     throw;
   } catch (const std::system_error& error) {  // of a thread that could not be started
-    const Error failure(ErrorKind::resources, std::string("no thread could be started: ") + error.what());
-    context_->fail_to_join(failure);
-    throw failure;
+    const std::string text = std::string("no thread could be started: ") + error.what();
+    context_->fail_to_join(Error(ErrorKind::resources, text));
+    throw Error(ErrorKind::resources, text);
   }
 }
 

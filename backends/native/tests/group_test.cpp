@@ -79,7 +79,8 @@ void test_failure_of_another_group(Groups groups) {
   groups[2]->fail({ErrorKind::aborted, "too late", {.rank = 2}});
   waiting.join();
   for (const auto& group : groups) {
-    CHECK(group->failure()->text == "all_reduce was not done");
+    const auto failure = group->failure();
+    CHECK(failure && failure->text == "all_reduce was not done");
     const Error error = error_of([&] { group->run(request_for(Opcode::barrier), kLimit, nullptr); });
     CHECK(error.kind() == ErrorKind::aborted && error.details().cause->kind() == ErrorKind::timeout);
   }
