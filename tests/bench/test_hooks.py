@@ -22,6 +22,7 @@ def few_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.full
 def test_a_run_counts_bytes_and_compares_losses(tmp_path, capsys):
     path = tmp_path / "out.json"
     words = "none,noop,fp16,int8-block,powersgd-1"

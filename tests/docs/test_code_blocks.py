@@ -53,7 +53,7 @@ def test_readme_shows_how_to_train_and_how_to_compose_groups():
     assert [block.file for block in BLOCKS if block.page.name == "README.md"] == ["train.py", "lanes.py"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page.stem}-{block.file}")
 def test_block_runs_as_its_first_line_says(block, tmp_path, run_program):
     folder = tmp_path / "page"

@@ -75,7 +75,7 @@ def ids(body: Callable[..., Any]) -> str:
     return body.__name__
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", EVERYWHERE, ids=ids)
 def test_every_data_type(mpi: Teams, body: Callable[..., Any]) -> None:
     mpi.run(body, 3)
@@ -121,6 +121,7 @@ def test_identity(mpi: Teams) -> None:
     assert mpi.run(test_groups.identity, 2, "mpi", 2, group_desc="a test") == [0, 1]
 
 
+@pytest.mark.full
 def test_statements_hold(mpi: Teams) -> None:
     results = mpi.run(test_statements.hold, 2, "mpi")
     assert results[0] == results[1]

@@ -125,6 +125,7 @@ def aborted_by_rank_0(group: ProcessGroup) -> None:
     gate("over", group)
 
 
+@pytest.mark.full
 def test_abort_from_another_thread(nccl_library: Path) -> None:
     run_over_double(aborted_by_rank_0, 3, nccl_library)
 

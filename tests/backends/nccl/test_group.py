@@ -46,7 +46,7 @@ providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
 sizes = pytest.mark.parametrize("size", [2, 3, 4], ids=lambda size: f"{size}ranks")
 
 
-PARTS = 4
+PARTS = 8
 """Tests that share the bodies."""
 
 

@@ -250,6 +250,7 @@ def other_types(group):
     return found
 
 
+@pytest.mark.full
 def test_other_data_types_and_memory_formats() -> None:
     for found in run_ranks(other_types, 2, backend="host"):
         assert all(found)
