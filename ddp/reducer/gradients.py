@@ -290,7 +290,10 @@ class Gradients:
         ]
 
     def release_grads(self, buckets: Iterable[Bucket]) -> None:
-        """Gives parameters another ``.grad`` where it is being reduced, so that nobody need wait for that."""
+        """Gives parameters another ``.grad`` where it is being reduced, so that nobody need wait for that.
+
+        What peers have added by now may be in it.
+        """
         for bucket in buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
                 reduced = view if view is not None else self._in_place.get(index, (None, False))[0]
