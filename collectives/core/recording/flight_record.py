@@ -16,6 +16,8 @@ __all__ = ["BegunByCore", "FlightRecord", "Recorded", "RecordedOperation", "Tota
 
 _CAPACITY = "COLLECTIVES_FLIGHT_RECORD"
 _DEFAULT_CAPACITY = 256
+_LARGEST_CAPACITY = 1_000_000
+"""Of which the core of a group takes 256 MB."""
 
 Totals = dict[str, dict[str, float]]
 """By name of the operation: ``count``, ``bytes``, ``errors``, ``seconds``."""
@@ -163,7 +165,7 @@ class FlightRecord:
         on_first_error: called after the first operation has failed, on the thread that found out.
 
     Raises:
-        ValueError: ``COLLECTIVES_FLIGHT_RECORD`` is no number of operations.
+        ValueError: ``COLLECTIVES_FLIGHT_RECORD`` is no number of operations, or above a million.
     """
 
     def __init__(self, on_first_error: Callable[[str], None]) -> None:
@@ -270,6 +272,8 @@ def _capacity() -> int:
     text = os.environ.get(_CAPACITY, "")
     if not text:
         return _DEFAULT_CAPACITY
-    if not text.isdecimal():
-        raise ValueError(f"{_CAPACITY} must be a number of operations, 0 or more, but is {text!r}")
+    if not text.isdecimal() or len(text) > 9 or int(text) > _LARGEST_CAPACITY:
+        raise ValueError(
+            f"{_CAPACITY} must be a number of operations, 0 to {_LARGEST_CAPACITY}, but is {text!r}"
+        )
     return int(text)
