@@ -27,64 +27,63 @@ Expected = list[tuple[Placed, list[torch.Tensor], ReduceOp | None]]
 class Step:
     """One operation as its members see it; ranks count within the group."""
 
-    number: int
+    drawn: Drawn
     group: ProcessGroup
-    dtype: torch.dtype
-    op: ReduceOp
-    count: int
-    layouts: tuple[str, str]
-    root: int
-    asynchronous: bool
 
     def __post_init__(self) -> None:
         self.me, self.size = self.group.rank(), self.group.size()
-        self.about = {"group": self.group, "async_op": self.asynchronous}
+        self.about = {"group": self.group, "async_op": self.drawn.asynchronous}
 
     def of(self, rank: int, part: int = 0, count: int | None = None) -> torch.Tensor:
-        return values(self.dtype, rank, self.count if count is None else count, 97 * self.number + part)
+        return values(
+            self.drawn.dtype,
+            rank,
+            self.drawn.count if count is None else count,
+            97 * self.drawn.number + part,
+        )
 
     def given(self, part: int = 0, count: int | None = None) -> torch.Tensor:
-        return place(self.of(self.me, part, count), self.layouts[0]).tensor
+        return place(self.of(self.me, part, count), self.drawn.layouts[0]).tensor
 
     def blank(self, count: int | None = None) -> Placed:
-        return place(self.of(self.size + 3, 90, count), self.layouts[1])
+        return place(self.of(self.size + 3, 90, count), self.drawn.layouts[1])
 
     def dense(self, count: int) -> Placed:
         return place(self.of(self.size + 3, 90, count), "dense")
 
 
 def all_reduce(step: Step) -> tuple[Work | None, Expected]:
-    mine = place(step.of(step.me), step.layouts[0])
-    work = dist.all_reduce(mine.tensor, step.op, **step.about)
-    return work, [(mine, [step.of(rank) for rank in range(step.size)], step.op)]
+    mine = place(step.of(step.me), step.drawn.layouts[0])
+    work = dist.all_reduce(mine.tensor, step.drawn.op, **step.about)
+    return work, [(mine, [step.of(rank) for rank in range(step.size)], step.drawn.op)]
 
 
 def reduce(step: Step) -> tuple[Work | None, Expected]:
-    mine = place(step.of(step.me), step.layouts[0])
-    work = dist.reduce(mine.tensor, op=step.op, group_dst=step.root, **step.about)
+    mine = place(step.of(step.me), step.drawn.layouts[0])
+    work = dist.reduce(mine.tensor, op=step.drawn.op, group_dst=step.drawn.root, **step.about)
     inputs = [step.of(rank) for rank in range(step.size)]
-    return work, [(mine, inputs, step.op)] if step.me == step.root else []
+    return work, [(mine, inputs, step.drawn.op)] if step.me == step.drawn.root else []
 
 
 def reduce_scatter(step: Step) -> tuple[Work | None, Expected]:
     output = step.blank()
     work = dist.reduce_scatter(
-        output.tensor, [step.given(r) for r in range(step.size)], step.op, **step.about
+        output.tensor, [step.given(r) for r in range(step.size)], step.drawn.op, **step.about
     )
-    return work, [(output, [step.of(rank, step.me) for rank in range(step.size)], step.op)]
+    return work, [(output, [step.of(rank, step.me) for rank in range(step.size)], step.drawn.op)]
 
 
 def reduce_scatter_tensor(step: Step) -> tuple[Work | None, Expected]:
-    output, whole = step.blank(), step.count * step.size
-    work = dist.reduce_scatter_tensor(output.tensor, step.of(step.me, 0, whole), step.op, **step.about)
-    mine = slice(step.me * step.count, (step.me + 1) * step.count)
-    return work, [(output, [step.of(rank, 0, whole)[mine] for rank in range(step.size)], step.op)]
+    output, whole = step.blank(), step.drawn.count * step.size
+    work = dist.reduce_scatter_tensor(output.tensor, step.of(step.me, 0, whole), step.drawn.op, **step.about)
+    mine = slice(step.me * step.drawn.count, (step.me + 1) * step.drawn.count)
+    return work, [(output, [step.of(rank, 0, whole)[mine] for rank in range(step.size)], step.drawn.op)]
 
 
 def broadcast(step: Step) -> tuple[Work | None, Expected]:
-    mine = place(step.of(step.me), step.layouts[0])
-    work = dist.broadcast(mine.tensor, group_src=step.root, **step.about)
-    return work, [(mine, [step.of(step.root)], None)]
+    mine = place(step.of(step.me), step.drawn.layouts[0])
+    work = dist.broadcast(mine.tensor, group_src=step.drawn.root, **step.about)
+    return work, [(mine, [step.of(step.drawn.root)], None)]
 
 
 def all_gather(step: Step) -> tuple[Work | None, Expected]:
@@ -94,23 +93,23 @@ def all_gather(step: Step) -> tuple[Work | None, Expected]:
 
 
 def all_gather_into_tensor(step: Step) -> tuple[Work | None, Expected]:
-    output = step.dense(step.count * step.size)
+    output = step.dense(step.drawn.count * step.size)
     work = dist.all_gather_into_tensor(output.tensor, step.of(step.me), **step.about)
     return work, [(output, [step.of(rank) for rank in range(step.size)], None)]
 
 
 def gather(step: Step) -> tuple[Work | None, Expected]:
-    outputs = [step.blank() for _ in range(step.size)] if step.me == step.root else []
+    outputs = [step.blank() for _ in range(step.size)] if step.me == step.drawn.root else []
     tensors = [output.tensor for output in outputs] or None
-    work = dist.gather(step.given(), tensors, group_dst=step.root, **step.about)
+    work = dist.gather(step.given(), tensors, group_dst=step.drawn.root, **step.about)
     return work, [(output, [step.of(rank)], None) for rank, output in enumerate(outputs)]
 
 
 def scatter(step: Step) -> tuple[Work | None, Expected]:
     output = step.blank()
-    parts = [step.given(rank) for rank in range(step.size)] if step.me == step.root else None
-    work = dist.scatter(output.tensor, parts, group_src=step.root, **step.about)
-    return work, [(output, [step.of(step.root, step.me)], None)]
+    parts = [step.given(rank) for rank in range(step.size)] if step.me == step.drawn.root else None
+    work = dist.scatter(output.tensor, parts, group_src=step.drawn.root, **step.about)
+    return work, [(output, [step.of(step.drawn.root, step.me)], None)]
 
 
 def all_to_all(step: Step) -> tuple[Work | None, Expected]:
@@ -122,16 +121,18 @@ def all_to_all(step: Step) -> tuple[Work | None, Expected]:
 
 def all_to_all_single(step: Step) -> tuple[Work | None, Expected]:
     """Of uneven parts: rank ``r`` sends ``count + s`` elements to rank ``s``."""
-    mine = [step.of(step.me, rank, step.count + rank) for rank in range(step.size)]
-    output = step.dense((step.count + step.me) * step.size)
+    mine = [step.of(step.me, rank, step.drawn.count + rank) for rank in range(step.size)]
+    output = step.dense((step.drawn.count + step.me) * step.size)
     work = dist.all_to_all_single(
         output.tensor,
         torch.cat(mine),
-        [step.count + step.me] * step.size,
-        [step.count + rank for rank in range(step.size)],
+        [step.drawn.count + step.me] * step.size,
+        [step.drawn.count + rank for rank in range(step.size)],
         **step.about,
     )
-    return work, [(output, [step.of(rank, step.me, step.count + step.me) for rank in range(step.size)], None)]
+    return work, [
+        (output, [step.of(rank, step.me, step.drawn.count + step.me) for rank in range(step.size)], None)
+    ]
 
 
 def barrier(step: Step) -> tuple[Work | None, Expected]:
@@ -140,14 +141,14 @@ def barrier(step: Step) -> tuple[Work | None, Expected]:
 
 def message(step: Step) -> tuple[Work | None, Expected]:
     """From the root to the next rank."""
-    receiver = (step.root + 1) % step.size
-    if step.me == step.root != receiver:
-        return dist.isend(step.given(), group=step.group, tag=step.number, group_dst=receiver), []
-    if step.me != receiver or step.root == receiver:
+    receiver = (step.drawn.root + 1) % step.size
+    if step.me == step.drawn.root != receiver:
+        return dist.isend(step.given(), group=step.group, tag=step.drawn.number, group_dst=receiver), []
+    if step.me != receiver or step.drawn.root == receiver:
         return None, []
     output = step.blank()
-    work = dist.irecv(output.tensor, group=step.group, tag=step.number, group_src=step.root)
-    return work, [(output, [step.of(step.root)], None)]
+    work = dist.irecv(output.tensor, group=step.group, tag=step.drawn.number, group_src=step.drawn.root)
+    return work, [(output, [step.of(step.drawn.root)], None)]
 
 
 OPERATIONS: dict[str, Callable[[Step], tuple[Work | None, Expected]]] = {
@@ -239,10 +240,7 @@ class Execution:
             drawn.name, device="cpu", dtype=drawn.dtype, **about
         ):
             return
-        step = Step(
-            drawn.number, group, drawn.dtype, drawn.op, drawn.count, drawn.layouts, drawn.root,
-            drawn.asynchronous,
-        )  # fmt: skip
+        step = Step(drawn, group)
 
         def issue() -> None:
             work, expected = OPERATIONS[drawn.name](step)
