@@ -14,7 +14,7 @@ from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
-from collectives.backends.host.work import HostWork, InFlight, as_tuple, nanoseconds
+from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
@@ -32,6 +32,7 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
     default_pg_timeout,
+    nanoseconds,
 )
 from collectives.core.work import COMPLETED, CompletedWork, Work
 from collectives.errors import DistError

@@ -34,6 +34,7 @@ from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import place
 from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
+from collectives.core.types import nanoseconds
 from collectives.errors import (
     CollectiveTimeoutError,
     DistBackendError,
@@ -82,7 +83,7 @@ def form(
         DistNetworkError: ranks on different machines cannot reach each other, or the store failed.
         DistBackendError: there is not enough shared memory.
     """
-    limit_ns = timeout // timedelta(microseconds=1) * 1000
+    limit_ns = nanoseconds(timeout)
     if size == 1:
         return _native.HostGroup(_native.single_rank_membership(), label, limit_ns, record)
     attempt = _Attempt(store, rank, size, timeout, label)

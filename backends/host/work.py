@@ -17,7 +17,7 @@ import collectives._native as _native
 from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, fail
 
-__all__ = ["HostWork", "InFlight", "as_tuple", "nanoseconds"]
+__all__ = ["HostWork", "InFlight", "as_tuple"]
 
 
 def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
@@ -25,11 +25,6 @@ def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
     if operand is None:
         return ()
     return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
-
-
-def nanoseconds(timeout: timedelta) -> int:
-    """Returns a time limit as the core counts it."""
-    return timeout // timedelta(microseconds=1) * 1000
 
 
 class HostWork(Work):

@@ -42,6 +42,7 @@ from collectives.core.types import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    nanoseconds,
 )
 from collectives.core.work import CompletedWork, Work
 from collectives.errors import DistError, GroupAbortedError, PeerLostError
@@ -136,7 +137,7 @@ class ProcessGroupMPI(ProcessGroup):
             self._operations.messages,
             exchanges,
             self.flight_record.of_core,
-            _nanoseconds(self._timeout),
+            nanoseconds(self._timeout),
         )
         self._dispatcher = Dispatcher(self._engine, self._native, messages, exchanges, self._rank, self._size)
         this = weakref.proxy(self)  # so that the group goes when it is let go of
@@ -158,7 +159,7 @@ class ProcessGroupMPI(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of all future operations that name none."""
         super().set_timeout(timeout)
-        self._native.set_timeout(_nanoseconds(timeout))
+        self._native.set_timeout(nanoseconds(timeout))
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
@@ -474,10 +475,6 @@ class ProcessGroupMPI(ProcessGroup):
             with self._engine.lock:
                 for communicator in (self._communicator, self._own_communicator):
                     communicator.Free()
-
-
-def _nanoseconds(timeout: timedelta) -> int:
-    return timeout // timedelta(microseconds=1) * 1000
 
 
 def capabilities() -> Capabilities:

@@ -28,6 +28,7 @@ __all__ = [
     "ScatterOptions",
     "default_pg_timeout",
     "make_premul_sum",
+    "nanoseconds",
 ]
 
 GroupName = NewType("GroupName", str)
@@ -35,6 +36,11 @@ GroupName = NewType("GroupName", str)
 
 default_pg_timeout = timedelta(minutes=30)
 """Time limit of an operation where the user names none (every backend but NCCL)."""
+
+
+def nanoseconds(timeout: timedelta) -> int:
+    """Returns a time limit as the core counts it."""
+    return timeout // timedelta(microseconds=1) * 1000
 
 
 class ReduceOp:
