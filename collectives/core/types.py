@@ -38,9 +38,16 @@ default_pg_timeout = timedelta(minutes=30)
 """Time limit of an operation where the user names none (every backend but NCCL)."""
 
 
-def nanoseconds(timeout: timedelta) -> int:
-    """Returns a time limit as the core counts it."""
-    return timeout // timedelta(microseconds=1) * 1000
+def nanoseconds(limit: timedelta) -> int:
+    """Returns a time limit as the core counts it.
+
+    Args:
+        limit: the limit; what is below a microsecond of it does not count.
+
+    Returns:
+        Nanoseconds.
+    """
+    return limit // timedelta(microseconds=1) * 1000
 
 
 class ReduceOp:
