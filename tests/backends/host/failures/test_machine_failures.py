@@ -192,9 +192,10 @@ def _leave_behind_a_broken_connection(group):
     """The connection for messages from rank 0 to rank 1 breaks; a moment later rank 1 has left."""
     store = current_store()
     group.barrier().wait()
-    store.barrier("before", 2)
+    store.barrier("reached the store", 2)
+    before = _sockets()
+    store.barrier("before the message", 2)
     if group.rank() == 1:
-        before = _sockets()
         group.recv([torch.ones(1)], 0).wait()
         for fd in _sockets() - before:
             with socket.socket(fileno=os.dup(fd)) as stream:
