@@ -186,7 +186,7 @@ TESTED_THROUGH = {
     "store": (
         "store/test_contract.py",
         "public as names of `collectives.store`",
-        "base keep_alive memory prefix",
+        "keep_alive memory prefix",
     ),
     "store/file": (
         "store/test_file.py",

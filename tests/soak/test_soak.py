@@ -23,9 +23,9 @@ def test_a_round_is_drawn_from_seed_and_number() -> None:
 
 
 @pytest.mark.full
-def test_twenty_seconds_find_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_seconds_find_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "counts.json"
-    status = main(["--minutes", "0.33", "--seed", "20", "--hang", "60", "--json", str(file)])
+    status = main(["--minutes", "0.17", "--seed", "20", "--hang", "60", "--json", str(file)])
     counts = json.loads(file.read_text())
     assert status == 0, capsys.readouterr().err
     assert counts["operations"] > 0

@@ -1,0 +1,38 @@
+"""A store that a user writes: what the base class does for it, and what it says where a method is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+import collectives
+
+
+class Least(collectives.Store):
+    """A store of the user's own with what torch asks of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.data[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        return self.data[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.set(key, str(int(self.data.get(key, b"0")) + amount))
+        return int(self.data[key])
+
+
+def test_store_with_set_get_and_add_alone() -> None:
+    store = Least()
+    for seen in (store, collectives.PrefixStore("x", store)):
+        assert not seen.has_extended_api()
+        seen.multi_set(["a", "b"], ["1", b"2"])
+        assert seen.multi_get(["a", "b"]) == [b"1", b"2"]
+        assert seen.add("a", 2) == 3
+        with pytest.raises(NotImplementedError, match=r"Least has no append\(\)"):
+            seen.append("a", "2")
+    with pytest.raises(NotImplementedError, match=r"Least has no queue_len\(\)"):
+        store.queue_len("q")
