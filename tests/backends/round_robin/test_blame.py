@@ -83,8 +83,9 @@ def test_who_hears_of_it_on_another_lane_names_the_cause(how: str, placement: st
     told, _, heard = run_ranks(hear, 3, how, end, backend="round_robin", isolated=True, placement=placement)
     first, later, cause = CLASSES[how]
     assert [kind for kind, *_ in told] == [first, later], told
-    assert [kind for kind, *_ in heard] == [first, later, later], heard
-    assert [seen[2] for seen in (*told[1:], *heard[1:])] == [cause] * 3, (told, heard)
+    kinds = [kind for kind, *_ in heard]  # the second may be under way on lane 0 before news come there
+    assert kinds in ([first, later, later], [first, first, later]), heard
+    assert all(seen[2] == cause for seen in (told[1], *heard[1:]) if seen[0] is later), (told, heard)
     details = told[0][1]
     assert details["rank"] == VICTIM
     assert (details["operation"], details["sequence"]) == ("", -1) if how == "abort" else ("all_reduce", 2)
