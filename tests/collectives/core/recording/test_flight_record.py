@@ -46,7 +46,7 @@ def test_an_operation_ends_once() -> None:
     assert told == ["ValueError: bad shard"]  # the first of the group alone
 
 
-@pytest.mark.parametrize("text", ["many", "-1", "1.5", "1000001", "1" * 5000])
+@pytest.mark.parametrize("text", ["many", "-1", "1.5", "1000001", "1" * 30])
 def test_the_number_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_FLIGHT_RECORD", text)
     with pytest.raises(ValueError, match=f"COLLECTIVES_FLIGHT_RECORD must be .* but is '{text}'"):
