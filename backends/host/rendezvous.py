@@ -83,13 +83,12 @@ def form(
         DistNetworkError: ranks on different machines cannot reach each other, or the store failed.
         DistBackendError: there is not enough shared memory.
     """
-    limit_ns = nanoseconds(timeout)
     if size == 1:
-        return _native.HostGroup(_native.single_rank_membership(), label, limit_ns, record)
+        return _native.HostGroup(_native.single_rank_membership(), label, nanoseconds(timeout), record)
     attempt = _Attempt(store, rank, size, timeout, label)
     try:
         membership = attempt.invite() if rank == 0 else attempt.follow()
-        group = _native.HostGroup(membership, label, limit_ns, record)
+        group = _native.HostGroup(membership, label, nanoseconds(timeout), record)
         if attempt.several:
             attempt.link(group)
     except GroupAbortedError:

@@ -55,7 +55,6 @@ __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
 _KINDS = _native.COLLECTIVES
 _BYTE = NATIVE_CODES[torch.uint8]
-
 _GATHERED_BYTES = 64 << 10
 """Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
 
