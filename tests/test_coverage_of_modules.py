@@ -23,7 +23,7 @@ TESTED_THROUGH = {
     "backends/gloo": (
         "backends/gloo",
         "parts of its group",
-        "failures messages options rendezvous torch_group work",
+        "failures messages options torch_group work",
     ),
     "backends/host": (
         "backends/host",

@@ -14,7 +14,7 @@ __all__ = ["connect"]
 
 
 def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any:
-    """Returns torch's group; called by all its ranks, blocks until they are connected.
+    """Returns torch's group; called by all its ranks, blocks until all of them are connected.
 
     Args:
         options: what the group is made of.
@@ -25,11 +25,12 @@ def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any
     Raises:
         DistBackendError: the ranks could not be connected, or differ in the number of devices.
     """
-    prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
-    store = prefix("gloo", options.store)
+    store: Any = torch_distributed.PrefixStore("gloo", options.store)  # type: ignore[attr-defined]
     try:
         _agree_on_devices(options, devices)
-        return torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
+        if connects_on_demand():
+            return torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
+        return _connect_together(options, store, chosen)
     except DistBackendError:
         raise
     except (RuntimeError, TimeoutError) as error:
@@ -38,6 +39,55 @@ def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any
             f"{options.size} ranks run, whether the store is not one of an earlier run, and whether "
             "COLLECTIVES_SOCKET_IFNAME names an interface that they share"
         ) from error
+
+
+def _connect_together(options: GroupOptions, store: Any, chosen: Any) -> Any:
+    """Returns torch's group when it is made on all ranks.
+
+    Gloo's call returns when this rank is connected. Were it to leave then, ranks that still connect to each
+    other would find its connection closed and fail.
+
+    Args:
+        options: what the group is made of.
+        store: where Gloo exchanges addresses.
+        chosen: torch's options.
+
+    Raises:
+        RuntimeError: this rank could not connect, or another one could not or did not come.
+    """
+    try:
+        made = torch_distributed.ProcessGroupGloo(store, options.rank, options.size, chosen)
+    except RuntimeError as error:
+        _publish(options, "connected", f"failed with: {error}")
+        raise
+    for rank, said in enumerate(_exchange(options, "connected", "yes")):
+        if said != "yes":
+            raise RuntimeError(f"rank {rank} {said}")
+    return made
+
+
+def _exchange(options: GroupOptions, subject: str, value: str) -> list[str]:
+    """Returns what every rank has to say on a subject; called by all of them, and waits for them.
+
+    Args:
+        options: what the group is made of.
+        subject: prefix of the keys.
+        value: what this rank says.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    store = _publish(options, subject, value)
+    ranks = [str(rank) for rank in range(options.size)]
+    store.wait(ranks, options.timeout)
+    return [store.get(rank).decode() for rank in ranks]
+
+
+def _publish(options: GroupOptions, subject: str, value: str) -> Any:
+    """Says something on a subject; returns the store where every rank does so, under its number."""
+    store: Any = torch_distributed.PrefixStore(subject, options.store)  # type: ignore[attr-defined]
+    store.set(str(options.rank), value)
+    return store
 
 
 def _agree_on_devices(options: GroupOptions, count: int) -> None:
@@ -53,11 +103,8 @@ def _agree_on_devices(options: GroupOptions, count: int) -> None:
         RuntimeError: a rank did not come.
         DistBackendError: the ranks differ.
     """
-    store: Any = torch_distributed.PrefixStore("devices", options.store)  # type: ignore[attr-defined]
-    store.set(str(options.rank), f"{count}{' on demand' if connects_on_demand() else ''}")
-    ranks = [str(rank) for rank in range(options.size)]
-    store.wait(ranks, options.timeout)
-    published = [store.get(rank).decode() for rank in ranks]
+    mine = f"{count}{' on demand' if connects_on_demand() else ''}"
+    published = _exchange(options, "devices", mine)
     for rank, other in enumerate(published):
         if other != published[0]:
             raise DistBackendError(

@@ -1,0 +1,74 @@
+"""How the ranks of a gloo group connect, where some are slow and others leave at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from collectives import DistBackendError, HashStore
+from collectives.registry.backends import GroupOptions, create_group
+
+
+class AddressStore(HashStore):
+    """Does something when the thread named "rank 1" reads the address of rank 2."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self.then = then
+
+    def get(self, key: str) -> bytes:
+        if key.endswith("gloo/0/2") and threading.current_thread().name == "rank 1":
+            self.then()
+        return super().get(key)
+
+
+def on_threads(body: Callable[[int], str]) -> list[str]:
+    """Returns what three ranks return, each a thread named after it."""
+
+    def rank(number: int) -> str:
+        threading.current_thread().name = f"rank {number}"
+        return body(number)
+
+    with ThreadPoolExecutor(3) as ranks:
+        return list(ranks.map(rank, range(3)))
+
+
+ROUNDS = 20
+"""Groups that are made: which of two ranks calls the other depends on the ports that the kernel deals out."""
+
+
+def test_a_rank_may_leave_as_soon_as_its_group_is_made() -> None:
+    for _ in range(ROUNDS):
+        left = threading.Event()
+        store = AddressStore(lambda left=left: left.wait(0.05))
+
+        def leave(rank: int, store: HashStore = store, left: threading.Event = left) -> str:
+            create_group("gloo", GroupOptions(store, rank, 3, group_name="brief")).shutdown()
+            left.set()
+            return "left"
+
+        assert on_threads(leave) == ["left"] * 3
+
+
+def test_a_rank_that_cannot_connect_tells_those_who_are_connected() -> None:
+    def fail() -> None:
+        raise RuntimeError("the address cannot be read")
+
+    for _ in range(ROUNDS):
+        store = AddressStore(fail)
+
+        def join(rank: int, store: HashStore = store) -> str:
+            options = GroupOptions(store, rank, 3, timedelta(seconds=0.3), group_name="failing")
+            with pytest.raises(DistBackendError, match=f"rank {rank}. gloo group 'failing'") as caught:
+                create_group("gloo", options)
+            return str(caught.value)
+
+        first, second, third = on_threads(join)
+        assert "connected by Gloo: the address cannot be read" in second
+        if "rank 1 failed with: the address cannot be read" in first + third:
+            return
+    pytest.fail("no rank was told")
