@@ -2,7 +2,8 @@
 
 The algorithms of the host backend take their thresholds from the core. Ring, recursive doubling, halving and
 trees are those of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH" (IJHPCA 2005). The *leader* of a machine speaks with the leaders of the others.
+MPICH" (IJHPCA 2005). The *leader* of a machine speaks with the leaders of the others; long messages go chunk
+by chunk through all ranks of a machine in turn.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _sliced(size: float, s: Scale) -> Work:
 
 
 def _hierarchical(size: float, s: Scale) -> Work:
-    """Slices within machines, and shares of each chunk directly between all leaders, in two phases."""
+    """Slices within machines, and shares of each chunk directly between its gateways, in two phases."""
     m, ranks = s.machines, s.ranks_per_machine
     # A rank has windows for contributions, results and, of two ranks at least, slices of sums.
     chunk = _remote_chunk(size, MOST_CHUNK if ranks == 1 else WINDOW / 2.5)
@@ -157,11 +158,26 @@ def _hierarchical(size: float, s: Scale) -> Work:
         "leader reductions": size * m / shares,
     }
     inside: Counts = {}
+    kept: Counts = {}
     if ranks > 1:
-        # All but the own slice into the window, all of the result out of it; the leader keeps its share.
-        moved = {"copies": size * (2 - 1 / ranks), "reductions": size, "leader copies": size / shares}
+        # All but the own slice into the window, all of the result out of it; a gateway keeps its share.
+        moved = {"copies": size * (2 - 1 / ranks), "reductions": size}
         inside = _sum(moved, _flags(s, chunks, 2))
-    return Work(_sum(_arrival(s), {"latencies": 2}), _sum(leader, inside, {"link": sent}), chunks)
+        kept = {"leader copies": size / shares}
+    steps = _sum(_in_turn(_sum(leader, kept), s, chunks), inside, {"link": sent})
+    return Work(_sum(_arrival(s), {"latencies": 2}), steps, chunks)
+
+
+def _in_turn(leader: Counts, s: Scale, chunks: int) -> Counts:
+    """Returns what a leader would do alone as each rank of its machine does it, chunk by chunk in turn."""
+    ranks = min(s.ranks_per_machine, chunks)
+    if ranks == 1:
+        return leader
+    dealt: Counts = {}
+    for name, count in leader.items():
+        own = name.removeprefix("leader ")
+        dealt = _sum(dealt, {own: count if own == name else count / ranks})
+    return dealt
 
 
 # ---- other operations of the host backend ----------------------------------------------------------------
@@ -187,6 +203,7 @@ def _chunked(size: float, piece: float, s: Scale, inside: Counts, network: Count
         return Work(_sum(_arrival(s), inside, _flags(s, chunks, 1)))
     chunks = math.ceil(size / piece)
     network = {name: count * (chunks if "messages" in name else 1) for name, count in network.items()}
+    network = _in_turn(network, s, chunks)
     return Work(_sum(_arrival(s), {"latencies": phases}), _sum(inside, _flags(s, chunks, 1), network), chunks)
 
 
@@ -196,10 +213,10 @@ def _broadcast(size: float, s: Scale) -> Work:
     if size <= _most_staged(s):
         return Work(_sum(_arrival(s, size, 1), {"copies": copied}))
     if s.machines > 1:
-        # Of each machine one rank copies: the root into the window, or those beside a leader out of it.
+        # The root into its window, everybody else out of one.
         copied = size if s.ranks_per_machine > 1 else 0.0
     # The root deals shares to the other machines, which pass them on to each other: each link carries the
-    # size at most, each leader but the root's as much in as it passes on.
+    # size at most, each machine but the root's as much in as it passes on.
     others = max(s.machines - 2, 0)
     network = {
         "link": size,

@@ -42,8 +42,11 @@ class HierarchicalReduction final : public Pipeline {
 
   HierarchicalReduction(CollectiveContext& collective, std::byte* data, const Reduction& reduction, int root,
                         const MachinePartials& partials, const Pieces& chunks)
-      : Pipeline(collective, leaders_of(collective.topology()), chunks.count(),
-                 {.fills = true, .reduces = true, .two_phases = true, .lag = kDepth}),
+      : Pipeline(collective, channels_of(collective.topology()), chunks.count(),
+                 {.fills = true,
+                  .reduces = true,
+                  .two_phases = true,
+                  .lag = kDepth * smallest_machine(collective.topology())}),
         data_(data),
         reduction_(reduction),
         root_(root),
@@ -82,7 +85,7 @@ class HierarchicalReduction final : public Pipeline {
     return collective_.region(rank, slices_) + (c % kSlots) * slice_ * partials_.accumulator();
   }
   std::byte* place(std::uint64_t c, std::size_t machine) const {
-    return memory_ + ((c % kDepth) * machines() + machine) * place_;
+    return memory_ + ((turn(c) % kDepth) * machines() + machine) * place_;
   }
   bool machine_wants(std::size_t machine) const {
     return root_ < 0 || collective_.topology().of(root_) == static_cast<int>(machine);
@@ -90,7 +93,7 @@ class HierarchicalReduction final : public Pipeline {
   std::size_t own() const { return as_index(machine_); }
   std::byte* result(std::uint64_t c, std::size_t at) const {
     if (!single_rank()) {
-      return collective_.region(gateway_, results_) + ((c % kSlots) * chunks_.step + at) * element_;
+      return collective_.region(gateway(c), results_) + ((turn(c) % kSlots) * chunks_.step + at) * element_;
     }
     return machine_wants(own()) ? tensor(c, at) : kept_results_ + (c % kDepth) * share_ * element_;
   }
@@ -147,7 +150,7 @@ class HierarchicalReduction final : public Pipeline {
                  [&](const std::byte* from, std::size_t bytes) { stream(machine).send(from, bytes); });
   }
 
-  bool first_has_room(std::uint64_t c) const override { return c < combined() + kDepth; }
+  bool first_has_room(std::uint64_t c) const override { return turn(c) < combined() + kDepth; }
 
   void receive_first(std::uint64_t c, int machine) override {
     const std::size_t theirs = as_index(machine);
@@ -155,7 +158,10 @@ class HierarchicalReduction final : public Pipeline {
   }
 
   bool results_have_room(std::uint64_t c) const override {
-    if (!single_rank()) return c < kSlots || (all_drained(c - kSlots) && second_has_left(c - kSlots));
+    if (!single_rank()) {
+      const std::uint64_t slots = result_slots();
+      return c < slots || (all_drained(c - slots) && second_has_left(c - slots));
+    }
     return c < kDepth || machine_wants(own()) || second_has_left(c - kDepth);
   }
 

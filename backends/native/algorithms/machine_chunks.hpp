@@ -18,11 +18,19 @@ inline constexpr std::size_t kChunksWanted = 8;
 
 inline std::size_t as_index(int number) { return static_cast<std::size_t>(number); }
 
-// By machine.
-inline std::vector<int> leaders_of(const Topology& topology) {
-  std::vector<int> leaders;
-  for (const auto& machine : topology.machines) leaders.push_back(machine.front());
-  return leaders;
+// Ranks of the smallest machine.
+inline std::size_t smallest_machine(const Topology& topology) {
+  const auto smaller = [](const auto& one, const auto& other) { return one.size() < other.size(); };
+  return std::min_element(topology.machines.begin(), topology.machines.end(), smaller)->size();
+}
+
+// Channels in which every rank of the smallest machine is a gateway: gateways by channel and machine.
+inline std::vector<std::vector<int>> channels_of(const Topology& topology) {
+  std::vector<std::vector<int>> gateways(smallest_machine(topology));
+  for (std::size_t channel = 0; channel < gateways.size(); ++channel) {
+    for (const auto& machine : topology.machines) gateways[channel].push_back(machine[channel]);
+  }
+  return gateways;
 }
 
 inline bool one_rank_per_machine(const Topology& topology) {

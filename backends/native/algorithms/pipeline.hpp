@@ -1,9 +1,11 @@
 // Long messages between machines, chunk by chunk.
 //
-// The gateway of a machine is the rank that exchanges with the other machines: the leader, or the root where
-// it is on that machine. Machines exchange in two phases: in the first each gateway sends the others what
-// they need of its machine's chunk; in the second, where there is one, it sends them what it made of what it
-// received. A share is one machine's part of a chunk, a slice one local rank's.
+// Chunks are dealt out in turn to channels, as many as the smallest machine has ranks. A channel has a
+// gateway on each machine, the rank that exchanges this channel's chunks with the other machines, so that all
+// ranks take part in the exchange, each with one stream to each other machine. Machines exchange in two
+// phases: in the first each gateway sends the others what they need of its machine's chunk; in the second,
+// where there is one, it sends them what it made of what it received. A share is one machine's part of a
+// chunk, a slice one local rank's.
 //
 // Local ranks pass contributions to their gateway, and take results from it, through regions of their staging
 // buffers that hold kSlots chunks each:
@@ -15,10 +17,11 @@
 // Where a machine has one rank there are no regions: its gateway works straight on the tensors.
 //
 // Two gateways send each other items in one order that both know, so that nothing in a stream needs a header:
-// phase 1 of chunks 0, 1, ..., and phase 2 of chunk c after phase 1 of chunk c + depth. So both directions of
-// a link are busy, with as much in flight as that many chunks hold. No cycle of waiting can arise: an item
-// waits only for items before it, and for local ranks, which wait for items before it (a rank that is no
-// gateway finishes chunk c only after its part in chunk c + lag, on which phase 2 of chunk c waits).
+// phase 1 of the channel's chunks, and phase 2 of each after phase 1 of the one that comes `depth` turns
+// later. So both directions of a link are busy, with as much in flight as that many chunks hold. No cycle of
+// waiting can arise: an item waits only for items of earlier chunks and for local ranks, which wait for
+// nothing later (a rank that is no gateway finishes chunk c only after its part in chunk c + lag, on which
+// phase 2 of chunk c waits).
 #pragma once
 
 #include <cstddef>
@@ -44,7 +47,7 @@ class Pipeline {
   // Bytes of all regions of a rank. Small enough that those of three operations in a row fit into the staging
   // buffer: see collective_context.hpp.
   static constexpr std::size_t kRegionBytes = 1280 << 10;
-  // Chunks between the phases, where the first has places of its own; else less than kSlots.
+  // Turns of a channel between the phases, where the first has places of its own; else less than kSlots.
   static constexpr std::uint64_t kDepth = 16;
 
  protected:
@@ -53,11 +56,13 @@ class Pipeline {
     bool reduces = false;  // and reduce what they contributed
     bool two_phases = false;
     std::uint64_t lag = 0;         // chunks that a rank goes on before it finishes one
-    std::uint64_t depth = kDepth;  // chunks between the phases; the same on all machines
+    std::uint64_t depth = kDepth;  // turns between the phases; the same on all machines
   };
 
-  // `gateways`: by machine.
-  Pipeline(CollectiveContext& collective, std::vector<int> gateways, std::uint64_t chunks,
+  // The gateways of a channel, by machine.
+  using Gateways = std::vector<int>;
+
+  Pipeline(CollectiveContext& collective, std::vector<Gateways> channels, std::uint64_t chunks,
            const Stages& stages);
   virtual ~Pipeline() = default;
 
@@ -81,20 +86,27 @@ class Pipeline {
   virtual bool results_have_room(std::uint64_t chunk) const = 0;
 
   bool single_rank() const noexcept { return local_.size() == 1; }
-  bool is_gateway() const noexcept { return gateway_ == collective_.rank(); }
-  std::size_t machines() const noexcept { return gateways_.size(); }
+  std::size_t machines() const noexcept { return channels_.front().size(); }
+  // The rank of this machine that exchanges a chunk.
+  int gateway(std::uint64_t chunk) const noexcept {
+    return channels_[chunk % channels_.size()][static_cast<std::size_t>(machine_)];
+  }
+  bool is_gateway() const noexcept { return channel_ < channels_.size(); }
+  // How many chunks of the same channel come before this one.
+  std::uint64_t turn(std::uint64_t chunk) const noexcept { return chunk / channels_.size(); }
+  // Chunks of which a gateway holds results: kSlots of its channel.
+  std::uint64_t result_slots() const noexcept { return kSlots * channels_.size(); }
   Stream& stream(int machine) { return *links_[static_cast<std::size_t>(machine)].stream; }
   // Of the gateway: whether all local ranks have taken their results of the chunk.
   bool all_drained(std::uint64_t chunk) const;
-  bool second_has_left(std::uint64_t chunk) const { return sent_items() > second_item(chunk); }
+  bool second_has_left(std::uint64_t chunk) const { return sent_items() > second_item(turn(chunk)); }
+  // Turns of the own channel.
   std::uint64_t combined() const noexcept { return combined_; }
   std::uint64_t finished() const noexcept { return finished_; }
 
   CollectiveContext& collective_;
   const std::vector<int>& local_;
   const int machine_;
-  const std::vector<int> gateways_;
-  const int gateway_;  // of this rank's machine
 
  private:
   struct Sent {
@@ -119,19 +131,25 @@ class Pipeline {
   void collect_completions();
   int slowest_gateway() const;
 
-  std::uint64_t items() const noexcept { return stages_.two_phases ? 2 * chunks_ : chunks_; }
-  std::uint64_t first_item(std::uint64_t chunk) const noexcept;
-  std::uint64_t second_item(std::uint64_t chunk) const noexcept;
+  std::uint64_t chunk_of(std::uint64_t turn) const noexcept { return turn * channels_.size() + channel_; }
+  std::uint64_t items() const noexcept { return stages_.two_phases ? 2 * turns_ : turns_; }
+  std::uint64_t first_item(std::uint64_t turn) const noexcept;
+  std::uint64_t second_item(std::uint64_t turn) const noexcept;
   struct Item {
     bool second;
-    std::uint64_t chunk;
+    std::uint64_t turn;
   };
   Item item(std::uint64_t number) const noexcept;
   std::uint64_t sent_items() const noexcept;
   std::uint64_t received_items() const noexcept;
   bool all_have(CollectiveContext::Word word, std::uint64_t chunk) const;
+  // Whether the chunk's gateway has come so far; `own`: turns that this rank has, where it is that.
+  bool gateway_has(CollectiveContext::Word word, std::uint64_t chunk, std::uint64_t own) const;
 
+  const std::vector<Gateways> channels_;
+  const std::size_t channel_;  // the own one; their number where there is none
   const std::uint64_t chunks_;
+  const std::uint64_t turns_;  // chunks of the own channel
   const Stages stages_;
   StreamSession session_;
   std::vector<Link> links_;  // by machine
@@ -139,11 +157,12 @@ class Pipeline {
   // Chunks that this rank is done with, stage by stage.
   std::uint64_t filled_ = 0;
   std::uint64_t reduced_ = 0;
+  std::uint64_t finished_ = 0;
+  // Turns that a gateway is done with.
   std::uint64_t kept_ = 0;
   std::uint64_t forwarded_ = 0;
   std::uint64_t combined_ = 0;
   std::uint64_t arrived_ = 0;
-  std::uint64_t finished_ = 0;
 };
 
 }  // namespace collectives

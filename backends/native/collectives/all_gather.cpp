@@ -30,7 +30,7 @@ class HierarchicalAllGather final : public Pipeline {
  private:
   HierarchicalAllGather(CollectiveContext& collective, const std::vector<Part>& outputs,
                         const std::byte* input, std::size_t step)
-      : Pipeline(collective, leaders_of(collective.topology()),
+      : Pipeline(collective, channels_of(collective.topology()),
                  Pieces{.total = longest_bytes(outputs), .step = step}.count(),
                  {.fills = true, .lag = kSlots - 1}),
         outputs_(outputs),
@@ -55,7 +55,7 @@ class HierarchicalAllGather final : public Pipeline {
     return collective_.region(rank, contributions_) + (c % kSlots) * step_;
   }
   std::byte* received(int rank, std::uint64_t c) const {
-    return collective_.region(gateway_, received_region_) +
+    return collective_.region(gateway(c), received_region_) +
            ((c % kSlots) * remote_ + index_[as_index(rank)]) * step_;
   }
 

@@ -13,21 +13,17 @@
 namespace collectives {
 namespace {
 
-// The leaders, but the root for its machine.
-std::vector<int> gateways_for(const Topology& topology, int root) {
-  std::vector<int> gateways = leaders_of(topology);
-  gateways[as_index(topology.of(root))] = root;
-  return gateways;
-}
-
-// The root deals shares to the other machines, which pass them on to each other.
+// The root deals shares to the other machines, which pass them on to each other. The root's machine takes
+// them from the root's region, every other one from its gateways'.
 class HierarchicalBroadcast final : public Pipeline {
  public:
   HierarchicalBroadcast(CollectiveContext& collective, std::byte* data, std::size_t bytes, int root)
-      : Pipeline(
-            collective, gateways_for(collective.topology(), root),
-            Pieces{.total = bytes, .step = moved_chunk(bytes)}.count(),
-            {.two_phases = true, .depth = one_rank_per_machine(collective.topology()) ? kDepth : kSlots / 2}),
+      : Pipeline(collective, channels_of(collective.topology()),
+                 Pieces{.total = bytes, .step = moved_chunk(bytes)}.count(),
+                 {.fills = collective.topology().is_local(root),
+                  .two_phases = true,
+                  .lag = collective.topology().is_local(root) ? kSlots - 1 : 0,
+                  .depth = one_rank_per_machine(collective.topology()) ? kDepth : kSlots / 2}),
         data_(data),
         chunks_{.total = bytes, .step = moved_chunk(bytes)},
         source_(as_index(collective.topology().of(root))),
@@ -41,12 +37,20 @@ class HierarchicalBroadcast final : public Pipeline {
   // Which share a machine other than the root's passes on.
   std::size_t share_of(std::size_t machine) const { return machine < source_ ? machine : machine - 1; }
   std::byte* place(std::uint64_t c, std::size_t at) const {
-    return single_rank() ? data_ + chunks_.begin(c) + at
-                         : collective_.region(gateway_, region_) + (c % kSlots) * chunks_.step + at;
+    if (single_rank()) return data_ + chunks_.begin(c) + at;
+    const std::uint64_t slot = is_source() ? c % kSlots : turn(c) % kSlots;
+    return collective_.region(is_source() ? root_ : gateway(c), region_) + slot * chunks_.step + at;
+  }
+
+  void fill(std::uint64_t c) override {
+    if (collective_.rank() == root_)
+      collectives::copy(place(c, 0), data_ + chunks_.begin(c), chunks_.length(c));
   }
 
   bool results_have_room(std::uint64_t c) const override {
-    return single_rank() || c < kSlots || (all_drained(c - kSlots) && second_has_left(c - kSlots));
+    const std::uint64_t slots = result_slots();
+    return single_rank() || is_source() || c < slots ||
+           (all_drained(c - slots) && second_has_left(c - slots));
   }
   bool first_has_room(std::uint64_t c) const override { return results_have_room(c); }
 
@@ -54,17 +58,13 @@ class HierarchicalBroadcast final : public Pipeline {
     if (!is_source()) return;
     const Pieces parts = shares(c);
     const std::size_t theirs = share_of(as_index(machine));
-    stream(machine).send(data_ + chunks_.begin(c) + parts.begin(theirs), parts.length(theirs));
+    stream(machine).send(place(c, parts.begin(theirs)), parts.length(theirs));
   }
   void receive_first(std::uint64_t c, int machine) override {
     if (as_index(machine) != source_) return;
     const Pieces parts = shares(c);
     const std::size_t mine = share_of(as_index(machine_));
     stream(machine).receive(place(c, parts.begin(mine)), parts.length(mine));
-  }
-  void combine(std::uint64_t c) override {
-    if (is_source() && !single_rank())
-      collectives::copy(place(c, 0), data_ + chunks_.begin(c), chunks_.length(c));
   }
   void send_second(std::uint64_t c, int machine) override {
     if (is_source() || as_index(machine) == source_) return;

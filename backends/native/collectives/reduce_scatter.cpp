@@ -58,7 +58,7 @@ class HierarchicalReduceScatter final : public Pipeline {
 
   HierarchicalReduceScatter(CollectiveContext& collective, std::byte* output, const std::vector<Part>& parts,
                             const Reduction& reduction, const MachinePartials& partials, const Pieces& pieces)
-      : Pipeline(collective, leaders_of(collective.topology()), pieces.count(),
+      : Pipeline(collective, channels_of(collective.topology()), pieces.count(),
                  {.fills = true, .reduces = true, .lag = kSlots - 1}),
         output_(output),
         parts_(parts),
@@ -107,7 +107,7 @@ class HierarchicalReduceScatter final : public Pipeline {
     const std::size_t place = index_[as_index(to)] * (machines() - 1) + other;
     const std::size_t slot = local_.size() * (machines() - 1) * received_bytes_;
     return (single_rank() ? memory_ + (c % kDepth) * slot
-                          : collective_.region(gateway_, received_region_) + (c % kSlots) * slot) +
+                          : collective_.region(gateway(c), received_region_) + (c % kSlots) * slot) +
            place * received_bytes_;
   }
   std::size_t me() const { return index_[as_index(collective_.rank())]; }

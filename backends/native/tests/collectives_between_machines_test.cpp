@@ -407,6 +407,7 @@ Tests collectives_between_machines_tests() {
       {"2 machines, 1 rank each", [] { test_topology({{0}, {1}}, ""); }},
       {"3 machines, 1 rank each, 3 sockets", [] { test_topology({{0}, {1}, {2}}, "3"); }},
       {"2 machines, 2 ranks each", [] { test_topology({{0, 1}, {2, 3}}, "1"); }},
+      {"machines of 2 and 3 ranks", [] { test_topology({{0, 2}, {1, 3, 4}}, ""); }},
       {"machines of 1, 2 and 3 ranks, 2 sockets", [] { test_topology({{0, 4}, {1}, {2, 3, 5}}, "2"); }},
       {"33 machines, 1 rank each", [] { test_many(many(33, 33)); }},
       {"41 machines, some with 2 ranks", [] { test_many(many(41, 44)); }},
