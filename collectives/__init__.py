@@ -156,13 +156,21 @@ if TYPE_CHECKING:
     from collectives.backends.gloo import ProcessGroupGloo
     from collectives.backends.mpi import ProcessGroupMPI
     from collectives.backends.nccl import ProcessGroupNCCL
+    from collectives.ranks.launching import launch
+    from collectives.ranks.processes import RankFailedError
 else:
+    _LOADED_ON_DEMAND = {
+        "ProcessGroupGloo": "collectives.backends.gloo",
+        "ProcessGroupMPI": "collectives.backends.mpi",
+        "ProcessGroupNCCL": "collectives.backends.nccl",
+        "RankFailedError": "collectives.ranks.processes",
+        "launch": "collectives.ranks.launching",
+    }
 
-    def __getattr__(name: str) -> type[ProcessGroup]:
-        """Loads the class of a backend when it is asked for: programs need one of them at most."""
-        if name in {"ProcessGroupGloo", "ProcessGroupMPI", "ProcessGroupNCCL"}:
-            backend = name.removeprefix("ProcessGroup").lower()
-            return getattr(import_module(f"collectives.backends.{backend}"), name)
+    def __getattr__(name: str) -> object:
+        """Loads what few programs need when it is asked for: of the backends' classes, one at most."""
+        if name in _LOADED_ON_DEMAND:
+            return getattr(import_module(_LOADED_ON_DEMAND[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -200,6 +208,7 @@ __all__ = [
     "ProcessGroupMPI",
     "ProcessGroupNCCL",
     "QueueEmptyError",
+    "RankFailedError",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -259,6 +268,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "launch",
     "make_premul_sum",
     "monitored_barrier",
     "new_group",

@@ -30,10 +30,11 @@ MAY_USE = {
     "api": _CONTRACTS | {"api"},
     "dist2": _CONTRACTS | {"api"},
     "torch_bridge": _CONTRACTS | {"api", "torch_bridge"},
-    "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2"},
+    "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2", "ranks"},
     "backends": _CONTRACTS | {"backends"},
     "ddp": {"errors", "logs", "core", "ddp"},
     "ranks": {"secret", "ranks"},
+    "testing": {"ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
     "cli": {"errors", "secret", "_native", "registry", "core", "cli"},
@@ -192,7 +193,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_modules_import_no_optional_package() -> None:
-    required = {"torch", "numpy", "collectives", "collectives_registration"}
+    required = {"torch", "numpy", "cloudpickle", "collectives", "collectives_registration"}
     wrong = [
         str(one)
         for one in ALL_IMPORTS

@@ -183,6 +183,11 @@ TESTED_THROUGH = {
         "seen in what training does",
         "errors graph_search tracker",
     ),
+    "collectives/ranks": (
+        "collectives/ranks/test_launching.py",
+        "the program of a rank",
+        "launched",
+    ),
     "store": (
         "store/test_contract.py",
         "public as names of `collectives.store`",
