@@ -14,6 +14,7 @@ __all__ = ["PROGRAMS"]
 PROGRAMS = {
     "allreduce": "collectives.bench.allreduce",
     "collectives": "collectives.bench.every_operation",
+    "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
     "model": "collectives.bench.model",

@@ -105,18 +105,26 @@ def read_report(path: Path) -> Report:
     """Returns the report in a JSON file.
 
     Raises:
-        ValueError: the file has another schema.
+        OSError: the file cannot be read.
+        ValueError: it holds something else, or has another schema.
     """
-    plain = json.loads(path.read_text(encoding="utf-8"))
-    if plain.get("schema") != SCHEMA:
-        raise ValueError(f"{path} has schema {plain.get('schema')!r}, but this version reads {SCHEMA}")
-    return Report(
-        plain["program"],
-        plain["environment"],
-        plain["options"],
-        [_record(entry) for entry in plain["records"]],
-        [Skipped(**entry) for entry in plain["skipped"]],
-    )
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        schema = plain["schema"]
+        if schema == SCHEMA:
+            return Report(
+                plain["program"],
+                plain["environment"],
+                plain["options"],
+                [_record(entry) for entry in plain["records"]],
+                [Skipped(**entry) for entry in plain["skipped"]],
+            )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} holds no report of collectives bench allreduce or collectives bench collectives: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    raise ValueError(f"{path} has schema {schema!r}, but this version reads {SCHEMA}")
 
 
 def _record(plain: dict[str, Any]) -> Record:
