@@ -35,6 +35,10 @@ def run_torch(body, size=2, *args, backend=BACKEND, init=None, **options):
 def _in_world(rank, size, body, args, path, backend, init):
     store = dist.FileStore(path, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **init)
+    if backend == "gloo":
+        # torch's own returns once this rank is connected; one that leaves now fails those that are not
+        store.set(f"connected/{rank}", b"")
+        store.wait([f"connected/{one}" for one in range(size)])
     try:
         return body(rank, size, *args)
     finally:
