@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from collectives.backends.mpi.cuda import copy_own, on_device, synchronize_strea
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange
 from collectives.backends.mpi.native_exchange import NativeExchange
-from collectives.backends.mpi.work import MPIWork
+from collectives.backends.mpi.work import MPIWork, Steps
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.work import Work
 
@@ -32,7 +32,6 @@ class Dispatcher:
         engine: the engine.
         native: what the core carries out.
         messages: messages of the group's own.
-        exchanges: gives the number of the next exchange, which is the same on all ranks.
         rank: this process's rank.
         size: number of ranks.
     """
@@ -42,14 +41,12 @@ class Dispatcher:
         engine: Engine,
         native: NativeExchange,
         messages: MessageExchange,
-        exchanges: Iterator[int],
         rank: int,
         size: int,
     ) -> None:
         self._engine = engine
         self._native = native
         self._messages = messages
-        self._exchanges = exchanges
         self._rank = rank
         self._size = size
 
@@ -65,20 +62,27 @@ class Dispatcher:
         status: Any = None,
         point_to_point: bool = False,
     ) -> Work:
-        """Begins an operation that is done when the requests of its first calls are.
+        """Begins an operation that is done when the requests of its only calls are.
 
         Args besides the class's:
             issue: makes the calls; returns their requests.
             status: MPI's status of a receive, which is one request.
             point_to_point: whether it is a message of the user's, and not a collective.
         """
-        synchronize_streams(keep)
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            requests = issue()
-        work = MPIWork(self._engine, operation, requests, None, after, keep, status, nbytes, point_to_point)
-        self._engine.launch(work, asynchronous)
-        return work
+
+        def steps() -> Steps:
+            yield issue()
+
+        return self._begin(
+            operation,
+            steps(),
+            asynchronous,
+            after,
+            keep,
+            nbytes,
+            status=status,
+            point_to_point=point_to_point,
+        )
 
     def by_core(
         self,
@@ -97,15 +101,8 @@ class Dispatcher:
             then: stages after the core's.
             **what: the collective, as ``_native.MpiFastPath.issue`` takes it.
         """
-        synchronize_streams(keep)
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            in_flight = self._native.issue(**what)
-        steps = itertools.chain(self._native.steps(in_flight), then)
-        # Its memory is the core's as long as MPI may write into it.
-        work = MPIWork(self._engine, operation, [], steps, after, (in_flight, *keep), None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
+        steps = itertools.chain(self._native.steps(**what), then)
+        return self._begin(operation, steps, asynchronous, after, keep, nbytes)
 
     def reduce(
         self,
@@ -121,15 +118,9 @@ class Dispatcher:
         root: int | None = None,
     ) -> Work:
         """Begins a reduction in stages; the arguments are those of :meth:`MessageExchange.reduce`."""
-        number = next(self._exchanges)
-        steps = self._messages.reduce(number, parts, target, arithmetic, outputs=outputs, root=root)
-        after = on_device(operation.outputs, after)
-        with self._engine.calling(operation):
-            requests = next(steps, [])
+        steps = self._messages.reduce(parts, target, arithmetic, outputs=outputs, root=root)
         nbytes = sum(part.nbytes for part in parts)
-        work = MPIWork(self._engine, operation, requests, steps, after, keep, None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
+        return self._begin(operation, steps, asynchronous, after, keep, nbytes)
 
     def move(
         self,
@@ -162,12 +153,26 @@ class Dispatcher:
         keep: Sequence[Any],
     ) -> Work:
         """Sends each rank a part of memory and receives one from each; ``None`` stands for nothing."""
+        steps = self._messages.move(sent, received)
+        nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
+        return self._begin(operation, steps, asynchronous, after, keep, nbytes)
+
+    def _begin(
+        self,
+        operation: Operation,
+        steps: Steps,
+        asynchronous: bool,
+        after: Callable[[], None] | None,
+        keep: Sequence[Any],
+        nbytes: int,
+        status: Any = None,
+        *,
+        point_to_point: bool = False,
+    ) -> Work:
         synchronize_streams(keep)
         after = on_device(operation.outputs, after)
-        number = next(self._exchanges)
-        with self._engine.calling(operation):
-            requests = self._messages.move(number, sent, received)
-        nbytes = sum(part.nbytes for part in (*sent, *received) if part is not None)
-        work = MPIWork(self._engine, operation, requests, None, after, keep, None, nbytes)
-        self._engine.launch(work, asynchronous)
-        return work
+
+        def make() -> MPIWork:
+            return MPIWork(self._engine, operation, steps, after, keep, status, nbytes, point_to_point)
+
+        return self._engine.issue(operation, make, asynchronous)

@@ -14,10 +14,13 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import collectives._native as _native
 from collectives.backends._shared.exit_reasons import (
     Departure,
+    abort_reason,
     aborted_by,
     blamed,
     departure_of,
@@ -29,6 +32,7 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends.mpi.libmpi import Library
 from collectives.backends.mpi.progress_thread import progress_thread
+from collectives.backends.mpi.unfinished import Unfinished
 from collectives.backends.mpi.work import MPIWork
 from collectives.errors import (
     CollectiveTimeoutError,
@@ -71,6 +75,7 @@ class Engine:
         rank: this process's rank within the group.
         size: number of ranks.
         where: rank and group, to stand in front of a message.
+        unfinished: what the core has begun and nobody has taken over.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Engine:
         rank: int,
         size: int,
         where: str,
+        unfinished: Unfinished,
     ) -> None:
         self.mpi_library = library
         self.where = where
@@ -93,6 +99,7 @@ class Engine:
         self._rank = rank
         self._size = size
         self._active: list[MPIWork] = []
+        self._unfinished = unfinished
         self._testall = library.mpi.Request.Testall
         self._spins = _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS
         self._check_at = 0.0
@@ -110,29 +117,54 @@ class Engine:
         if not self.mpi_library.any_thread:
             self.mpi_library.check_thread(f"{self.where} {operation}:")
 
-    @contextlib.contextmanager
-    def calling(self, operation: Operation) -> Any:
-        """Around calls of MPI that issue an operation: one at a time where the library asks for it."""
+    def issue(self, operation: Operation, make: Callable[[], MPIWork], asynchronous: bool) -> MPIWork:
+        """Begins an operation, one at a time where the library asks for it, and returns its Work.
+
+        An error of MPI breaks the group, and so does a signal's handler that raises between the calls of MPI:
+        nobody knows which of them were made.
+
+        Args:
+            operation: what messages say about it.
+            make: makes its Work, once the group is known to be usable.
+            asynchronous: whether to return at once, and not when the operation is done.
+        """
         with self.lock:
             self.check_usable(operation)
+            work = make()
             try:
-                yield
+                work.begin()
+                self._active.append(work)
             except self.mpi_library.mpi.Exception as error:
-                raise self.failed(operation, error) from error
+                _abandoned.append(work)
+                raise self.failed(operation, error, work) from error
+            except BaseException:
+                _abandoned.append(work)
+                self._break_torn(work)
+                raise
+        self._see_to(work, asynchronous)
+        return work
 
-    def launch(self, work: MPIWork, asynchronous: bool) -> None:
-        """Takes an operation that was issued; waits for it unless ``asynchronous``."""
+    def carry_on(self, in_flight: _native.MpiInFlight) -> None:
+        """Waits for an operation that the core has begun and left unfinished."""
         with self.lock:
-            self._active.append(work)
+            work = self._take(in_flight)
             broken = self.cause is not None or self.ended
         if broken:  # since it was issued
             self._fail_all()
-        if asynchronous:
-            self.watch(work)
-        else:
-            work.wait()
+        self._see_to(work, asynchronous=False)
 
-    def watch(self, work: MPIWork) -> None:  # noqa: ARG002 - all are watched together
+    def _see_to(self, work: MPIWork, asynchronous: bool) -> None:
+        if asynchronous:
+            self.watch()
+            return
+        try:
+            work.wait()
+        except BaseException:
+            if not work.done:  # a signal's handler raised: it goes on
+                self.watch()
+            raise
+
+    def watch(self) -> None:
         """Lets the progress thread serve this group."""
         if self.mpi_library.any_thread:
             progress_thread.serve(self)
@@ -140,12 +172,25 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight."""
-        return not self._active
+        return not self._unfinished.operations and not self._active  # they go from the first to the second
 
     def earlier(self) -> list[MPIWork]:
         """Returns what is in flight now."""
         with self.lock:
+            self._take_unfinished()
             return list(self._active)
+
+    def _take_unfinished(self) -> None:
+        """Takes over what a call began and, interrupted by a signal, did not hand over; needs the lock."""
+        for in_flight in list(self._unfinished.operations):
+            self._take(in_flight)
+
+    def _take(self, in_flight: _native.MpiInFlight) -> MPIWork:
+        work = self._unfinished.work_of(self, in_flight)
+        self._active.append(work)  # before it goes from there, so that nobody finds the group idle
+        if in_flight in self._unfinished.operations:
+            self._unfinished.operations.remove(in_flight)
+        return work
 
     # ---- progress ------------------------------------------------------------------------------------------
 
@@ -192,7 +237,7 @@ class Engine:
 
     def progress(self) -> bool | None:
         """For the progress thread: returns whether anything ended, ``None`` where nothing is in flight."""
-        if not self._active:
+        if self.idle:
             return None
         ended = self._advance()
         oldest = next(iter(self._active[:1]), None)
@@ -208,6 +253,7 @@ class Engine:
             return None
         ended: list[MPIWork] = []
         try:
+            self._take_unfinished()
             ended = [work for work in self._active if work.done or self._has_ended(work)]
             if ended:
                 self._active = [work for work in self._active if not work.done]
@@ -226,6 +272,10 @@ class Engine:
             work.fail(self.failed(work.operation, error, work))
         except Exception as error:  # noqa: BLE001 - handed on: its own last step failed
             work.fail(error)
+        except BaseException:  # of a signal's handler
+            if work.torn:
+                self._break_torn(work)
+            raise
         return True
 
     # ---- failure -------------------------------------------------------------------------------------------
@@ -317,6 +367,14 @@ class Engine:
         self._break(found, work, elsewhere=lost is not None)
         return found
 
+    def _break_torn(self, work: MPIWork) -> None:
+        """Breaks the group, also for its peers, for an operation that a signal's handler tore."""
+        reason = abort_reason(f"was interrupted within its {work.operation.short}", self._rank)
+        self._liveness.publish_lost(Departure(self._rank, reason))
+        text = f"{self.where} {work.operation}: this rank {reason}"
+        about = work.operation.about
+        self._break(GroupAbortedError(text, self._rank, cause=reason.cause, **about), work)
+
     def _break(self, cause: DistError, first: MPIWork | None = None, *, elsewhere: bool = False) -> None:
         """Ends everything in flight with errors, and refuses what comes later.
 
@@ -334,6 +392,7 @@ class Engine:
 
     def _fail_all(self) -> None:
         with self.lock:
+            self._take_unfinished()
             failing, self._active = self._active, []
             for work in failing:
                 work.fail(self._error_of(work))
@@ -359,6 +418,7 @@ class Engine:
         """Fails, in a forked child, what is under way there, and leaves MPI alone."""
         self.lock = threading.RLock()  # nobody lets go of the parent's
         self.cause, self.ended = cause, True
+        self._take_unfinished()
         failing, self._active = self._active, []
         for work in failing:
             work.leave(self._error_of(work))

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-import collectives._native as _native
-from collectives.backends._shared.operation import Operation
-from collectives.backends._shared.tensor_memory import part_of
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import NativeExchange
-from collectives.backends.mpi.work import MPIWork
-from collectives.core.opcodes import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from collectives.core.profiling import profiler
-from collectives.core.recording.flight_record import BegunByCore, FlightRecord
 from collectives.core.work import COMPLETED, Work
-from collectives.errors import DistBackendError
 
-__all__ = ["FastPath", "check_length"]
-
-_NAMES = {kind: name for name, kind in _native.COLLECTIVES.items()}
-_SINGLE_NAMES = _NAMES | {
-    ALL_GATHER: "all_gather_into_tensor",
-    REDUCE_SCATTER: "reduce_scatter_tensor",
-    ALL_TO_ALL: "all_to_all_single",
-}
-
-
-def check_length(where: str, operation: Operation, got: int, nbytes: int) -> None:
-    """Raises a DistBackendError where a message is not as long as the tensor that received it."""
-    if got != nbytes:
-        raise DistBackendError(
-            f"{where} {operation}: the message has {got} bytes, but the tensor that receives it {nbytes}",
-            **operation.about,
-        )
+__all__ = ["FastPath"]
 
 
 class FastPath:
@@ -50,25 +25,13 @@ class FastPath:
         engine: the engine, for what takes long or fails.
         tags: the tags of users' messages.
         size: number of ranks.
-        record: the group's flight record.
-        timeout: tells the group's time limit.
     """
 
-    def __init__(
-        self,
-        native: NativeExchange,
-        engine: Engine,
-        tags: Tags,
-        size: int,
-        record: FlightRecord,
-        timeout: Callable[[], timedelta],
-    ) -> None:
+    def __init__(self, native: NativeExchange, engine: Engine, tags: Tags, size: int) -> None:
         self._native = native
         self._engine = engine
         self._tags = tags
         self._size = size
-        self._record = record
-        self._timeout = timeout
 
     def collective(
         self,
@@ -86,14 +49,15 @@ class FastPath:
             return None
         if profiler._is_profiler_enabled:
             return None
-        done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
-        if done is True or done is False:
-            return COMPLETED if done else None
-        name = (_NAMES if list_form else _SINGLE_NAMES)[opcode]
-        operation = Operation(self._record, name, done.number, [], self._timeout())
-        steps, keep = self._native.steps(done), (done, output, input)
-        recorded = BegunByCore(self._record, done)
-        self._await(MPIWork(engine, operation, [], steps, None, keep, recorded=recorded))
+        try:
+            done = self._native.fast_collective(opcode, output, input, reduce_op, root, list_form)
+            if done is False:
+                return None
+            if done is not True:
+                engine.carry_on(done)
+        except BaseException:
+            engine.watch()  # a signal's handler may have raised: the messages are under way
+            raise
         return COMPLETED
 
     def message(
@@ -111,26 +75,13 @@ class FastPath:
             or not (0 <= peer < self._size and 0 <= tag < self._tags.own)
         ):
             return None
-        done = self._native.fast_message(sends, tensor, peer, tag)
-        if done is True or done is False:
-            return COMPLETED if done else None
-        name, detail = ("send", "to") if sends else ("recv", "from")
-        about = f"{detail} rank {peer}, tag {tag}"
-        operation = Operation(self._record, name, done.number, [tensor], self._timeout(), about)
-
-        def check() -> None:
-            check_length(engine.where, operation, done.moved, part_of(tensor).nbytes)
-
-        steps, after, keep = self._native.steps(done), None if sends else check, (done, tensor)
-        recorded = BegunByCore(self._record, done)
-        self._await(
-            MPIWork(engine, operation, [], steps, after, keep, point_to_point=True, recorded=recorded)
-        )
-        return COMPLETED
-
-    def _await(self, work: MPIWork) -> None:
         try:
-            self._engine.launch(work, False)
-        except BaseException:  # a signal's, for one: the messages are under way
-            self._engine.watch(work)
+            done = self._native.fast_message(sends, tensor, peer, tag)
+            if done is False:
+                return None
+            if done is not True:
+                engine.carry_on(done)
+        except BaseException:
+            engine.watch()  # as above
             raise
+        return COMPLETED

@@ -20,13 +20,14 @@ from collectives.backends.mpi.communicators import make_communicators
 from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
 from collectives.backends.mpi.dispatch import Dispatcher
 from collectives.backends.mpi.engine import Engine
-from collectives.backends.mpi.fast_path import FastPath, check_length
+from collectives.backends.mpi.fast_path import FastPath
 from collectives.backends.mpi.libmpi import library
-from collectives.backends.mpi.messages.buffers import Buffers
+from collectives.backends.mpi.messages.buffers import Buffers, check_length
 from collectives.backends.mpi.messages.exchange import Arithmetic, MessageExchange, arithmetic_of, cut
 from collectives.backends.mpi.messages.tags import Tags
 from collectives.backends.mpi.native_exchange import MOST_RANKS, NativeExchange
-from collectives.backends.mpi.work import Steps
+from collectives.backends.mpi.unfinished import Unfinished
+from collectives.backends.mpi.work import Until
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES
@@ -121,10 +122,14 @@ class ProcessGroupMPI(ProcessGroup):
         largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
-        self._engine = Engine(self._library, liveness, store, self._rank, self._size, self.where())
-        messages = MessageExchange(self._own_communicator, self._buffers, self._rank, self._size, largest_tag)
-        self._operations = Operations(self.flight_record)
+        this = weakref.proxy(self)  # so that the group goes when it is let go of
+        unfinished = Unfinished(self.flight_record, mpi, lambda: this._timeout)
+        self._engine = Engine(
+            self._library, liveness, store, self._rank, self._size, self.where(), unfinished
+        )
         exchanges = itertools.count()
+        messages = MessageExchange(self._own_communicator, self._buffers, largest_tag, exchanges)
+        self._operations = Operations(self.flight_record)
         self._native = NativeExchange(
             self._library,
             self._own_communicator,
@@ -137,12 +142,10 @@ class ProcessGroupMPI(ProcessGroup):
             exchanges,
             self.flight_record.of_core,
             nanoseconds(self._timeout),
+            unfinished.operations,
         )
-        self._dispatcher = Dispatcher(self._engine, self._native, messages, exchanges, self._rank, self._size)
-        this = weakref.proxy(self)  # so that the group goes when it is let go of
-        fast_path = FastPath(
-            self._native, self._engine, self._tags, self._size, self.flight_record, lambda: this._timeout
-        )
+        self._dispatcher = Dispatcher(self._engine, self._native, messages, self._rank, self._size)
+        fast_path = FastPath(self._native, self._engine, self._tags, self._size)
         self.fast_collective = fast_path.collective  # type: ignore[method-assign]  # a call less
         self.fast_message = fast_path.message  # type: ignore[method-assign]
 
@@ -388,12 +391,8 @@ class ProcessGroupMPI(ProcessGroup):
     def _barrier(self, opts: BarrierOptions) -> Work:
         operation = self._operation("barrier", [], opts.timeout)
         earlier = [work for work in self._engine.earlier() if not work.point_to_point]
-
-        def after_these() -> Steps:
-            while any(not work.done for work in earlier):
-                yield []
-
-        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these(), opcode=_KINDS["barrier"])
+        after_these = Until(lambda: all(work.done for work in earlier))
+        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these, opcode=_KINDS["barrier"])
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 

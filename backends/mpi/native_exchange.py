@@ -20,9 +20,9 @@ import torch
 import collectives._native as _native
 from collectives.backends.mpi.libmpi import Library
 from collectives.backends.mpi.messages.exchange import CHUNK_BYTES
-from collectives.backends.mpi.work import Steps
+from collectives.backends.mpi.work import Steps, Until
 
-__all__ = ["MOST_RANKS", "NativeExchange"]
+__all__ = ["MOST_RANKS", "NativeExchange", "steps_of"]
 
 MOST_RANKS = 16
 """Up to here every rank sends small tensors to each other one; beyond, MPI's own collectives do."""
@@ -54,7 +54,6 @@ class NativeExchange:
         fast_message: the same for :meth:`collectives.ProcessGroup.fast_message`.
         serves: whether a collective goes over the wire as here, by its number in ``_native.COLLECTIVES``, the
             bytes of the whole tensor and those of an element; the same on all ranks.
-        issue: begins such a collective.
         set_timeout: sets the time limit that the flight record shows of what goes the fast way, in
             nanoseconds.
 
@@ -70,6 +69,7 @@ class NativeExchange:
         exchanges: gives the number of the next exchange, which is the same on all ranks.
         record: gets what goes the fast way.
         timeout_ns: see ``set_timeout``.
+        unfinished: gets what the fast calls have begun and not finished.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class NativeExchange:
         exchanges: Iterator[int],
         record: _native.OperationRecord,
         timeout_ns: int,
+        unfinished: list[_native.MpiInFlight],
     ) -> None:
         mpi = library.mpi
         # The extension was linked with the library, so that its own search for names finds the same one.
@@ -109,24 +110,43 @@ class NativeExchange:
             _SPINS_OVERSUBSCRIBED if library.oversubscribed else _SPINS,
             record,
             timeout_ns,
+            unfinished,
         )
         # Where calls of MPI must not meet, they are made under the engine's lock, which this has not.
         self.fast_collective = exchange.fast_collective if library.concurrent else _never
         self.fast_message = exchange.fast_message if library.concurrent else _never
         self.serves = exchange.serves
-        self.issue = exchange.issue
         self.set_timeout = exchange.set_timeout
-        self._error = mpi.Exception
+        self._issue = exchange.issue
+        self._mpi = mpi
 
-    def steps(self, in_flight: _native.MpiInFlight) -> Steps:
-        """Makes progress with an operation in flight; raises MPI's error."""
-        while True:
-            over = not in_flight.error and in_flight.advance()
-            if in_flight.error:
-                raise self._error(in_flight.error)
-            if over:
-                return
-            yield []
+    def steps(self, **what: Any) -> Steps:
+        """The stages of a collective; the first begins it.
+
+        Args:
+            **what: the collective, as ``_native.MpiFastPath.issue`` takes it.
+        """
+        begun: list[_native.MpiInFlight] = []
+
+        def is_over() -> bool:
+            if not begun:
+                begun.append(self._issue(**what))
+            return _is_over(begun[0], self._mpi)
+
+        return Until(is_over)
+
+
+def steps_of(in_flight: _native.MpiInFlight, mpi: Any) -> Steps:
+    """The stages of an operation that the core has begun."""
+    return Until(lambda: _is_over(in_flight, mpi))
+
+
+def _is_over(in_flight: _native.MpiInFlight, mpi: Any) -> bool:
+    """Moves it on; raises MPI's error."""
+    over = not in_flight.error and in_flight.advance()
+    if in_flight.error:
+        raise mpi.Exception(in_flight.error)
+    return over
 
 
 def _never(*_: object) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import GeneratorType
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,28 @@ from collectives.core.recording.flight_record import Recorded
 from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
-__all__ = ["MPIWork", "ProgressEngine", "Steps"]
+__all__ = ["MPIWork", "ProgressEngine", "Steps", "Until"]
 
 Steps = Iterator[list[Any]]
-"""Stages of an operation: yields requests to be completed first; an empty list asks to be called again."""
+"""Stages of an operation: yields requests to be completed first; an empty list asks to be called again.
+
+A generator cannot go on once the handler of a signal has raised within it; other iterators should.
+"""
+
+
+class Until:
+    """The stages of an operation that is over when a condition holds."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._condition():
+            raise StopIteration
+        return []
 
 
 class ProgressEngine(Protocol):
@@ -34,8 +53,8 @@ class ProgressEngine(Protocol):
     def poll(self, work: MPIWork) -> None:
         """Makes progress once, unless another thread does."""
 
-    def watch(self, work: MPIWork) -> None:
-        """Sees to it that the operation ends even if nobody waits for it."""
+    def watch(self) -> None:
+        """Sees to it that operations end even if nobody waits for them."""
 
 
 class MPIWork(Work):
@@ -44,8 +63,7 @@ class MPIWork(Work):
     Args:
         engine: the progress engine.
         operation: what messages say about it.
-        requests: the first requests.
-        steps: the stages after them.
+        steps: its stages; none has been begun.
         after: a last local step, such as writing a dense temporary back.
         keep: whatever must stay alive until the operation ends.
         status: MPI's status of a receive, which is one request.
@@ -80,8 +98,7 @@ class MPIWork(Work):
         self,
         engine: ProgressEngine,
         operation: Operation,
-        requests: list[Any],
-        steps: Steps | None = None,
+        steps: Steps,
         after: Callable[[], None] | None = None,
         keep: Sequence[Any] = (),
         status: Any = None,
@@ -92,8 +109,8 @@ class MPIWork(Work):
         self._engine = engine
         self._recorded = recorded or operation.begin()
         self.operation = operation
-        self.requests = requests
-        self._steps = steps
+        self.requests: list[Any] = []
+        self._steps: Steps | None = steps
         self._after = after
         self.keep = keep
         self._status = status
@@ -111,6 +128,11 @@ class MPIWork(Work):
 
     # ---- for the engine ------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begins the first stage; called once, before all others."""
+        if self._steps is not None:
+            self.requests = next(self._steps, [])
+
     def move(self, testall: Callable[..., bool]) -> bool:
         """Tests the requests and carries out the stages that may be; returns whether all is done."""
         while True:
@@ -118,7 +140,8 @@ class MPIWork(Work):
                 if self._status is None:
                     if not testall(self.requests):
                         return False
-                elif not self.requests[0].Test(self._status):  # it tells the class of an error
+                # It tells the class of an error. One that is over tells nothing more after an interruption.
+                elif self.requests[0] and not self.requests[0].Test(self._status):
                     return False
             if self._steps is None:
                 break
@@ -130,9 +153,14 @@ class MPIWork(Work):
             if not self.requests:
                 return False
         if self._after is not None:
-            after, self._after = self._after, None
-            after()
+            self._after()
+            self._after = None
         return True
+
+    @property
+    def torn(self) -> bool:
+        """Whether a signal's handler raised within a stage that cannot be taken up again."""
+        return isinstance(self._steps, GeneratorType) and self._steps.gi_frame is None
 
     def complete(self) -> None:
         """Ends the operation well."""
@@ -231,5 +259,5 @@ class MPIWork(Work):
         if done:
             self._hand_over(future)
         else:
-            self._engine.watch(self)
+            self._engine.watch()
         return future

@@ -1,11 +1,14 @@
-"""Memory as MPI takes it: address, number of elements and data type."""
+"""Memory as MPI takes it: address, number of elements and data type; and whether a message filled it."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-__all__ = ["Buffers"]
+from collectives.backends._shared.operation import Operation
+from collectives.errors import DistBackendError
+
+__all__ = ["Buffers", "check_length"]
 
 _MOST = 2**31 - 1
 """The largest number of elements that every MPI library takes; those before MPI 4 count in C's int."""
@@ -49,3 +52,12 @@ class Buffers:
         whole.Free()
         block.Free()
         return made
+
+
+def check_length(where: str, operation: Operation, got: int, nbytes: int) -> None:
+    """Raises a DistBackendError where a message is not as long as the tensor that received it."""
+    if got != nbytes:
+        raise DistBackendError(
+            f"{where} {operation}: the message has {got} bytes, but the tensor that receives it {nbytes}",
+            **operation.about,
+        )

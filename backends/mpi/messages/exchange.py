@@ -11,7 +11,7 @@ are under way at a time, so that the kernels find in the cache what has just arr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,9 @@ _WINDOW = 2
 """Chunks under way at a time."""
 
 _EXCHANGE, _PUBLISH, _STAGES = 0, 1, 2
+
+_abandoned: list[torch.Tensor] = []
+"""Memory into which MPI may still write, though nobody waits for it."""
 
 
 class Arithmetic(NamedTuple):
@@ -73,35 +76,36 @@ class MessageExchange:
     Args:
         communicator: MPI's, used for nothing else that has one of its tags.
         buffers: makes messages of memory.
-        rank: this process's rank.
-        size: number of ranks.
         largest_tag: the library's largest tag.
+        exchanges: gives the number of the next exchange, which is the same on all ranks.
     """
 
-    def __init__(self, communicator: Any, buffers: Buffers, rank: int, size: int, largest_tag: int) -> None:
+    def __init__(
+        self, communicator: Any, buffers: Buffers, largest_tag: int, exchanges: Iterator[int]
+    ) -> None:
         self._isend = communicator.Isend
         self._irecv = communicator.Irecv
         self._buffers = buffers
-        self._rank = rank
-        self._size = size
+        self._rank: int = communicator.Get_rank()
+        self._size: int = communicator.Get_size()
         self._numbers = largest_tag // _STAGES
+        self._exchanges = exchanges
         self._scratch: list[torch.Tensor] = []
 
-    def _tag(self, number: int, stage: int) -> int:
-        return number % self._numbers * _STAGES + stage
+    def _first_tag(self) -> int:
+        return next(self._exchanges) % self._numbers * _STAGES
 
-    def move(self, number: int, sent: Sequence[Part | None], received: Sequence[Part | None]) -> list[Any]:
-        """Sends a part to each rank and receives one from each; returns the requests.
+    def move(self, sent: Sequence[Part | None], received: Sequence[Part | None]) -> Steps:
+        """Sends a part to each rank and receives one from each.
 
         Args:
-            number: of the collective.
             sent: for each rank, what it gets; ``None`` or no bytes for nothing.
             received: for each rank, where to put what it sends; the own part is copied.
         """
         mine, place = sent[self._rank], received[self._rank]
         if mine is not None and place is not None and mine.address != place.address:
             _native.copy(place.address, mine.address, mine.nbytes)
-        return self._exchange(self._tag(number, _EXCHANGE), sent, received)
+        yield self._exchange(self._first_tag() + _EXCHANGE, sent, received)
 
     def _exchange(self, tag: int, sent: Sequence[Part | None], received: Sequence[Part | None]) -> list[Any]:
         """Returns the requests of messages with all other ranks, which begin with the next one of each."""
@@ -121,7 +125,6 @@ class MessageExchange:
 
     def reduce(
         self,
-        number: int,
         inputs: Sequence[Part],
         target: int,
         arithmetic: Arithmetic,
@@ -132,7 +135,6 @@ class MessageExchange:
         """Reduces every rank's parts: rank r gets part r, and hands it on where there are ``outputs``.
 
         Args:
-            number: of the collective.
             inputs: this rank's contributions to all parts.
             target: where this rank's part goes; may be its own input.
             arithmetic: what the kernels are told.
@@ -146,6 +148,7 @@ class MessageExchange:
         room = min(per, own.nbytes)
         scratch = self._take_scratch(_WINDOW * (size - 1) * room)
         begin_of_scratch = scratch.data_ptr()
+        tag = self._first_tag()
         published = bool(outputs) or root is not None
 
         def place_of(chunk: int, source: int) -> int:
@@ -160,7 +163,7 @@ class MessageExchange:
             mine = piece(own, chunk).nbytes
             received = [None if r == me else Part(place_of(chunk, r), mine) for r in range(size)]
             sent = [piece(part, chunk) for part in inputs]
-            return self._exchange(self._tag(number, _EXCHANGE), sent, received)
+            return self._exchange(tag + _EXCHANGE, sent, received)
 
         def combine(chunk: int) -> Part:
             mine = piece(own, chunk)
@@ -181,20 +184,24 @@ class MessageExchange:
             gets_all = root is None or root == me
             received = [piece(part, chunk) for part in outputs] if gets_all else [None] * size
             sent = [result if root is None or r == root else None for r in range(size)]
-            return self._exchange(self._tag(number, _PUBLISH), sent, received)
+            return self._exchange(tag + _PUBLISH, sent, received)
 
-        exchanges = [exchange(chunk) for chunk in range(min(_WINDOW, chunks))]
-        publications: list[Any] = []
-        for chunk in range(chunks):
-            yield exchanges[chunk]
-            result = combine(chunk)
-            exchanges[chunk] = []
-            if published:
-                publications += publish(chunk, result)
-            if chunk + _WINDOW < chunks:
-                exchanges.append(exchange(chunk + _WINDOW))
-        if publications:
-            yield publications
+        try:
+            exchanges = [exchange(chunk) for chunk in range(min(_WINDOW, chunks))]
+            publications: list[Any] = []
+            for chunk in range(chunks):
+                yield exchanges[chunk]
+                result = combine(chunk)
+                exchanges[chunk] = []
+                if published:
+                    publications += publish(chunk, result)
+                if chunk + _WINDOW < chunks:
+                    exchanges.append(exchange(chunk + _WINDOW))
+            if publications:
+                yield publications
+        except BaseException:  # it failed, or is let go of unfinished
+            _abandoned.append(scratch)
+            raise
         self._scratch.append(scratch)
 
     def _take_scratch(self, nbytes: int) -> torch.Tensor:

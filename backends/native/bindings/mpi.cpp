@@ -73,11 +73,28 @@ struct RecordedInFlight {
 // An operation in flight, with MPI's error code, for Python.
 struct InFlight {
   std::unique_ptr<MpiOperation> progress;
-  long number;  // of the operation, 0 where the caller counts
+  long number;      // of the operation, 0 where the caller counts
+  nb::object call;  // the tensors of a fast call, and what else Python needs to carry it on; null elsewhere
   std::optional<RecordedInFlight> recorded;
+  bool started = false;
   int error = kMpiSuccess;
 
-  InFlight(std::unique_ptr<MpiOperation> what, long of) : progress(std::move(what)), number(of) {}
+  InFlight(std::unique_ptr<MpiOperation> what, long of, nb::object how = {})
+      : progress(std::move(what)), number(of), call(std::move(how)) {}
+  InFlight(const InFlight&) = delete;
+  InFlight& operator=(const InFlight&) = delete;
+
+  // With the GIL held. MPI may still write into the memory of what is not done, which therefore stays.
+  ~InFlight() {
+    if (!started || progress->done()) return;
+    static_cast<void>(progress.release());
+    static_cast<void>(call.release());
+  }
+
+  void start() {
+    started = true;
+    error = progress->start();
+  }
 
   // Notes its end in the flight record, with the GIL held; `text` is why it failed, or empty.
   void end(const std::string& text) {
@@ -101,7 +118,7 @@ class MpiFastPath {
   MpiFastPath(const MpiLibrary& library, std::uintptr_t communicator, std::uintptr_t messages, int rank,
               int size, int largest_tag, nb::object operations, nb::object message_numbers,
               nb::object exchanges, const Limits& limits, int spins, std::shared_ptr<OperationRecord> record,
-              Nanoseconds timeout)
+              Nanoseconds timeout, nb::list unfinished)
       : library_(library),
         communicator_(communicator),
         messages_(messages),
@@ -114,7 +131,8 @@ class MpiFastPath {
         limits_(limits),
         spins_(spins),
         record_(std::move(record)),
-        timeout_(timeout) {
+        timeout_(timeout),
+        unfinished_(std::move(unfinished)) {
     make_messages(library, communicator);  // throws where the library is of no use
   }
 
@@ -122,7 +140,8 @@ class MpiFastPath {
   void set_timeout(Nanoseconds timeout) { timeout_ = timeout; }
 
   // True: done; false: the call does not qualify, or is too large; else the operation, which has failed or is
-  // in flight.
+  // in flight. It is in the list of unfinished ones as well, because a signal's handler may raise before the
+  // caller has it.
   nb::object fast_collective(std::uint8_t opcode, nb::handle output, nb::handle input, std::uint8_t op,
                              nb::handle root, bool listed) {
     std::optional<FastRequest> fast = fast_request(rank_, size_, opcode, output, input, op, root, listed);
@@ -131,7 +150,8 @@ class MpiFastPath {
     const long number = next_number(operations_);
     const BegunOperation begun =
         record_of(fast->request, static_cast<std::uint64_t>(number), timeout_, now_ns());
-    auto in_flight = make_in_flight(std::move(fast->request), number);
+    auto in_flight =
+        make_in_flight(std::move(fast->request), number, nb::make_tuple(opcode, listed, output, input));
     begin(*in_flight, record_->collectives, listed ? begun : single_form(begun), bytes);
     return answer(std::move(in_flight));
   }
@@ -147,12 +167,14 @@ class MpiFastPath {
         std::make_unique<MpiMessage>(make_messages(library_, messages_), sends, view->data, bytes, peer, tag);
     const MpiMessage& sent = *message;
     const long number = next_number(message_numbers_);
-    auto in_flight = std::make_shared<InFlight>(std::move(message), number);
+    auto in_flight =
+        std::make_shared<InFlight>(std::move(message), number, nb::make_tuple(sends, tensor, peer, tag));
     const Envelope envelope{
         .peer = peer, .tag = static_cast<std::uint32_t>(tag), .dtype = view->dtype, .bytes = bytes};
     begin(*in_flight, record_->messages,
           record_of(sends, envelope, static_cast<std::uint64_t>(number), timeout_, now_ns()), bytes);
-    if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes) return nb::cast(std::move(in_flight));
+    if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes)
+      return unfinished(std::move(in_flight));
     return answer(std::move(in_flight));
   }
 
@@ -171,7 +193,7 @@ class MpiFastPath {
     request.inputs = parts_from(inputs);
     auto in_flight = make_in_flight(std::move(request), 0);
     const nb::gil_scoped_release release;
-    in_flight->error = in_flight->progress->start();
+    in_flight->start();
     return in_flight;
   }
 
@@ -226,19 +248,25 @@ class MpiFastPath {
     return PyLong_AsLong(number.ptr());
   }
 
-  std::shared_ptr<InFlight> make_in_flight(Request request, long number) {
+  std::shared_ptr<InFlight> make_in_flight(Request request, long number, nb::object call = {}) {
     const auto tag = static_cast<int>(next_number(exchanges_) % tags_ * 2);
     auto collective = std::make_unique<MpiCollective>(make_messages(library_, communicator_), scratch_, rank_,
                                                       size_, std::move(request), tag, limits_.at_once);
-    return std::make_shared<InFlight>(std::move(collective), number);
+    return std::make_shared<InFlight>(std::move(collective), number, std::move(call));
   }
 
-  static nb::object answer(std::shared_ptr<InFlight> in_flight) {
+  nb::object answer(std::shared_ptr<InFlight> in_flight) {
     if (in_flight->error == kMpiSuccess && in_flight->progress->done()) {
       in_flight->end("");
       return nb::bool_(true);
     }
-    return nb::cast(std::move(in_flight));
+    return unfinished(std::move(in_flight));
+  }
+
+  nb::object unfinished(std::shared_ptr<InFlight> in_flight) {
+    nb::object left = nb::cast(std::move(in_flight));
+    unfinished_.append(left);
+    return left;
   }
 
   // Where it is not done at the return, whoever gets it notes its end.
@@ -254,7 +282,7 @@ class MpiFastPath {
 
   void start_and_test(InFlight& in_flight, std::size_t bytes) const {
     PythonInterrupt lock(release_for(bytes));
-    in_flight.error = in_flight.progress->start();
+    in_flight.start();
     for (int i = 0; i < spins_; ++i) {
       if (in_flight.completed()) return;
       if (i == kTestsWithLock) lock.blocks();
@@ -280,6 +308,7 @@ class MpiFastPath {
   const int spins_;
   const std::shared_ptr<OperationRecord> record_;  // written with the GIL held, by one thread at a time
   Nanoseconds timeout_;
+  nb::list unfinished_;
   const std::shared_ptr<MpiScratch> scratch_ = std::make_shared<MpiScratch>();
 };
 
@@ -297,6 +326,11 @@ void bind_mpi(nb::module_& module) {
                      const auto* message = dynamic_cast<const MpiMessage*>(in_flight.progress.get());
                      return message == nullptr ? 0 : message->moved();
                    })
+      .def_prop_ro("is_message",
+                   [](const InFlight& in_flight) {
+                     return dynamic_cast<const MpiMessage*>(in_flight.progress.get()) != nullptr;
+                   })
+      .def_ro("call", &InFlight::call)
       .def("end", &InFlight::end, nb::arg("error"))
       .def_ro("number", &InFlight::number)
       .def_ro("error", &InFlight::error);
@@ -310,19 +344,20 @@ void bind_mpi(nb::module_& module) {
              std::uintptr_t byte, int rank, int size, int largest_tag, nb::object operations,
              nb::object message_numbers, nb::object exchanges,
              std::tuple<std::size_t, std::size_t, int, std::size_t, std::size_t> limits, int spins,
-             const SharedRecord& shared, Nanoseconds timeout) {
+             const SharedRecord& shared, Nanoseconds timeout, nb::list unfinished) {
             const auto& [isend, irecv, test, testall, get_count] = functions;
             const auto& [handle_bytes, status_bytes] = bytes;
             const auto& [at_once, whole, most_ranks, chunk, local] = limits;
             new (self) MpiFastPath({isend, irecv, test, testall, get_count, handle_bytes, status_bytes, byte},
                                    communicator, messages, rank, size, largest_tag, std::move(operations),
                                    std::move(message_numbers), std::move(exchanges),
-                                   {at_once, whole, most_ranks, chunk, local}, spins, shared.record, timeout);
+                                   {at_once, whole, most_ranks, chunk, local}, spins, shared.record, timeout,
+                                   std::move(unfinished));
           },
           nb::arg("functions"), nb::arg("bytes"), nb::arg("communicator"), nb::arg("messages"),
           nb::arg("byte"), nb::arg("rank"), nb::arg("size"), nb::arg("largest_tag"), nb::arg("operations"),
           nb::arg("message_numbers"), nb::arg("exchanges"), nb::arg("limits"), nb::arg("spins"),
-          nb::arg("record"), nb::arg("timeout_ns"))
+          nb::arg("record"), nb::arg("timeout_ns"), nb::arg("unfinished"))
       .def("set_timeout", &MpiFastPath::set_timeout, nb::arg("timeout_ns"))
       .def("fast_collective", &MpiFastPath::fast_collective, nb::arg("opcode"),
            nb::arg("output").none() = nb::none(), nb::arg("input").none() = nb::none(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -278,47 +277,6 @@ def plain_messages(rank: int, size: int) -> None:
 
 def test_blocking_messages(mpi: Teams) -> None:
     mpi.run(plain_messages, 3, backend=None)
-
-
-def interrupted(rank: int, size: int) -> None:
-    """A signal ends rank 0's wait for a late rank; the all-reduce goes on, and the next one is right."""
-    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
-    store = current_store()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    dist.all_reduce(torch.ones(2))
-
-    def all_reduce_for(seconds: float) -> torch.Tensor:
-        x = torch.full((2,), float(size))
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # enough to begin, on a busy machine, too
-        with pytest.raises(KeyboardInterrupt):
-            dist.all_reduce(x)
-        return x
-
-    for turn, delay in enumerate((0.1, 0.4)):
-        if rank == 0:
-            before = signal.signal(signal.SIGALRM, interrupt)
-            try:
-                left = all_reduce_for(delay)
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-            store.set(f"interrupted{turn}", "x")
-        else:
-            store.wait([f"interrupted{turn}"])
-            dist.all_reduce(y := torch.ones(2))
-            assert y.tolist() == [size + 1.0] * 2
-        dist.all_reduce(y := torch.full((2,), rank + 1.0))
-        assert y.tolist() == [size * (size + 1) / 2] * 2
-        dist.barrier()  # comes after what was left
-        assert rank or left.tolist() == [size + 1.0] * 2
-    dist.destroy_process_group()
-
-
-def test_a_signal_during_a_small_all_reduce(mpi: Teams) -> None:
-    mpi.run(interrupted, 2, backend=None)
 
 
 LARGE = 2**31 + 5

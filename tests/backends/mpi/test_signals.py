@@ -1,0 +1,163 @@
+"""Signals whose handlers raise while a rank is within an operation of the mpi backend."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import current_store
+from mpi_team import Teams
+
+import collectives as dist
+
+
+def interrupted(rank: int, size: int) -> None:
+    """A signal ends rank 0's wait for a late rank; the all-reduce goes on, and the next one is right."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    store = current_store()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    dist.all_reduce(torch.ones(2))
+
+    def all_reduce_for(seconds: float) -> torch.Tensor:
+        x = torch.full((2,), float(size))
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # enough to begin, on a busy machine, too
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(x)
+        return x
+
+    for turn, delay in enumerate((0.1, 0.4)):
+        if rank == 0:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            try:
+                left = all_reduce_for(delay)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+            store.set(f"interrupted{turn}", "x")
+        else:
+            store.wait([f"interrupted{turn}"])
+            dist.all_reduce(y := torch.ones(2))
+            assert y.tolist() == [size + 1.0] * 2
+        dist.all_reduce(y := torch.full((2,), rank + 1.0))
+        assert y.tolist() == [size * (size + 1) / 2] * 2
+        dist.barrier()  # comes after what was left
+        assert rank or left.tolist() == [size + 1.0] * 2
+    dist.destroy_process_group()
+
+
+def test_a_signal_during_a_small_all_reduce(mpi: Teams) -> None:
+    mpi.run(interrupted, 2, backend=None)
+
+
+def all_reduce(x: torch.Tensor, rank: int) -> None:
+    dist.all_reduce(x)
+
+
+def message(x: torch.Tensor, rank: int) -> None:
+    if rank == 0:
+        dist.recv(x, 1)
+    else:
+        dist.send(x, 0)
+
+
+def interrupted_at_any_time(
+    rank: int, size: int, what: Callable[[torch.Tensor, int], None], name: str, result: float, turns: int
+) -> None:
+    """Whatever rank 0 has begun goes on, and the next operations are right."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    group = dist.group.WORLD
+    times = random.Random(rank)
+
+    def begun() -> float:
+        return group.stats().get(name, {"count": 0})["count"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    interrupted = 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(turns):
+            x = torch.full((64,), rank + 1.0)
+            if rank == 0:
+                earlier = begun()
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-5, 4e-3))
+                    what(x, rank)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    if begun() == earlier:
+                        what(x, rank)
+            else:
+                time.sleep(times.uniform(0, 4e-3))
+                what(x, rank)
+            dist.all_reduce(y := torch.full((2,), rank + 1.0))
+            assert y.tolist() == [3.0] * 2
+            dist.barrier()  # comes after what was left
+            if rank == 0:
+                assert x.tolist() == [result] * 64
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rank or interrupted > turns // 20
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "result"), [(all_reduce, "all_reduce", 3.0), (message, "recv", 2.0)]
+)
+def test_signals_at_any_time(
+    mpi: Teams, what: Callable[[torch.Tensor, int], None], name: str, result: float
+) -> None:
+    mpi.run(interrupted_at_any_time, 2, what, name, result, 200, backend=None)
+
+
+def interrupted_in_stages(rank: int, size: int, turns: int) -> None:
+    """A large reduction that is interrupted ends right, or with an error on all ranks."""
+    dist.init_process_group("mpi", store=current_store(), rank=rank, world_size=size)
+    times = random.Random(rank)
+    told: list[dist.GroupAbortedError] = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(turns):
+            group = dist.new_group()
+            x = torch.full((2 << 20,), rank + 1.0)
+            try:
+                try:
+                    if rank == 0:
+                        signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-4, 0.02))
+                    dist.all_reduce(x, group=group)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    if not group.stats():  # it was not begun
+                        dist.all_reduce(x, group=group)
+                dist.barrier(group=group)
+                assert x.eq(3.0).all()
+            except dist.GroupAbortedError as error:
+                told.append(error)
+            group.abort()
+            dist.barrier()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert {error.rank for error in told} <= {0}
+    for error in told:
+        assert re.search(r"was interrupted within its all_reduce #1, after KeyboardInterrupt", str(error))
+    dist.destroy_process_group()
+
+
+def test_signals_during_a_large_all_reduce(mpi: Teams) -> None:
+    mpi.run(interrupted_in_stages, 2, 20, backend=None)
