@@ -35,7 +35,7 @@ TESTED_THROUGH = {
         "parts of its group, which a job of MPI alone can make",
         (
             "communicators dispatch engine fast_path group libmpi native_exchange progress_thread "
-            "rendezvous work"
+            "rendezvous unfinished work"
         ),
     ),
     "backends/mpi/messages": (
