@@ -5,7 +5,6 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,6 +17,7 @@
 #include <system_error>
 #include <utility>
 
+#include "common/descriptor_limit.hpp"
 #include "store/protocol.hpp"
 
 namespace collectives::store {
@@ -37,9 +37,6 @@ constexpr std::uint64_t kWakeTag = 0;
 constexpr std::uint64_t kFirstListenerTag = 1;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
-
-// Descriptors that the server leaves to the application: a quarter, but not more than 128.
-rlim_t reserve(rlim_t limit) { return std::min<rlim_t>(limit / 4, 128); }
 
 }  // namespace
 
@@ -130,14 +127,12 @@ void Loop::accept_from(std::size_t listener) noexcept {
 // Returns the descriptor of a new connection, by a number below those that are left to the application; -1 if
 // there is none, and the client has been turned away. The system gives the lowest number that is free.
 int Loop::below_reserve(int fd) {
-  rlimit limit{};
-  static_cast<void>(::getrlimit(RLIMIT_NOFILE, &limit));
-  const rlim_t most = limit.rlim_cur - reserve(limit.rlim_cur);
-  if (static_cast<rlim_t>(fd) >= most && make_room()) {
+  const DescriptorLimit limit = descriptor_limit();
+  if (!limit.leaves_room(fd) && make_room()) {
     const int high = std::exchange(fd, descriptors_.open([fd] { return ::fcntl(fd, F_DUPFD_CLOEXEC, 0); }));
     descriptors_.close(high);
   }
-  if (fd < 0 || static_cast<rlim_t>(fd) < most) return fd;
+  if (fd < 0 || limit.leaves_room(fd)) return fd;
   std::array<char, 512> text{};
   const int size =
       admission_.asks_proof()  // who has proved nothing learns no numbers
@@ -146,8 +141,8 @@ int Loop::below_reserve(int fd) {
                 text.data(), text.size(),
                 "%s%zu clients are connected to the store's server, and its process may open %llu "
                 "descriptors, of which %llu are kept for other uses; raise `ulimit -n` where the server runs",
-                kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.rlim_cur),
-                static_cast<unsigned long long>(reserve(limit.rlim_cur)));
+                kTurnedAway, clients_.size(), static_cast<unsigned long long>(limit.all),
+                static_cast<unsigned long long>(limit.reserved));
   static_cast<void>(::send(fd, text.data(), static_cast<std::size_t>(size), MSG_NOSIGNAL | MSG_DONTWAIT));
   descriptors_.close(fd);
   return -1;

@@ -1,5 +1,6 @@
 #include "transport/connection_manager.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 #include <exception>
 #include <utility>
 
+#include "common/descriptor_limit.hpp"
 #include "memory/close_on_fork.hpp"
 #include "memory/event.hpp"
 #include "security/peer_process.hpp"
@@ -22,8 +24,10 @@ namespace {
 
 // A connection without a proof for this long comes from no rank of the group.
 constexpr Nanoseconds kProofLimit = 2 * kSecond;
-// Connections that may wait for their proof; the one that waited longest is dropped for the next.
+// Connections that may wait for their proof, where descriptors allow; the one that waited longest is dropped
+// for the next.
 constexpr std::size_t kMostPending = 256;
+constexpr int kAcceptsPerTurn = 64;  // whatever crowd comes, ranks are served in between
 // A rank's listener lives as long as its group, so where nobody listens the rank has gone. A connection may
 // be refused by chance for this long.
 constexpr Nanoseconds kRefusalLimit = 700 * kMillisecond;
@@ -297,7 +301,7 @@ void ConnectionManager::deliver(const Key& key, Descriptor socket) {
 void ConnectionManager::accept_connections(int listener) {
   for (const Listener& each : network_.listeners) {
     if (each.socket.get() != listener) continue;
-    for (;;) {
+    for (int i = 0; i < kAcceptsPerTurn; ++i) {
       Descriptor socket = accept_tcp(each.socket);
       if (!socket) {
         if (errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS) return;
@@ -312,11 +316,15 @@ void ConnectionManager::accept_connections(int listener) {
         return;
       }
       if (!may_speak_with(socket)) continue;
-      if (pending_connections_.size() >= kMostPending) {
+      const bool crowded =
+          pending_connections_.size() >= kMostPending || !descriptor_limit().leaves_room(socket.get());
+      if (crowded && !pending_connections_.empty()) {
         const auto oldest =
             std::min_element(pending_connections_.begin(), pending_connections_.end(),
                              [](auto& a, auto& b) { return a.second.deadline < b.second.deadline; });
         pending_connections_.erase(oldest);
+        // The number that is free now.
+        if (Descriptor lower(::fcntl(socket.get(), F_DUPFD_CLOEXEC, 0)); lower) socket = std::move(lower);
       }
       const int fd = socket.get();
       add(Source::pending, fd, EPOLLIN);

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
+import time
 
 import pytest
 import torch
 from harness import current_store, run_ranks
-from strangers import NOBODY, own_ports, visit
+from strangers import NOBODY, own_ports, silent_crowd, visit
 
 from collectives.backends.host import ProcessGroupHost
 
@@ -62,6 +64,42 @@ def test_a_stranger_learns_nothing_and_takes_no_slot() -> None:
 def test_without_a_secret_another_user_is_turned_away_at_once() -> None:
     got = run_ranks(_attacked, 2, NOBODY, placement="ab")[0]
     assert got == [b""] * 7
+
+
+DESCRIPTORS = 128
+CROWD = 200
+
+
+def _crowded(rank: int, size: int) -> int:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, limits[1]))
+    store = current_store()
+    group = ProcessGroupHost(store, rank, size)
+    most = 0
+    try:
+        if rank == 0:
+            (port,) = own_ports()
+            with silent_crowd(port, CROWD):
+                end = time.monotonic() + 1.0  # within the 2 s that a stranger may stay
+                while time.monotonic() < end:
+                    most = max(most, os.open("/dev/null", os.O_RDONLY))
+                    os.close(most)
+                    time.sleep(0.01)
+                store.set("crowded", b"")
+                group.recv(torch.empty(3), 1).wait()  # on a connection that is made meanwhile
+        else:
+            store.wait(["crowded"])
+            group.send(torch.ones(3), 0).wait()
+        group.barrier().wait()
+    finally:
+        group.shutdown()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return most
+
+
+def test_strangers_leave_descriptors_to_the_application() -> None:
+    most = run_ranks(_crowded, 2, placement="ab", env={"COLLECTIVES_SECRET": SECRET})[0]
+    assert 0 < most <= DESCRIPTORS * 3 // 4
 
 
 def _keys_after_forming(rank: int, size: int) -> list[str]:
