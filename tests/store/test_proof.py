@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
+import no_sock_diag
 import pytest
 import torch.distributed as dist
 from store_pairs import LONG
@@ -266,6 +267,22 @@ class TestWithoutSecret:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert not server.check(["evil"])
+
+    @pytest.mark.full
+    @pytest.mark.skipif(not no_sock_diag.AVAILABLE, reason="needs the numbers of system calls here")
+    @pytest.mark.parametrize("host", ["127.0.0.1", "::1", socket.gethostname()])
+    def test_users_are_told_apart_without_sock_diag(self, host: str) -> None:
+        """The name of the machine stands for a socket of IPv6 that may speak IPv4."""
+        with store_server() as server:
+            assert server.evaluate("__import__('no_sock_diag').refuse_sock_diag()") == "None"
+            arguments = "timeout=__import__('datetime').timedelta(seconds=10)"
+            make = f"globals().update(own=TCPStore({host!r}, 0, is_master=True, {arguments}))"
+            assert server.evaluate(make) == "None"
+            assert server.evaluate(f"TCPStore({host!r}, own.port, {arguments}).add('count', 1)") == "1"
+            if os.geteuid() == 0:
+                port = int(server.evaluate("own.port"))
+                assert visit(port, VALIDATE_AND_PING, host=host, user=NOBODY) == [b""]
+                assert visit(port, VALIDATE_AND_PING + b"?", host=host) == [PONG]
 
     def test_a_server_on_another_machine_is_refused_with_a_line_to_copy(self) -> None:
         with pytest.raises(

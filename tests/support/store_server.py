@@ -55,7 +55,7 @@ def store_server(**environment):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | environment,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environment,
     ) as process:
         try:
             yield StoreServer(process)

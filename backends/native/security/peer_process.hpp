@@ -9,7 +9,8 @@ enum class PeerProcess {
   elsewhere,  // on another machine or in another network namespace; or the connection has ended
 };
 
-// As the kernel says (sock_diag(7)). For a connection that both ends have taken.
+// As the kernel says: sock_diag(7), or /proc/net where there is none. For a connection that both ends have
+// taken.
 PeerProcess peer_process(int socket);
 
 }  // namespace collectives
