@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from collectives.errors import DistStoreError
 from collectives.secret import SECRET, derived_key
 
-__all__ = ["Checked", "demand", "fields", "read", "written"]
+__all__ = ["Checked", "as_bytes", "as_text", "demand", "fields", "read", "written"]
 
 Checked = dict[str, Any]
 """A record whose fields have been checked."""
@@ -75,6 +75,17 @@ def fields(record: Any, **kinds: type) -> Checked:
     for name, kind in kinds.items():
         demand(type(record.get(name)) is kind, f"{name} = {record.get(name)!r}")
     return {name: record[name] for name in kinds}
+
+
+def as_text(record: Any) -> str:
+    """Returns a record that is a text."""
+    demand(isinstance(record, str), f"{record!r} instead of a text")
+    return str(record)
+
+
+def as_bytes(record: Any) -> bytes:
+    """Returns bytes that were written as a text of hexadecimal digits."""
+    return bytes.fromhex(as_text(record))
 
 
 def demand(true: bool, found: str) -> None:

@@ -41,6 +41,7 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
+from collectives.store.records import as_text, read, written
 
 __all__ = ["Engine"]
 
@@ -306,7 +307,8 @@ class Engine:
 
     def _publish_waiting(self, work: MPIWork) -> None:
         with contextlib.suppress(Exception):
-            self._store.set(f"waiting/{self._rank}", work.operation.short)
+            key = f"waiting/{self._rank}"
+            self._store.set(key, written(work.operation.short, key))
 
     def _expire(self, work: MPIWork) -> None:
         operation = work.operation
@@ -328,10 +330,10 @@ class Engine:
         waiting: dict[int, str] = {}
         try:
             for rank in others:
-                if self._store.check([f"waiting/{rank}"]):
-                    waiting[rank] = self._store.get(f"waiting/{rank}").decode()
-        except Exception:  # noqa: BLE001 - the store went with a rank
-            return [], "The group's store does not answer, so that nothing is known of the other ranks"
+                if self._store.check([key := f"waiting/{rank}"]):
+                    waiting[rank] = read(self._store.get(key), key, as_text)
+        except Exception as error:  # noqa: BLE001 - the store went with a rank, or somebody else writes to it
+            return [], f"Nothing is known of the other ranks, as the group's store does not say: {error}"
         known = [f"rank {rank} waited last in {name}" for rank, name in waiting.items()]
         if silent := [rank for rank in others if rank not in waiting]:
             known.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "

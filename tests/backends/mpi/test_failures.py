@@ -65,6 +65,25 @@ def late_rank(group: ProcessGroup) -> None:
     current_store().set(f"told{group.rank()}", "x")
 
 
+def forged_waiting(group: ProcessGroup) -> None:
+    """Somebody says in the store that the late rank waits, too."""
+    group.allreduce(torch.ones(3)).wait()
+    group.set_timeout(timedelta(seconds=1))
+    gate("ready", group)
+    if group.rank() == 0:
+        group.get_group_store().set("mpi/waiting/1", "all_reduce #2")
+        secret = {"COLLECTIVES_SECRET": "a secret that all ranks of this job share"}
+        with mock.patch.dict(os.environ, secret), pytest.raises(CollectiveTimeoutError) as info:
+            group.allreduce(torch.ones(100_000)).wait()
+        assert "'waiting/1' is not proved by this process's job secret" in str(info.value), info.value
+    gate("over", group)
+
+
+@pytest.mark.full
+def test_nobody_else_says_what_a_rank_waits_in(mpi: Teams) -> None:
+    mpi.run_alone(forged_waiting, 2)
+
+
 @pytest.mark.full
 def test_a_late_rank_is_named(mpi: Teams) -> None:
     mpi.run_alone(late_rank, 3)
