@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
-from collectives.store.records import demand, read, written
+from collectives.store.records import as_text, demand, read, written
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["join_group"]
@@ -79,12 +79,6 @@ def _request(record: Any) -> tuple[int, str]:
     return record[0], record[1]
 
 
-def _text(record: Any) -> str:
-    """Checks how a member's request differs; empty where it does not."""
-    demand(isinstance(record, str), f"{record!r}")
-    return str(record)
-
-
 def _conflict(store: Any, key: str, rank: int, request: str) -> str:
     """Returns how this rank's request differs from that of the first rank, if it does."""
     mine = written([rank, request], key)
@@ -133,5 +127,5 @@ def _wait_for_members(
         text = f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}"
         raise DistStoreError(text, absent[0] if absent else -1, missing_ranks=absent)
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
-    conflicts = [read(value, k, _text) for k, value in zip(keys, values, strict=True)]
+    conflicts = [read(value, k, as_text) for k, value in zip(keys, values, strict=True)]
     return next(filter(None, conflicts), "")

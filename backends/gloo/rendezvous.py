@@ -9,8 +9,37 @@ import torch.distributed as torch_distributed
 from collectives.backends.gloo.options import connects_on_demand
 from collectives.errors import DistBackendError
 from collectives.registry.backends import GroupOptions
+from collectives.store.prefix import PrefixStore
+from collectives.store.records import as_bytes, as_text, read, written
 
 __all__ = ["connect"]
+
+
+class _ProvedStore(PrefixStore):
+    """A part of a store in which every value carries a proof where the job has a secret.
+
+    Gloo writes addresses into it. It has no other way to find out whose they are.
+    """
+
+    def has_extended_api(self) -> bool:
+        """Returns that several keys are several requests."""
+        return False
+
+    def _set(self, key: str, value: bytes) -> None:
+        super()._set(key, written(value.hex(), self._key(key)).encode())
+
+    def _get(self, key: str, limit: float) -> bytes:
+        return read(super()._get(key, limit), self._key(key), as_bytes)
+
+    def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
+        return [self._get(key, limit) for key in keys]
+
+    def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
+        for key, value in pairs:
+            self._set(key, value)
+
+    def _clone(self) -> PrefixStore:
+        return _ProvedStore(self._prefix, self._store.clone())
 
 
 def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any:
@@ -25,7 +54,7 @@ def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any
     Raises:
         DistBackendError: the ranks could not be connected, or differ in the number of devices.
     """
-    store: Any = torch_distributed.PrefixStore("gloo", options.store)  # type: ignore[attr-defined]
+    store = _ProvedStore("gloo", options.store)
     try:
         _agree_on_devices(options, devices)
         if connects_on_demand():
@@ -77,17 +106,17 @@ def _exchange(options: GroupOptions, subject: str, value: str) -> list[str]:
     Raises:
         RuntimeError: a rank did not come.
     """
-    store = _publish(options, subject, value)
-    ranks = [str(rank) for rank in range(options.size)]
-    store.wait(ranks, options.timeout)
-    return [store.get(rank).decode() for rank in ranks]
+    _publish(options, subject, value)
+    keys = [f"{subject}/{rank}" for rank in range(options.size)]
+    store: Any = options.store
+    store.wait(keys, options.timeout)
+    return [read(store.get(key), key, as_text) for key in keys]
 
 
-def _publish(options: GroupOptions, subject: str, value: str) -> Any:
-    """Says something on a subject; returns the store where every rank does so, under its number."""
-    store: Any = torch_distributed.PrefixStore(subject, options.store)  # type: ignore[attr-defined]
-    store.set(str(options.rank), value)
-    return store
+def _publish(options: GroupOptions, subject: str, value: str) -> None:
+    """Says something on a subject, under this rank's number."""
+    key = f"{subject}/{options.rank}"
+    options.store.set(key, written(value, key))  # type: ignore[attr-defined]
 
 
 def _agree_on_devices(options: GroupOptions, count: int) -> None:

@@ -46,7 +46,7 @@ from collectives.errors import (
 )
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
-from collectives.store.records import Checked, read, written
+from collectives.store.records import Checked, as_text, read, written
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys
 
@@ -179,7 +179,7 @@ class _Attempt:
         if members[0] != self.rank:
             key = self._key("leader", members[0])
             self._await([key], members[:1], "did not publish its address")
-            membership = self._join(members[0], self._get(key, records.socket_address))
+            membership = self._join(members[0], self._get(key, as_text))
             if membership is not None:
                 return membership
             self._set(self._key("apart", self.rank), True)

@@ -16,7 +16,6 @@ __all__ = [
     "location",
     "names",
     "plan",
-    "socket_address",
 ]
 
 _KEY = re.compile("([0-9a-f]{64})?")
@@ -28,12 +27,6 @@ def invitation(record: Any) -> Checked:
     if isinstance(record, dict) and "failed" in record:
         return {"failed": failure(record["failed"])}
     return fields(record, place=str, system=str, address=str)
-
-
-def socket_address(record: Any) -> str:
-    """Checks the address of a leader's unix socket."""
-    demand(isinstance(record, str), f"the address {record!r}")
-    return str(record)
 
 
 def location(record: Any) -> Checked:

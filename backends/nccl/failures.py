@@ -29,6 +29,7 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
+from collectives.store.records import as_text, read, written
 
 __all__ = ["Failures"]
 
@@ -63,7 +64,7 @@ class Failures:
         ending: Callable[[DistError], AbstractContextManager[None]],
     ) -> None:
         prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
-        self._store = prefix("waiting", store)
+        self._store = store
         self._liveness = Liveness(prefix("liveness", store), rank, size)
         self._rank = rank
         self._size = size
@@ -141,7 +142,8 @@ class Failures:
     def publish_waiting(self, pending: PendingOperation | None) -> None:
         """Tells the others which operation of this rank is slow, or that none is any more."""
         with contextlib.suppress(Exception):
-            self._store.set(str(self._rank), "" if pending is None else str(pending.operation))
+            key = f"waiting/{self._rank}"
+            self._store.set(key, written("" if pending is None else str(pending.operation), key))
 
     def check_peers(self, pending: PendingOperation | None, needed: Collection[int]) -> None:
         """Breaks the group if another rank is gone or has given up.
@@ -182,8 +184,8 @@ class Failures:
                 continue
             text = ""
             with contextlib.suppress(Exception):
-                if self._store.check([str(rank)]):
-                    text = self._store.get(str(rank)).decode()
+                if self._store.check([key := f"waiting/{rank}"]):
+                    text = read(self._store.get(key), key, as_text)
             if tells and text.partition(" (")[0] != operation.short:
                 missing.append(rank)
             lines.append(

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.store.records import as_bytes, as_text, demand, read, written
 
 __all__ = ["Rendezvous"]
 
@@ -53,6 +54,7 @@ class Rendezvous:
         Raises:
             CollectiveTimeoutError: ranks did not come in time; names them.
             DistBackendError: the first rank could not make the value.
+            DistStoreError: somebody else wrote it, as far as the job's secret tells.
         """
         if self._rank == ranks[0]:
             self._publish(key, what, make)
@@ -61,19 +63,21 @@ class Rendezvous:
             self._store.set(f"{key}/complete", b"1")
         else:
             self._wait(key, ranks, what, limit)
-        value = bytes(self._store.get(f"{key}/value"))
-        if value[:1] == b"!":
+        made, why = read(self._store.get(f"{key}/value"), f"{key}/value", _made)
+        if why:
             raise DistBackendError(
-                f"{self._where} {what}: rank {ranks[0]} could not begin it: {value[1:].decode()}",
-                ranks[0],
+                f"{self._where} {what}: rank {ranks[0]} could not begin it: {why}", ranks[0]
             )
-        return value[1:]
+        return made
 
     def _publish(self, key: str, what: str, make: Callable[[], bytes]) -> None:
+        def publish(made: bytes, why: str) -> None:
+            self._store.set(f"{key}/value", written([made.hex(), why], f"{key}/value"))
+
         try:
-            self._store.set(f"{key}/value", b"=" + make())
+            publish(make(), "")
         except Exception as error:
-            self._store.set(f"{key}/value", b"!" + str(error).encode())
+            publish(b"", str(error) or type(error).__name__)
             self._store.set(f"{key}/complete", b"1")
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
@@ -98,6 +102,12 @@ class Rendezvous:
                     )
             time.sleep(seconds)
             seconds = min(seconds * 1.5, _LONGEST_PAUSE)
+
+
+def _made(record: Any) -> tuple[bytes, str]:
+    """Checks what the first rank has made, and why it could not."""
+    demand(isinstance(record, list) and len(record) == 2, f"{record!r}")
+    return as_bytes(record[0]), as_text(record[1])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from store_pairs import LONG
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, world_rendezvous
 from collectives.store.group_rendezvous import join_group
-from collectives.store.records import fields, read, written
+from collectives.store.records import as_bytes, as_text, fields, read, written
 from collectives.store.world_rendezvous import join_world
 
 SECRET = "a secret that all processes of this job share"
@@ -51,6 +51,14 @@ def test_with_a_secret_a_record_carries_a_proof_for_its_key(monkeypatch: pytest.
     monkeypatch.delenv("COLLECTIVES_SECRET")
     with pytest.raises(DistStoreError, match="not proved"):
         read(record, "key", check)
+
+
+def test_texts_and_bytes_are_checked() -> None:
+    assert read(written(b"\0\xff".hex(), "key").encode(), "key", as_bytes) == b"\0\xff"
+    assert read(written("\u00e4", "key").encode(), "key", as_text) == "\u00e4"
+    for check, value in ((as_text, b"5"), (as_bytes, b'"0"'), (as_bytes, b'"no"'), (as_bytes, b"[]")):
+        with pytest.raises(DistStoreError, match="something unusable under 'key'"):
+            read(value, "key", check)
 
 
 def join_on_threads(store: HashStore, size: int) -> list[Any]:

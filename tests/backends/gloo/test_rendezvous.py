@@ -72,3 +72,41 @@ def test_a_rank_that_cannot_connect_tells_those_who_are_connected() -> None:
         if "rank 1 failed with: the address cannot be read" in first + third:
             return
     pytest.fail("no rank was told")
+
+
+class ForgedStore(HashStore):
+    """Has under one key what another rank wrote under its own, as somebody could put it there."""
+
+    def __init__(self, forged: str, source: str) -> None:
+        super().__init__()
+        self.forged = forged
+        self.source = source
+
+    def get(self, key: str) -> bytes:
+        if not key.endswith(self.forged):
+            return super().get(key)
+        source = key.removesuffix(self.forged) + self.source
+        self.wait([source])
+        return super().get(source)
+
+
+@pytest.mark.parametrize(
+    ("forged", "source"),
+    [("gloo/0/0", "gloo/0/1"), ("devices/0", "devices/1"), ("connected/0", "connected/1")],
+)
+def test_with_a_secret_only_ranks_say_where_they_are(
+    forged: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLECTIVES_SECRET", "a secret that all ranks of this job share")
+    store = ForgedStore(forged, source)
+
+    def join(rank: int) -> str:
+        options = GroupOptions(store, rank, 3, timedelta(seconds=1), group_name="misled")
+        try:
+            create_group("gloo", options).shutdown()
+        except DistBackendError as error:
+            return str(error)
+        return "joined"
+
+    told = on_threads(join)
+    assert any(f"{forged}' is not proved by this process's job secret" in text for text in told), told

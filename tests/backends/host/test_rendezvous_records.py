@@ -35,7 +35,6 @@ def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], recor
     [
         (records.invitation, [], r"\[\] instead of a record"),
         (records.invitation, {"place": "here", "system": "this"}, "address = None"),
-        (records.socket_address, 5, "the address 5"),
         (plan, {**PLAN, "machines": [[0, 2], [1, 2]]}, r"ranks \[0, 1, 2, 2\] in a group of 3"),
         (plan, {**PLAN, "machines": [[0, 2]]}, r"ranks \[0, 2\] in a group of 3"),
         (plan, {**PLAN, "machines": [[0, 2], [-1]]}, "rank -1"),
