@@ -53,6 +53,9 @@ def error_of(record: Any) -> DistError:
     found = fields(record, kind=str, text=str, rank=int, missing_ranks=list, operation=str, sequence=int)
     kind, text = found.pop("kind"), found.pop("text")
     demand(kind in _KINDS, f"an error of the class {kind!r}")
-    demand(all(type(rank) is int for rank in found["missing_ranks"]), "missing ranks that are no numbers")
+    # As numbers that the C++ core has room for.
+    ranks = [found["rank"], *found["missing_ranks"]]
+    demand(all(type(rank) is int and -1 <= rank < 2**31 for rank in ranks), f"the ranks {ranks}")
+    demand(-1 <= found["sequence"] < 2**63, f"the sequence number {found['sequence']}")
     cause = record.get("cause")
     return _KINDS[kind](text, **found, cause=None if cause is None else error_of(cause))
