@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,7 +31,8 @@ from collectives.bench.paper.cells import Cell, Place
 from collectives.cli import CommandError, mpi_job
 from collectives.ddp.default_group import resolve_group
 from collectives.ranks.mpirun import start_ranks
-from collectives.ranks.processes import RankProcesses, commands
+from collectives.ranks.processes import RankFailedError, RankProcesses, commands
+from collectives.secret import provided
 from collectives.store import PrefixStore
 
 __all__ = ["LaunchedTeam", "LocalTeam", "Team", "launched_ranks"]
@@ -104,6 +106,7 @@ class LocalTeam(Team):
     ) -> None:
         super().__init__()
         try:
+            self._stack.enter_context(provided())
             host = LOCALHOST
             namespaces: tuple[str, ...] = ()
             if machines > 1:
@@ -168,26 +171,50 @@ class LaunchedTeam(Team):
         DEVICES[device].take(place, count)
         self.leads = rank == 0
         self._size = size
+        self._failed = False
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None and collectives.is_initialized():
+            resolve_group(None).abort()  # else the others would wait for this rank's next word
+            self._failed = True
+        super().__exit__(*error)
 
     def _ask(self, order: _Order) -> list[Any]:
         """Returns the answers of all ranks, this one's too."""
-        collectives.broadcast_object_list([order], src=0)
-        answers: list[Any] = [None] * self._size
-        collectives.gather_object(_carry_out(order), answers, dst=0)
+        with self._naming_the_rank():
+            collectives.broadcast_object_list([order], src=0)
+            answers: list[Any] = [None] * self._size
+            collectives.gather_object(_carry_out(order), answers, dst=0)
         return answers
 
     def follow(self) -> None:
-        """Measures what the leader asks for, until it closes."""
+        """Measures what the leader asks for, until it closes.
+
+        Raises:
+            RankFailedError: this rank failed, or another did.
+        """
         while True:
             told: list[Any] = [None]
-            collectives.broadcast_object_list(told, src=0)
-            if told[0] is None:
-                return
-            collectives.gather_object(_carry_out(told[0]), None, dst=0)
+            with self._naming_the_rank():
+                collectives.broadcast_object_list(told, src=0)
+                if told[0] is None:
+                    return
+                collectives.gather_object(_carry_out(told[0]), None, dst=0)
+
+    @contextmanager
+    def _naming_the_rank(self) -> Iterator[None]:
+        """Context that tells errors as those of this rank; those that another rank caused in a line."""
+        rank = collectives.get_rank()
+        try:
+            yield
+        except (collectives.GroupAbortedError, collectives.PeerLostError) as error:
+            raise RankFailedError(f"rank {rank} ended with another: {error}", rank) from error
+        except Exception as error:
+            raise RankFailedError(f"rank {rank} failed:\n\n{traceback.format_exc()}", rank) from error
 
     def close(self) -> None:
-        """Ends the world; the leader tells the others first."""
-        if self.leads:
+        """Ends the world; the leader tells the others first, unless it failed."""
+        if self.leads and not self._failed:
             collectives.broadcast_object_list([None], src=0)
         _leave()
         super().close()
@@ -253,7 +280,13 @@ def _groups(names: Sequence[str], members: list[int]) -> Iterator[list[Any]]:
     """Context with groups of some ranks; called by all ranks."""
     made = [_torch_group(name, members) if name.startswith(PREFIX) else new_group(name, members)
             for name in names]  # fmt: skip
-    yield made
+    try:
+        yield made
+    except BaseException:  # the others of the cell are told at once, and not by their time limit
+        for group in made:
+            with suppress(Exception):
+                group.abort()
+        raise
     if collectives.get_rank() in members:
         for name, group in zip(names, made, strict=True):
             (torch_dist if name.startswith(PREFIX) else collectives).destroy_process_group(group)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser(words).parse_args(words)
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        with provided():  # the ranks that it starts are of one job
+        # The ranks that it starts are of one job; those of a launcher would each have another secret.
+        with nullcontext() if arguments.every_rank else provided():
             status: int = arguments.run(arguments) if _takes_part(arguments) else 0
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -235,10 +235,12 @@ def test_under_mpirun(tmp_path):
     check_launched(done, tmp_path)
 
 
-@pytest.mark.full
-def test_under_srun(tmp_path):
-    """Of Slurm there is only what ``srun`` tells its processes, and ``scontrol`` which nodes there are."""
-    bin_folder = tmp_path / "bin"
+def run_steps(command, folder):
+    """Runs a command as two processes of ``srun``; returns what they print, and their statuses.
+
+    Of Slurm there is only what ``srun`` tells its processes, and ``scontrol`` which nodes there are.
+    """
+    bin_folder = folder / "bin"
     bin_folder.mkdir()
     scontrol = bin_folder / "scontrol"
     scontrol.write_text("#!/bin/sh\necho localhost\n")
@@ -252,17 +254,55 @@ def test_under_srun(tmp_path):
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "collectives", *WORDS, "--json", str(tmp_path)],
+            command,
             env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate() for process in started]
-    assert started[1].returncode == 0, outputs[1]
-    done = subprocess.CompletedProcess(
-        [], started[0].returncode, outputs[0][0] + outputs[1][0], outputs[0][1]
-    )
-    check_launched(done, tmp_path)
+    outputs = [process.communicate()[0] for process in started]
+    return outputs, [process.returncode for process in started]
+
+
+@pytest.mark.full
+def test_under_srun(tmp_path):
+    command = [sys.executable, "-m", "collectives", *WORDS, "--json", str(tmp_path)]
+    outputs, statuses = run_steps(command, tmp_path)
+    assert statuses[1] == 0, outputs
+    check_launched(subprocess.CompletedProcess(command, statuses[0], "".join(outputs), ""), tmp_path)
+
+
+FAILING = """
+import sys
+
+from collectives.bench.paper.iterations import Iterations
+from collectives.cli import main
+
+measure = Iterations.measure
+
+
+def failing(cell, place, budget_s):
+    if place.rank == int(sys.argv[1]):
+        raise ValueError("no samples today")
+    return measure(cell, place, budget_s)
+
+
+Iterations.measure = failing
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_ends_the_others(failing, tmp_path):
+    """The others hear of it; they do not wait until the time limit of an operation is over."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    command = [sys.executable, str(script), str(failing), *WORDS]
+    outputs, statuses = run_steps(command, tmp_path)
+    assert statuses == [1, 1], outputs
+    assert "ValueError: no samples today" in outputs[failing]
+    assert f"rank {1 - failing} ended with another" in outputs[1 - failing]
+    assert "CollectiveTimeoutError" not in "".join(outputs)
