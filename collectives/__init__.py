@@ -158,6 +158,7 @@ if TYPE_CHECKING:
     from collectives.backends.nccl import ProcessGroupNCCL
     from collectives.ranks.launching import launch
     from collectives.ranks.processes import RankFailedError
+    from collectives.torch_bridge.shared_world import register_world_with_torch
 else:
     _LOADED_ON_DEMAND = {
         "ProcessGroupGloo": "collectives.backends.gloo",
@@ -165,6 +166,7 @@ else:
         "ProcessGroupNCCL": "collectives.backends.nccl",
         "RankFailedError": "collectives.ranks.processes",
         "launch": "collectives.ranks.launching",
+        "register_world_with_torch": "collectives.torch_bridge.shared_world",
     }
 
     def __getattr__(name: str) -> object:
@@ -284,6 +286,7 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
+    "register_world_with_torch",
     "rendezvous",
     "scatter",
     "scatter_object_list",

@@ -23,8 +23,9 @@ def init_device_mesh(
     """Makes torch's mesh over the world of ``torch.distributed``; called by all ranks, and blocks for them.
 
     A mesh looks its groups up in ``torch.distributed``. So the program begins with
-    ``torch.distributed.init_process_group("collectives")``; the functions of this package take the groups of
-    that world, too.
+    ``torch.distributed.init_process_group("collectives")``, or tells torch of its world by
+    :func:`collectives.register_world_with_torch`; the functions of this package take the groups of that
+    world, too.
 
     Args:
         device_type: type of the devices, such as ``"cpu"``.
@@ -39,7 +40,7 @@ def init_device_mesh(
         ValueError: the default group of ``torch.distributed`` is none of this package.
     """
     if not torch.distributed.is_initialized():
-        _refuse("which is not initialised", "first")
+        _refuse("which is not initialised", "first, or collectives.register_world_with_torch()")
     if group_behind(torch.distributed.group.WORLD) is None:
         _refuse(f"which was initialised with {torch.distributed.get_backend()!r}", "instead")
     return device_mesh.init_device_mesh(

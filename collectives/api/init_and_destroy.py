@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from collectives.api.world_state import (
     record_of,
     world,
 )
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
@@ -34,6 +36,9 @@ __all__ = ["destroy_process_group", "init_process_group"]
 log = Log()
 
 _exit_hooked = False
+
+_LOOK_IN_TORCH = ("ignite.distributed", "torchmetrics")
+"""Packages that go on with one rank, without a word, where ``torch.distributed`` has no world."""
 
 _LEAVERS_LIMIT = timedelta(seconds=5)
 """How long the end of the world waits on rank 0, which serves the store, for ranks that still read it."""
@@ -132,7 +137,8 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
     Operations that were issued are finished first. With ``group=None``, groups end in the reverse order of
     their creation, the same on all ranks; then rank 0 waits a few seconds for ranks that still use the store
-    that it serves, apart from those that are known to have died.
+    that it serves, apart from those that are known to have died. Where
+    :func:`collectives.register_world_with_torch` was called, the world of ``torch.distributed`` ends first.
 
     Args:
         group: the group; ``None`` or the default group for all.
@@ -168,8 +174,16 @@ def _end_world(*, gracefully: bool) -> None:
     owned, standby = (world.base if world.owns_store else None), world.standby
     first: BaseException | None = None
     lost = {record.ranks[rank] for group, record in world.records.items() for rank in group.lost_ranks()}
+    if gracefully:
+        _warn_of_unseen_world()
     world.clear()
     try:
+        if (
+            gracefully
+            and torch.distributed.is_initialized()
+            and group_behind(torch.distributed.group.WORLD) is default
+        ):
+            torch.distributed.destroy_process_group()
         while groups:
             drop_deferred(groups[-1])
             try:
@@ -194,6 +208,20 @@ def _end_world(*, gracefully: bool) -> None:
         close_store(standby)
     if first is not None:
         raise first
+
+
+def _warn_of_unseen_world() -> None:
+    """Says that packages were loaded which looked for this world in ``torch.distributed``, in vain."""
+    default = default_group()
+    if world.known_to_torch or torch.distributed.is_initialized() or default.size() == 1:
+        return
+    if default.rank() == 0 and (loaded := [name for name in _LOOK_IN_TORCH if name in sys.modules]):
+        log.of(default).warning(
+            "%s looks for ranks in torch.distributed, which does not know this world: without a group of "
+            "its own, its results are those of each rank alone; call collectives.register_world_with_torch() "
+            "after init_process_group",
+            " and ".join(loaded),
+        )
 
 
 def _at_exit_once() -> None:

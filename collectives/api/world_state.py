@@ -74,6 +74,7 @@ class World:
             member or not.
         local_turns: number of groups made with members only, under a key that the members share.
         device: device that this process is bound to.
+        known_to_torch: whether ``torch.distributed`` was told of this world.
         owns_store: whether the store was made here, for an address, and not given by the user.
         standby: who serves the store next, where the rank that does is left out.
         pid: process that made the world; a forked child must not end the groups of its parent.
@@ -85,6 +86,7 @@ class World:
         "created",
         "default",
         "device",
+        "known_to_torch",
         "local_turns",
         "lock",
         "owns_store",
@@ -109,6 +111,7 @@ class World:
         self.created = 0
         self.local_turns: dict[str, int] = {}
         self.device: torch.device | None = None
+        self.known_to_torch = False
         self.owns_store = False
         self.standby: Standby | None = None
         self.pid = os.getpid()

@@ -26,9 +26,20 @@ from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.nan_check import NanCheckedGroup
 from collectives.torch_bridge.nan_check import wanted as nan_check_wanted
 
-__all__ = ["create", "independent_options"]
+__all__ = ["GroupThatExists", "create", "independent_options"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupThatExists:
+    """Given to torch as a backend's options: the group that carries out the new one.
+
+    Attributes:
+        group: the group; its owner ends it, not torch.
+    """
+
+    group: ProcessGroup
 
 
 def create(
@@ -43,7 +54,8 @@ def create(
         name: name of the backend in torch.
         backend: its name in the registry.
         options: torch's record of store, rank, size, time limit and names.
-        pg_options: options of the backend itself; a dict by backend where CUDA tensors have another.
+        pg_options: options of the backend itself; a dict by backend where CUDA tensors have another. A
+            :class:`GroupThatExists` has none made.
         fixed: fields of those options that the name stands for.
 
     Raises:
@@ -52,6 +64,9 @@ def create(
     size = options.group_size
     # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
     replaced = getattr(options, "process_group", None)
+    existing = pg_options.group if isinstance(pg_options, GroupThatExists) else None
+    if existing is not None:
+        pg_options = None
     about = GroupOptions(
         store=options.store,
         rank=options.group_rank,
@@ -62,14 +77,17 @@ def create(
         device_id=None if replaced is None else replaced.bound_device_id,
         pg_options=_with_fixed(pg_options, fixed, f"[rank {options.group_rank}] backend {name!r}"),
     )
-    return _group(name, backend, about)
+    return _group(name, backend, about, existing)
 
 
-def _group(name: str, backend: str, about: GroupOptions) -> TorchGroup:
-    """Returns a group for torch; arguments as of :func:`create`."""
-    inner = _make(backend, about)
-    # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
-    inner = checked(inner, detail=c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup | None = None) -> TorchGroup:
+    """Returns a group for torch, around the existing one or a new one; arguments as of :func:`create`."""
+    if existing is None:
+        # torch's level is set apart from ours; its own comparing wrapper is not made for groups of Python
+        detail = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+        inner = checked(_make(backend, about), detail=detail)
+    else:
+        inner = existing
     kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
     if torch_backend.can_be_made():
         group = kind(inner, name, about.group_name)
@@ -77,6 +95,7 @@ def _group(name: str, backend: str, about: GroupOptions) -> TorchGroup:
     else:
         kernels.acquire()
         group = kind(inner, name, about.group_name, ended=kernels.release)
+    group.owns_inner = existing is None
     if about.device_id is not None:
         group.bound_device_id = about.device_id
     group.make_part = partial(_part, name, backend, about)

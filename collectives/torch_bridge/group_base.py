@@ -28,6 +28,7 @@ class TorchGroupBase(_Group):
 
     Attributes:
         make_part: makes a group of some of the ranks; ``None`` where torch did not make this one.
+        owns_inner: whether the end of this group is that of ``inner``.
 
     Args:
         inner: the group that communicates.
@@ -52,6 +53,7 @@ class TorchGroupBase(_Group):
         self._torch_name = name
         self._torch_desc = inner.group_desc
         self.make_part: Callable[..., Any] | None = None
+        self.owns_inner = True
         self._parts = itertools.count(1)
         self._issued = itertools.count(1)
         self._sequence = 0
@@ -213,9 +215,10 @@ class TorchGroupBase(_Group):
             self._ended()
 
     def shutdown(self) -> None:
-        """Finishes the operations already issued, then frees the group's resources."""
+        """Finishes the operations already issued, then frees the resources that are this group's own."""
         try:
-            self.inner.shutdown()
+            if self.owns_inner:
+                self.inner.shutdown()
         finally:
             self._ended()
 
