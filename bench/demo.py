@@ -267,7 +267,7 @@ def _check_packages() -> None:
     if missing:
         wanted = [
             f"'{requirement}'"
-            for line in importlib.metadata.requires("collectives") or []
+            for line in importlib.metadata.requires("torch-collectives") or []
             if (requirement := line.partition(";")[0].strip())
             and re.split(r"[<>=!~ ]", requirement)[0] in missing
         ]

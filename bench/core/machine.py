@@ -87,7 +87,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "load_average_1min": os.getloadavg()[0],
         "python": platform.python_version(),
-        "collectives": version_of("collectives"),
+        "collectives": version_of("torch-collectives"),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }

@@ -84,7 +84,7 @@ CUDA_BATCH = 32
 BUDGET_S = 240.0
 QUICK_BUDGET_S = 20.0
 
-EXTRA = "python -m pip install 'collectives[paper]'"
+EXTRA = "python -m pip install 'torch-collectives[paper]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -64,7 +64,7 @@ def install_command(model: Model) -> str:
         return ""
     wanted = [
         requirement.partition(";")[0].strip()
-        for requirement in importlib.metadata.requires("collectives") or []
+        for requirement in importlib.metadata.requires("torch-collectives") or []
         if requirement.startswith(model.package)
     ]
     return f"python -m pip install '{(wanted or [model.package])[0]}'"

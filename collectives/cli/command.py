@@ -110,7 +110,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         description="Collective communication for PyTorch tensors: demo, measurements, checks.",
     )
     parser.add_argument(
-        "--version", action="version", version=f"collectives {importlib.metadata.version('collectives')}"
+        "--version",
+        action="version",
+        version=f"collectives {importlib.metadata.version('torch-collectives')}",
     )
     children = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in PROGRAMS.items():

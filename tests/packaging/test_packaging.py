@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -108,6 +110,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_sdist_holds_the_sources_and_no_build_products(sdist: Path) -> None:
+    assert sdist.name.startswith("torch_collectives-")
     with tarfile.open(sdist) as archive:
         names = [name.split("/", 1)[1] for name in archive.getnames() if "/" in name]
     for wanted in (
@@ -135,6 +138,20 @@ def test_wheel_holds_the_packages_without_sources_of_the_core(wheel: Path) -> No
         assert f"collectives/{part}/__init__.py" in names
     assert len([name for name in names if name.endswith(".so")]) == 1
     assert not [name for name in names if name.endswith((".cpp", ".hpp", "CMakeLists.txt"))]
+
+
+def test_commands_that_are_printed_name_the_distribution_and_its_extras() -> None:
+    extras = set(importlib.metadata.metadata("torch-collectives").get_all("Provides-Extra"))
+    found = [
+        (str(path), *named)
+        for folder in ("bench", "collectives", "ddp", "docs", "store")
+        for path in (CHECKOUT / folder).rglob("*")
+        if path.suffix in {".py", ".md"}
+        for named in re.findall(r"pip install .*?'([\w-]+)\[([\w,]+)\]'", path.read_text("utf-8"))
+    ]
+    assert len(found) > 2
+    wrong = [one for one in found if one[1] != "torch-collectives" or not set(one[2].split(",")) <= extras]
+    assert not wrong
 
 
 # Both in one start, which takes seconds: what ``python -m collectives backends`` does, after the imports.

@@ -13,7 +13,7 @@ NAMES = ("openmpi", "mpich")
 @pytest.fixture(params=NAMES, scope="session")
 def mpi(request: pytest.FixtureRequest) -> Iterator[Teams]:
     """Jobs of one MPI."""
-    pytest.importorskip("mpi4py", reason="needs mpi4py: python -m pip install 'collectives[mpi]'")
+    pytest.importorskip("mpi4py", reason="needs mpi4py: python -m pip install 'torch-collectives[mpi]'")
     found = {installation.name: installation for installation in find_installations()}
     if request.param not in found:
         pytest.skip(

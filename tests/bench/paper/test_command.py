@@ -187,11 +187,11 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch, capsys, tmp_path
     assert main(["bench", "paper", "fig11", "--plot", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert "matplotlib, scipy, sklearn" in err
-    assert "collectives[paper]" in err
+    assert "torch-collectives[paper]" in err
     assert main(["bench", "paper", "fig6"]) == 1
     err = capsys.readouterr().err
     assert "resnet50: needs transformers" in err
-    assert "collectives[paper]" in err
+    assert "torch-collectives[paper]" in err
 
 
 def test_every_figure_has_cells_for_the_papers_models():

@@ -27,7 +27,7 @@ def ended(words, capsys):
 def test_version(capsys):
     code, printed = ended(["--version"], capsys)
     assert code == 0
-    assert printed.out.strip() == f"collectives {version('collectives')}"
+    assert printed.out.strip() == f"collectives {version('torch-collectives')}"
 
 
 @pytest.mark.parametrize(
