@@ -46,7 +46,7 @@ TESTED_THROUGH = {
     "backends/nccl": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "communicators loopback rendezvous watchdog work",
+        "communicators loopback watchdog work",
     ),
     "backends/nccl/device": (
         "backends/nccl",
