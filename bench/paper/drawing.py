@@ -23,6 +23,12 @@ TITLE_WIDTH = 50
 COLUMNS = 4
 """Most panels in a row."""
 
+ROOM = 1.15
+"""Height of figure 6's panels over that of the highest bar."""
+
+WRAPPED_AT = 14
+"""Characters of a line below a bar of figure 6."""
+
 CUTOFF = 0.05
 """Of figure 11's filter, as part of half the sampling rate."""
 
@@ -70,9 +76,10 @@ def draw(
         panels.setdefault(_panel(name, record), []).append(record)
     if name == "fig9":  # each backend's line begins with the iteration of one rank
         panels = _with_local(panels)
-    columns = min(COLUMNS, len(panels))
+    columns = _columns([panel.split(",")[0] for panel in panels])
     rows = -(-len(panels) // columns)
-    title = "\n".join(textwrap.wrap(f"{name}: {made_with(environment)}", TITLE_WIDTH * columns))
+    about = f"{_TITLES[name]}. {made_with(environment)}"
+    title = "\n".join(textwrap.wrap(about, TITLE_WIDTH * columns))
     with image(path, rows, columns, (4.6, 4.0), title) as grid:
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
@@ -83,15 +90,28 @@ def draw(
                 _draw_scaling(axes, chosen, [point for point in predicted if point.panel == panel])
             else:
                 _DRAWERS[name](axes, chosen)
-            if axes.get_legend_handles_labels()[0]:
+            if name == "fig6":
+                axes.legend(fontsize=7, loc="upper center", ncols=len(PHASES), columnspacing=1)
+            elif axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=7)
+
+
+def _columns(firsts: Sequence[str]) -> int:
+    """Returns how many panels stand in a row: those of a model, where each has as many.
+
+    Args:
+        firsts: the first words of each panel's name.
+    """
+    each = {firsts.count(first) for first in firsts}
+    of_model = each.pop() if len(each) == 1 else 1
+    return of_model if 1 < of_model <= COLUMNS else min(COLUMNS, len(firsts))
 
 
 def _panel(name: str, record: Measured) -> str:
     cell = record.cell
     if cell["kind"] == "AllReduceSweep":  # all backends in one
         return f"{cell['panel'][:3]} all-reduces of {cell['parameters'] / 1e6:g} M parameters in all"
-    if name in {"fig7", "fig8"}:
+    if name in {"fig6", "fig7", "fig8"}:
         return f"{cell['panel']}, {cell['ranks']} ranks"
     return str(cell["panel"])
 
@@ -130,16 +150,19 @@ def _draw_breakdown(axes: Any, records: Sequence[Measured]) -> None:
     medians /= medians[names.index("no overlap")].sum()
     base = np.zeros(len(bars))
     for phase, height in zip(PHASES, medians.T, strict=True):
-        axes.bar(names, height, bottom=base, label=_PHASE_NAMES[phase])
+        axes.bar(names, height, bottom=base, width=0.6, label=_PHASE_NAMES[phase])
         base += height
+    for place, total in enumerate(base):
+        axes.text(place, total, f"{total:.2f}", ha="center", va="bottom", fontsize=7)
+    axes.set_ylim(top=ROOM * base.max())  # for the legend
     axes.set_ylabel("time of an iteration (no overlap = 1)")
-    axes.tick_params("x", rotation=20, labelsize=7)
+    axes.set_xticks(range(len(names)), [textwrap.fill(each, WRAPPED_AT) for each in names], fontsize=8)
 
 
 def _draw_boxes(axes: Any, records: Sequence[Measured]) -> None:
     series = records[0].cell["series"]
     seconds = [np.array(usual_samples(records[0], i)["iteration"]) / 1e9 for i in range(len(series))]
-    axes.boxplot(seconds, sym=".")
+    axes.boxplot(seconds, sym=".", medianprops={"color": "C0", "linewidth": 1.5})
     for i, times in enumerate(records[0].samples["series"]):
         rebuilt = [times["iteration"][place] / 1e9 for place in times["rebuilt"]]
         axes.plot([i + 1] * len(rebuilt), rebuilt, "x", color="C3", label=None if i else "wrapper made anew")
@@ -206,6 +229,17 @@ def _ranks_axis(axes: Any, ranks: Sequence[int]) -> None:
     axes.set_xticks(shown, ["local" if number == 1 else str(number) for number in shown])
     axes.set_xlabel("ranks")
 
+
+_TITLES = {
+    "fig2": "Figure 2: communication and computation",
+    "fig6": "Figure 6: latency breakdown of an iteration",
+    "fig7": "Figure 7: latency of an iteration by bucket size",
+    "fig8": "Figure 8: latency of an iteration by bucket size, more ranks",
+    "fig9": "Figure 9: scalability",
+    "fig10": "Figure 10: skipped synchronisations",
+    "fig11": "Figure 11: loss with skipped synchronisations",
+    "fig12": "Figure 12: round-robin groups",
+}
 
 _PHASE_NAMES = {
     "forward": "forward",

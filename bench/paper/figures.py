@@ -24,6 +24,9 @@ QUICK_COUNTS = (10_000, 100_000, 500_000, 2_000_000)
 QUICK_PARAMETERS = 6_000_000
 
 BUCKETS_MB = (0.0, 5.0, 10.0, 25.0, 50.0)
+QUICK_LENGTHS = {"small": 32, "bert-mini": 16}
+"""Pixels or tokens of the one sample of an iteration."""
+
 INTERVALS = (1, 2, 4, 8)
 LANES = (1, 3, 5)
 
@@ -68,6 +71,8 @@ class Request:
 
     def shape(self, model: str) -> tuple[int, int]:
         """Returns the batch and the length of a model's samples."""
+        if self.quick and model in QUICK_LENGTHS:
+            return self.batch or 1, QUICK_LENGTHS[model]
         return self.batch or MODELS[model].batch, MODELS[model].length
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.arguments import failing_as_command
+from collectives.bench.core.arguments import failing_as_command, show_progress
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.namespaces import bytes_a_second
 from collectives.bench.core.records import SCHEMA, BaseReport, Skipped, write_json
-from collectives.bench.core.text import header_lines, skipped_lines
+from collectives.bench.core.text import header_lines, number_of_ranks, skipped_lines
 from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Cell, Measured
 from collectives.bench.paper.drawing import Predicted, draw
@@ -33,6 +34,9 @@ TABLE = "table1"
 REPORT = "report"
 
 DEFAULT_BUCKET_MB = 25.0
+
+SHOWN_EVERY_S, LOGGED_EVERY_S = 1.0, 10.0
+"""How often a terminal, or a file, shows for how long something has been under way."""
 
 
 class _Report(BaseReport[Measured]):
@@ -130,30 +134,48 @@ def _measure(
         return
     with ExitStack() as stack:
         if team is None:
-            _say(f"{name}: starting ranks")
             size = max(cell.ranks for cell in missing)
             groups = list(dict.fromkeys(group for cell in missing for group in cell.groups))
             needed = ["mpi" if "mpi" in group.split(":") else group for group in groups]
-            team = stack.enter_context(
-                LocalTeam(
-                    -(-size // job.machines) * job.machines, needed, cells[0].device, job.machines, job.link
-                )
-            )
+            with _under_way(f"{name}: starting ranks"):
+                size = -(-size // job.machines) * job.machines
+                team = LocalTeam(size, needed, cells[0].device, job.machines, job.link)
+            stack.enter_context(team)
         end = time.monotonic() + job.budget_s
         for number, cell in enumerate(missing):
             left_s = max(0.0, end - time.monotonic())
             at = len(cells) - len(missing) + number + 1
-            _say(
-                f"{name}: {at} of {len(cells)}: {cell.panel}, {cell.ranks} ranks; {max(left_s, 0):.0f} s left"
-            )
-            samples = team.run(cell, left_s / (len(missing) - number))
+            share_s = left_s / (len(missing) - number)
+            with _under_way(f"{name}: {at} of {len(cells)}: {cell.panel}, {number_of_ranks(cell.ranks)}"):
+                samples = team.run(cell, share_s)
             report.records.append(Measured(cell.as_json(), samples))
             if file is not None:
                 _keep(file, report)
 
 
-def _say(line: str) -> None:
-    print(f"# {line}", file=sys.stderr, flush=True)
+@contextmanager
+def _under_way(what: str) -> Iterator[None]:
+    """Context that says what is done on stderr, and from time to time for how long."""
+    print(f"# {what}", file=sys.stderr, flush=True)
+    done = threading.Event()
+    begin = time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(SHOWN_EVERY_S if sys.stderr.isatty() else LOGGED_EVERY_S):
+            took_s = time.monotonic() - begin
+            if sys.stderr.isatty():
+                show_progress(f"{what}: {took_s:.0f} s")
+            else:
+                print(f"# {what}: {took_s:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        show_progress("")
 
 
 # ---- what is kept --------------------------------------------------------------------------------------
