@@ -23,7 +23,7 @@ TITLE_WIDTH = 50
 COLUMNS = 4
 """Most panels in a row."""
 
-ROOM = 1.15
+ROOM = 1.2
 """Height of figure 6's panels over that of the highest bar."""
 
 WRAPPED_AT = 14
@@ -91,7 +91,7 @@ def draw(
             else:
                 _DRAWERS[name](axes, chosen)
             if name == "fig6":
-                axes.legend(fontsize=7, loc="upper center", ncols=len(PHASES), columnspacing=1)
+                axes.legend(fontsize=7, loc="upper center", ncols=2)
             elif axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=7)
 
