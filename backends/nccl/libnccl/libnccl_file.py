@@ -85,4 +85,4 @@ def install_command(provider: str) -> str:
     """Returns the command that installs what a provider needs, for the CUDA that torch is built for."""
     cuda = torch.version.cuda
     extra = "cuda12" if cuda is not None and cuda.startswith("12.") else "cuda13"
-    return f"pip install 'collectives[{extra if provider == 'cupy' else f'{extra},pynccl'}]'"
+    return f"pip install 'torch-collectives[{extra if provider == 'cupy' else f'{extra},pynccl'}]'"

@@ -65,8 +65,8 @@ def without_packages(rank: int, size: int, path: Path) -> None:
     with pytest.raises(DistBackendError, match="no provider of NCCL") as caught:
         loading.load()
     text = str(caught.value)
-    assert "cupy: CuPy is not installed; install it with: pip install 'collectives[cuda" in text
-    assert "pynccl: pynccl is not installed; install it with: pip install 'collectives[cuda" in text
+    assert "cupy: CuPy is not installed; install it with: pip install 'torch-collectives[cuda" in text
+    assert "pynccl: pynccl is not installed; install it with: pip install 'torch-collectives[cuda" in text
     assert str(loading.unavailable("pynccl")).startswith(
         "NCCL cannot be used by way of pynccl: pynccl is not"
     )
