@@ -116,7 +116,8 @@ def _exchange(options: GroupOptions, subject: str, value: str) -> list[str]:
 def _publish(options: GroupOptions, subject: str, value: str) -> None:
     """Says something on a subject, under this rank's number."""
     key = f"{subject}/{options.rank}"
-    options.store.set(key, written(value, key))  # type: ignore[attr-defined]
+    store: Any = options.store
+    store.set(key, written(value, key))
 
 
 def _agree_on_devices(options: GroupOptions, count: int) -> None:
