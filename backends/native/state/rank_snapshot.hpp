@@ -30,10 +30,16 @@ struct RankSnapshot {
   bool operator==(const RankSnapshot&) const = default;
 
   void to_ages(Nanoseconds now) noexcept {
-    entered = now - entered;
-    mail_since = now - mail_since;
+    entered = difference(now, entered);
+    mail_since = difference(now, mail_since);
   }
   void from_ages(Nanoseconds now) noexcept { to_ages(now); }
+
+ private:
+  // Of words that another process wrote: they may be of any value, so the difference wraps.
+  static Nanoseconds difference(Nanoseconds now, Nanoseconds then) noexcept {
+    return static_cast<Nanoseconds>(static_cast<std::uint64_t>(now) - static_cast<std::uint64_t>(then));
+  }
 };
 static_assert(std::is_trivially_copyable_v<RankSnapshot> && sizeof(RankSnapshot) == 184);
 

@@ -68,40 +68,51 @@ Groups attached_ranks(int size) {
   return groups;
 }
 
+Ports listen_for(int size) {
+  Ports ports;
+  for (int r = 0; r < size; ++r) {
+    ports.listeners.push_back(listen_tcp("127.0.0.1", std::max(size, 16)));
+    ports.endpoints.push_back({ports.listeners.back().endpoint});
+  }
+  return ports;
+}
+
+Membership membership_between_machines(const Machines& machines, int rank,
+                                       const std::shared_ptr<Segment>& segment, const Descriptor& event,
+                                       Ports& ports) {
+  const int size = static_cast<int>(ports.endpoints.size());
+  Membership membership;
+  membership.rank = rank;
+  membership.size = size;
+  membership.segment = segment;
+  membership.layout = SegmentLayout(shape_for(size, true));
+  membership.tuning = tuning_between_machines(default_tuning(size), membership.layout.shape().slot_bytes);
+  membership.processes.resize(static_cast<std::size_t>(size));
+  membership.leader_event = Descriptor(::fcntl(event.get(), F_DUPFD_CLOEXEC, 0));
+  Network network;
+  network.key = kTestKey;
+  network.endpoints = ports.endpoints;
+  network.listeners.push_back(std::move(ports.listeners[static_cast<std::size_t>(rank)]));
+  std::vector<std::string> hosts(machines.size(), "here");
+  membership.span(make_topology(machines, std::move(hosts), rank), std::move(network));
+  return membership;
+}
+
 Groups machine_ranks(const Machines& machines, bool connected,
                      std::vector<std::shared_ptr<Segment>>* segments) {
   int size = 0;
   for (const auto& machine : machines) size += static_cast<int>(machine.size());
-  std::vector<std::vector<Endpoint>> endpoints(static_cast<std::size_t>(size));
-  std::vector<Listener> listeners;
-  for (auto& endpoint : endpoints) {
-    listeners.push_back(listen_tcp("127.0.0.1", std::max(size, 16)));
-    endpoint = {listeners.back().endpoint};
-  }
+  Ports ports = listen_for(size);
   Groups groups(static_cast<std::size_t>(size));
   for (const auto& machine : machines) {
-    const SegmentLayout layout(shape_for(size, true));
-    const auto segment = std::make_shared<Segment>(Segment::create_private(layout.total_bytes()));
+    const auto segment = std::make_shared<Segment>(
+        Segment::create_private(SegmentLayout(shape_for(size, true)).total_bytes()));
     const Descriptor event = make_event();
     if (segments != nullptr) segments->push_back(segment);
     for (const int r : machine) {
-      const auto rank = static_cast<std::size_t>(r);
-      Membership membership;
-      membership.rank = r;
-      membership.size = size;
-      membership.segment = segment;
-      membership.layout = layout;
-      membership.tuning = tuning_between_machines(default_tuning(size), layout.shape().slot_bytes);
-      membership.processes.resize(static_cast<std::size_t>(size));
-      membership.leader_event = Descriptor(::fcntl(event.get(), F_DUPFD_CLOEXEC, 0));
-      Network network;
-      network.key = std::string(32, 's');
-      network.endpoints = endpoints;
-      network.listeners.push_back(std::move(listeners[rank]));
-      std::vector<std::string> hosts(machines.size(), "here");
-      membership.span(make_topology(machines, std::move(hosts), r), std::move(network));
-      groups[rank] =
-          std::make_unique<Group>(std::move(membership), "group of machines", kLimit, new_record());
+      groups[static_cast<std::size_t>(r)] =
+          std::make_unique<Group>(membership_between_machines(machines, r, segment, event, ports),
+                                  "group of machines", kLimit, new_record());
     }
   }
   for (auto& group : groups) CHECK(!connected || group->connect(deadline_after(kLimit)).empty());

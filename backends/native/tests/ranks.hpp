@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/group.hpp"
@@ -27,6 +29,18 @@ Membership membership_of(const std::shared_ptr<Segment>& segment, int rank, int 
 Groups ranks_sharing(const std::shared_ptr<Segment>& segment, int size);
 inline Groups shared_ranks(int size) { return ranks_sharing(segment_for(size), size); }
 Groups attached_ranks(int size);
+
+// The addresses of the ranks of machines, all of this one.
+struct Ports {
+  std::vector<std::vector<Endpoint>> endpoints;
+  std::vector<Listener> listeners;  // by rank, each until its membership takes it
+};
+Ports listen_for(int size);
+inline constexpr std::string_view kTestKey = "a key of the tests, of 32 bytes..";
+// `segment` and `event` are those of the rank's machine.
+Membership membership_between_machines(const Machines& machines, int rank,
+                                       const std::shared_ptr<Segment>& segment, const Descriptor& event,
+                                       Ports& ports);
 // Not connected yet where `connected` is false: each rank is to call `Group::connect`. `segments` gets those
 // of the machines.
 Groups machine_ranks(const Machines& machines, bool connected = true,

@@ -1,8 +1,9 @@
-// Runs a fuzz target on every file of a folder, and on changed copies of them, for compilers without
-// libFuzzer:
-//   fuzz_TARGET FOLDER [COPIES]
+// Runs a fuzz target on every file of a folder, and for some seconds (10) on changed copies of them, for
+// compilers without libFuzzer:
+//   fuzz_TARGET FOLDER [SECONDS]
 // With clang the target searches by itself: clang++ -fsanitize=fuzzer,address,undefined, without this file.
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -24,7 +25,7 @@ Input read(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-// The same changes in every run.
+// The same changes in every run, as far as it gets.
 Input changed(Input input, const Input& other, std::mt19937& random) {
   const auto below = [&random](std::size_t end) {
     return static_cast<std::size_t>(random() % std::max(end, 1UL));
@@ -71,10 +72,10 @@ Input changed(Input input, const Input& other, std::mt19937& random) {
 
 int main(int count, char** arguments) {
   if (count < 2) {
-    std::fprintf(stderr, "usage: %s FOLDER [COPIES]\n", arguments[0]);
+    std::fprintf(stderr, "usage: %s FOLDER [SECONDS]\n", arguments[0]);
     return 2;
   }
-  const auto copies = count > 2 ? std::strtol(arguments[2], nullptr, 10) : 1000;
+  const std::chrono::seconds limit(count > 2 ? std::strtol(arguments[2], nullptr, 10) : 10);
   std::vector<std::filesystem::path> paths;
   for (const auto& entry : std::filesystem::directory_iterator(arguments[1])) paths.push_back(entry.path());
   std::sort(paths.begin(), paths.end());
@@ -90,12 +91,13 @@ int main(int count, char** arguments) {
     return 2;
   }
   std::mt19937 random(1);
-  for (long i = 0; i < copies; ++i) {
-    for (const Input& input : inputs) {
-      const Input tried = changed(input, inputs[random() % inputs.size()], random);
-      LLVMFuzzerTestOneInput(tried.data(), tried.size());
-    }
+  const auto end = std::chrono::steady_clock::now() + limit;
+  std::size_t copies = 0;
+  for (; std::chrono::steady_clock::now() < end; ++copies) {
+    const Input& input = inputs[copies % inputs.size()];
+    const Input tried = changed(input, inputs[random() % inputs.size()], random);
+    LLVMFuzzerTestOneInput(tried.data(), tried.size());
   }
-  std::printf("all passed, and %ld changed copies of each\n", copies);
+  std::printf("all passed, and %zu changed copies\n", copies);
   return 0;
 }

@@ -1,8 +1,8 @@
 // Fuzz target for what the store's server does with the bytes of its clients: decoder, session, table,
 // limits.
 //
-// The input is a list of turns: a client's number, a length, and so many bytes for that client. A turn with
-// no bytes is the end of the client's connection. A client whose number has the highest bit set reads nothing
+// The input is a list of turns (turns.hpp): a client's number, and bytes for that client. A turn with no
+// bytes is the end of the client's connection. A client whose number has the highest bit set reads nothing
 // until its next turn.
 #include <array>
 #include <cstddef>
@@ -13,6 +13,7 @@
 #include "store/budget.hpp"
 #include "store/session.hpp"
 #include "store/table.hpp"
+#include "tests/fuzz/turns.hpp"
 #include "tests/testing.hpp"
 
 namespace collectives::store {
@@ -91,11 +92,7 @@ class Server {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   collectives::store::Server server;
-  std::string_view input(reinterpret_cast<const char*>(data), size);
-  while (input.size() >= 2) {
-    const std::string_view bytes = input.substr(2, static_cast<unsigned char>(input[1]));
-    server.turn(static_cast<unsigned char>(input[0]), bytes);
-    input.remove_prefix(2 + bytes.size());
-  }
+  collectives::for_each_turn(
+      data, size, [&](unsigned char number, std::string_view bytes) { server.turn(number, bytes); });
   return 0;
 }
