@@ -7,6 +7,6 @@ here: the exchange of small messages by address, which is C++ (``backends/native
 from __future__ import annotations
 
 from collectives.backends.mpi.group import ProcessGroupMPI, capabilities, create, option_names
-from collectives.backends.mpi.libmpi import unavailable
+from collectives.backends.mpi.libmpi import decline, unavailable
 
-__all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names", "unavailable"]
+__all__ = ["ProcessGroupMPI", "capabilities", "create", "decline", "option_names", "unavailable"]

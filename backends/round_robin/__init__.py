@@ -10,6 +10,7 @@ from collectives.backends.round_robin.group import (
     RoundRobinOptions,
     capabilities,
     create,
+    decline,
     option_names,
     round_robin_process_groups,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "RoundRobinOptions",
     "capabilities",
     "create",
+    "decline",
     "option_names",
     "round_robin_process_groups",
 ]

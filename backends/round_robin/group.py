@@ -34,7 +34,7 @@ from collectives.errors import (
     GroupAbortedError,
     PeerLostError,
 )
-from collectives.registry.backends import GroupOptions, capabilities_of, create_group
+from collectives.registry.backends import GroupOptions, capabilities_of, create_group, decline_group
 
 __all__ = [
     "ProcessGroupRoundRobin",
@@ -97,6 +97,17 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
         if isinstance(error, DistError):
             name_lane(error, len(groups), f"round_robin group {options.group_name!r}, which is being made")
         raise
+
+
+def decline(pg_options: Any) -> None:
+    """Does what the lanes' backends need of a rank that stays out of a composition; may wait for its members.
+
+    Args:
+        pg_options: as the options of :func:`create` have them.
+    """
+    where = "pg_options of the round_robin backend:"
+    for backend, own in lanes_of(options_of(pg_options, where), where):
+        decline_group(backend, own)
 
 
 def round_robin_process_groups(groups: Sequence[ProcessGroup]) -> ProcessGroupRoundRobin:

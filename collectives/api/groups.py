@@ -52,7 +52,7 @@ def make_group(
     """Makes and registers a group; ``rank`` counts within it, ``ranks`` are global.
 
     Its store is part of ``base``, or else of the world's store. With a ``parent``, all its ranks take part:
-    by :func:`decline_split`, where they do not become members.
+    by :func:`decline_group`, where they do not become members.
     """
     store = PrefixStore(f"group/{name}", base or world.store)
     names = config.names()
@@ -70,7 +70,7 @@ def make_group(
                 group_desc=desc,
                 global_ranks=tuple(ranks),
                 device_id=device,
-                pg_options=options.get(backend) if mixed and options is not None else options,
+                pg_options=_options_of(backend, names, options),
                 split_from=None if parent is None else _part_of_backend(parent, backend),
             ),
         )
@@ -98,12 +98,19 @@ def make_group(
     return group
 
 
-def decline_split(parent: ProcessGroup, config: BackendConfig) -> None:
-    """Takes part in splitting a group off its parent, on a rank that does not become a member."""
-    for backend in config.names():
+def decline_group(parent: ProcessGroup, config: BackendConfig, options: Any) -> None:
+    """Takes part in making a group, on a rank of its parent that does not become a member; may block."""
+    names = config.names()
+    for backend in names:
+        registry.decline_group(backend, _options_of(backend, names, options))
         part = _part_of_backend(parent, backend)
         if part is not None:
             part._decline_split()
+
+
+def _options_of(backend: str, names: Sequence[str], options: Any) -> Any:
+    """Returns the part of ``pg_options`` that is for one of the backends of a group."""
+    return options.get(backend) if len(names) > 1 and options is not None else options
 
 
 def _part_of_backend(group: ProcessGroup, backend: str) -> ProcessGroup | None:
@@ -183,7 +190,7 @@ def new_group(
         )
         parent = None if use_local_synchronization else default
         if default.rank() not in members:
-            decline_split(default, config)
+            decline_group(default, config, pg_options)
             return NON_GROUP_MEMBER  # type: ignore[no-any-return]
         return make_group(
             config,

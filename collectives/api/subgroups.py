@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives.api.groups import decline_split, limit_of, local_turn, make_group, new_group
+from collectives.api.groups import decline_group, limit_of, local_turn, make_group, new_group
 from collectives.api.world_state import default_group, get_process_group_ranks, is_member, record_of, world
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.names import BackendConfig
@@ -183,7 +183,7 @@ def split_group(
             record.ranks,
         )
         if not mine:
-            decline_split(parent, config)
+            decline_group(parent, config, pg_options)
             return None
         return make_group(
             config,

@@ -33,6 +33,7 @@ __all__ = [
     "backend_spec",
     "capabilities_of",
     "create_group",
+    "decline_group",
     "option_names",
     "refuse_unknown_options",
     "register_backend_spec",
@@ -91,7 +92,8 @@ class BackendSpec:
     Attributes:
         name: lower-case name.
         devices: device types it serves.
-        factory: makes a group; a callable, or the name of a module with ``create``.
+        factory: makes a group; a callable, or the name of a module with ``create``. A module may have
+            ``decline(pg_options)``, too: what a rank that stays out of a group does while others make it.
         requires: import names of optional packages that the module needs.
         install: the command that would add what is missing.
         capabilities: states what its groups can do; ``None`` leaves it to the module's ``capabilities``.
@@ -294,3 +296,15 @@ def create_group(name: str, options: GroupOptions) -> ProcessGroup:
     if options.global_ranks:
         made.set_global_ranks(options.global_ranks)
     return made
+
+
+def decline_group(name: str, pg_options: Any) -> None:
+    """Does on this rank what the backend needs of it while others make a group; may wait for them.
+
+    Args:
+        name: of the backend.
+        pg_options: the backend's own options.
+    """
+    factory = backend_spec(name).factory
+    if isinstance(factory, str) and (decline := getattr(importlib.import_module(factory), "decline", None)):
+        decline(pg_options)

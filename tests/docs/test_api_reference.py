@@ -25,7 +25,7 @@ PACKAGES = [
     "collectives.store",
     "collectives.torch_bridge",
 ]
-CALLED_FOR_USERS = {"capabilities", "create", "option_names", "register", "unavailable"}
+CALLED_FOR_USERS = {"capabilities", "create", "decline", "option_names", "register", "unavailable"}
 """What the registry calls of a backend, and torch of the package."""
 
 

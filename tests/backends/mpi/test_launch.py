@@ -52,6 +52,28 @@ if rank != 1:
 dist.destroy_process_group()
 """
 
+# MPI_Init returns on no process before all of mpirun's have called it, so ranks that stay out call it, too.
+STAYING_OUT = """
+from collectives.ranks.mpirun import world_rank
+rank = world_rank()
+meeting = "file://" + os.path.join(os.environ["TMPDIR"], "store")
+dist.init_process_group("host", meeting, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+assert "mpi4py.MPI" not in sys.modules
+lanes = {"lanes": 2, "backend": "mpi"}
+group = {
+    "new": lambda: dist.new_group([0, 2], backend="mpi"),
+    "lanes": lambda: dist.new_group([0, 2], backend="round_robin", pg_options=lanes),
+    "mixed": lambda: dist.new_group([0, 2], backend="cpu:mpi"),
+}[sys.argv[1]]()
+if rank == 1:
+    assert group == dist.GroupMember.NON_GROUP_MEMBER
+else:
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x, group=group)
+    assert x.item() == 4.0
+dist.destroy_process_group()
+"""
+
 UNDER_TORCH = """
 import torch.distributed as torch_dist
 torch_dist.init_process_group("collectives_mpi", init_method="mpi://")
@@ -170,3 +192,9 @@ def test_scripts(mpi: Teams, tmp_path: Path, scripts: tuple[str, ...], size: int
 @pytest.mark.parametrize("level", ["multiple", "serialized", "funneled"])
 def test_thread_levels(mpi: Teams, tmp_path: Path, level: str) -> None:
     launch(mpi, tmp_path, THREADS, 2, level)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["new", "lanes", "mixed"])
+def test_ranks_that_stay_out_of_the_first_group_of_mpi(mpi: Teams, tmp_path: Path, way: str) -> None:
+    launch(mpi, tmp_path, STAYING_OUT, 3, way)

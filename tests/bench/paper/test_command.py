@@ -235,6 +235,20 @@ def test_under_mpirun(tmp_path):
     check_launched(done, tmp_path)
 
 
+@pytest.mark.full
+def test_mpi_begins_on_ranks_that_a_cell_leaves_out_too(tmp_path):
+    """MPI_Init returns on no process before all of mpirun's have called it."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs an MPI and mpi4py")
+    words = ["bench", "paper", "fig9", *SMALL, "--backends", "mpi", "--nproc", "2,3", "--json", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "collectives", *words], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = json.loads((tmp_path / "fig9.json").read_text())["records"]
+    assert [record["cell"]["ranks"] for record in records] == [1, 2, 3]
+
+
 def run_steps(command, folder):
     """Runs a command as two processes of ``srun``; returns what they print, and their statuses.
 
