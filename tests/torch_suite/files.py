@@ -2,6 +2,8 @@
 
 Such a file names Gloo: in ``init_process_group`` and ``new_group``, and as the class ``ProcessGroupGloo``.
 These make groups of another backend here; all else that the file asks Gloo for is an outcome of its tests.
+With ``+dropin`` behind the backend's name, they get our classes, too, where torch has some of the same name:
+stores, Join, optimizers, hooks and DDP.
 """
 
 from __future__ import annotations
@@ -30,6 +32,28 @@ from torch.testing._internal import common_distributed
 
 VARIABLE = "COLLECTIVES_TEST_AIMED_AT"
 """Tells processes that a test spawns what its file is aimed at."""
+
+_HOOKS = (
+    "ddp_zero_hook",
+    "debugging_hooks",
+    "default_hooks",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_hooks",
+)
+_DROP_IN = {
+    "torch.distributed": "collectives.store",
+    "torch.distributed.algorithms.join": "collectives.ddp.join.join",
+    "torch.distributed.optim": "collectives.ddp.optim",
+    "torch.nn.parallel": "collectives.ddp",
+    "torch.nn.parallel.distributed": "collectives.ddp",
+    "torch.distributed.algorithms.ddp_comm_hooks": "collectives.ddp.hooks.registration",
+    **{
+        f"torch.distributed.algorithms.ddp_comm_hooks.{hook}": f"collectives.ddp.hooks.{hook}"
+        for hook in _HOOKS
+    },
+}
+"""Modules of torch, and the modules of ours whose names replace theirs."""
 
 _LIMIT = 150.0  # torch's own classes give up before
 
@@ -94,6 +118,9 @@ def load(path: str, backend: str) -> dict[str, Forked]:
             raise ImportError(error)
 
         return {"import": Forked(unittest.FunctionTestCase(test_import))}
+    vars(module).pop(
+        "load_tests", None
+    )  # PyTorch's refuses tests of another file than the one that was started
     found = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
     return {".".join(test.id().split(".")[-2:]): Forked(test) for test in found}
 
@@ -112,6 +139,9 @@ def _flat(suite: Any) -> Iterator[unittest.TestCase]:
 
 def aim(backend: str) -> None:
     """Makes whoever asks torch for Gloo in this process get another backend."""
+    backend, _, classes = backend.partition("+")
+    if classes:
+        _drop_in()
     if backend == "gloo":
         return
     for features in common_distributed.DistTestCases.backend_feature.values():
@@ -121,6 +151,13 @@ def aim(backend: str) -> None:
         for module in (dist, distributed_c10d, device_mesh):
             setattr(module, name, aimed)
     dist.ProcessGroupGloo = _class(dist.ProcessGroupGloo, backend)
+
+
+def _drop_in() -> None:
+    for theirs, ours in _DROP_IN.items():
+        old, new = importlib.import_module(theirs), importlib.import_module(ours)
+        for name in set(new.__all__) & set(dir(old)):
+            setattr(old, name, getattr(new, name))
 
 
 def _aimed(function: Callable[..., Any], backend: str, default: str | None) -> Callable[..., Any]:

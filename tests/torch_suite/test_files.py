@@ -15,7 +15,9 @@ import torch.distributed as c10d
 import torch.multiprocessing as mp
 from beside import VALUE
 from torch.testing._internal.common_distributed import MultiProcessTestCase, requires_gloo, skip_if_lt_x_gpu
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase, load_tests, run_tests
+
+load_tests = load_tests
 
 
 class CollectivesTest(MultiProcessTestCase):
@@ -60,6 +62,12 @@ class OtherTest(TestCase):
     def test_processes_of_the_tests_own(self):
         mp.spawn(spawned, nprocs=1)
 
+    def test_class_of_torch(self):
+        with self.assertRaises(TypeError):
+            c10d.HashStore().set("key", 1)
+        if type(c10d.HashStore()).__module__.startswith("collectives"):
+            self.skipTest("ours")
+
     def test_that_crashes(self):
         os._exit(3)
 
@@ -73,14 +81,18 @@ def test_files_of_a_folder_are_compared(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_one.py").write_text(FILE)
     (tmp_path / "beside.py").write_text("VALUE = 3.0")
     (tmp_path / "test_two.py").write_text("import nothing_of_that_name")
-    monkeypatch.setattr(sys, "argv", ["run.py", "--files", str(tmp_path)])
+    argv = ["run.py", "--files", str(tmp_path), "--backend", "collectives,collectives+dropin,gloo"]
+    monkeypatch.setattr(sys, "argv", argv)
     assert run.main() == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["collectives", "gloo"]
-    assert rows[2] == ["test_one.py", "2", "2", "1", "2", "2", "1"]
-    assert [(row[0], row[3]) for row in rows[3:5]] == [
-        ("CollectivesTest.test_all_reduce", "collectives:"),
-        ("OtherTest.test_processes_of_the_tests_own", "gloo:"),
+    assert rows[0] == ["collectives", "collectives+dropin", "gloo"]
+    assert rows[2] == ["test_one.py", "3", "2", "1", "2", "2", "2", "3", "2", "1"]
+    assert [tuple(row[:4]) for row in rows[3:7]] == [
+        ("CollectivesTest.test_all_reduce", "failed", "on", "collectives:"),
+        ("CollectivesTest.test_all_reduce", "failed", "on", "collectives+dropin:"),
+        ("OtherTest.test_class_of_torch", "skipped", "on", "collectives+dropin:"),
+        ("OtherTest.test_processes_of_the_tests_own", "failed", "on", "gloo:"),
     ]
     assert "AssertionError:" in rows[3]
-    assert rows[5:] == [["test_two.py", "0", "1", "0", "0", "1", "0"]]
+    assert rows[7] == ["test_two.py", "0", "1", "0", "0", "1", "0", "0", "1", "0"]
+    assert {(row[0], row[-1]) for row in rows[8:]} == {("import", "'nothing_of_that_name'")}
