@@ -352,6 +352,8 @@ class Store(TorchStore):
         raise NotImplementedError(_lacking(self, "barrier"))
 
     def _get(self, key: str, limit: float) -> bytes:
+        if type(self)._multi_get is Store._multi_get:
+            raise NotImplementedError(_lacking(self, "get"))
         return self._multi_get([key], limit)[0]
 
     # For subclasses.
@@ -362,8 +364,11 @@ class Store(TorchStore):
 
     def _raise_timeout(self, operation: str, missing: Sequence[str], limit: float) -> NoReturn:
         """Raises the error of a waiting call whose time is up."""
+        # In parentheses: the words of torch's TCPStore, which programs look for.
+        keys = ", ".join(f"/{key}" for key in missing[:_KEYS_NAMED])
         raise DistStoreError(
-            f"{operation} gave up at its timeout, after {limit:g} s: {self!r} has no {_named(missing)}. "
+            f"{operation} gave up at its timeout, after {limit:g} s (wait timeout after {1000 * limit:.0f}ms"
+            f", keys: {keys}): {self!r} has no {_named(missing)}. "
             "Does the rank that writes it still run, and does it use the same store, prefix and key?"
         )
 
@@ -387,8 +392,8 @@ class Store(TorchStore):
 def _lacking(store: Store, method: str) -> str:
     """Returns what is the matter where somebody else's store is without a method that is needed now."""
     return (
-        f"{type(store).__name__} has no {method}(), which a store of one's own may do without; give it one, "
-        "or use a TCPStore, FileStore or HashStore"
+        f"Not implemented: {type(store).__name__} has no {method}(), which a store of one's own "
+        "may do without; give it one, or use a TCPStore, FileStore or HashStore"
     )
 
 

@@ -40,6 +40,10 @@ _handlers: dict[str, Handler] = {}
 _PLACES = ("rank", "world_size")
 
 
+class _UnknownSchemeError(ValueError, RuntimeError):
+    """No handler: a wrong argument, for which torch raises RuntimeError."""
+
+
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """Makes URLs of a scheme of your own usable with :func:`rendezvous` and ``init_process_group``.
 
@@ -72,8 +76,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
         An iterator that yields (store, rank, world size) once.
 
     Raises:
-        ValueError: unknown scheme, missing or contradictory parameters, rank out of range (the latter from
-            ``next``).
+        ValueError: unknown scheme (a RuntimeError, too, as in torch), missing or contradictory
+            parameters, rank out of range (the latter from ``next``).
         DistNetworkError: from ``next``: rank 0 cannot listen there, or does not answer.
         DistStoreError: from ``next``: not all processes came in time.
     """
@@ -82,8 +86,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object)
     parts = urlsplit(url)
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
-        raise ValueError(
-            f"no rendezvous handler for {url!r}; there are {known} (register_rendezvous_handler adds one)"
+        raise _UnknownSchemeError(
+            f"No rendezvous handler for {url!r}; there are {known} (register_rendezvous_handler adds one)"
         )
     query = _query(parts)
     for name, number in zip(_PLACES, (operator.index(rank), operator.index(world_size)), strict=True):
@@ -151,7 +155,8 @@ def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvo
             f"three slashes begin a path: file:///{parts.netloc}{parts.path}"
         )
     if not parts.path or parts.fragment:
-        raise ValueError(f"file:// rendezvous needs a path without '#': file:///path, not {url!r}")
+        said = "" if parts.path else "path missing: "
+        raise ValueError(f"{said}file:// rendezvous needs a path without '#': file:///path, not {url!r}")
     rank, world_size = _place(url, *_given_place(query, url))
     store = FileStore(parts.path, world_size)
     store.set_timeout(timeout)
@@ -195,11 +200,11 @@ def _checked_query(url: str) -> dict[str, str]:
 
 
 def _given_place(query: Mapping[str, str], url: str) -> tuple[int, int]:
-    missing = [name for name in _PLACES if name not in query]
+    missing = [f"{name} parameter missing" for name in _PLACES if name not in query]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} missing for rendezvous at {url!r}: pass them as arguments, or in the "
-            "URL as ?rank=0&world_size=2"
+            f"{', '.join(missing)} for rendezvous at {url!r}: pass rank and world_size as arguments, or in "
+            "the URL as ?rank=0&world_size=2"
         )
     return _number("rank", query["rank"]), _number("world_size", query["world_size"])
 

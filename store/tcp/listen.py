@@ -145,10 +145,10 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _listen_error(host: str, port: int, error: OSError) -> DistNetworkError:
     if error.errno == errno.EADDRINUSE:
         return DistNetworkError(
-            f"port {port} is already in use on this machine, so that no store server can listen on "
-            f"{host}:{port}: another job, or a process left over from an earlier one? Choose another port "
-            f"(MASTER_PORT), or port 0 and read the store's .port; `ss -ltnp 'sport = :{port}'` shows who "
-            "holds it"
+            f"The server socket has failed to listen on any local address of {host}:{port} (EADDRINUSE): "
+            f"port {port} is already in use on this machine, by another job or a process left over? Choose "
+            f"another port (MASTER_PORT), or port 0 and read the store's .port; `ss -ltnp 'sport = :{port}'` "
+            "shows who holds it"
         )
     if error.errno == errno.EACCES:
         return DistNetworkError(

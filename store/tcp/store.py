@@ -130,7 +130,7 @@ class TCPStore(Store):
         if not 0 <= port < 2**16:
             raise ValueError(f"port must be from 0 to 65535, is {port}")
         if world_size == 0:
-            raise ValueError("world_size of a TCPStore cannot be 0; None means that it is not fixed")
+            raise ValueError("TCPStore world size cannot be 0; None means that it is not fixed")
         self._host = host_name
         self._use_libuv = bool(use_libuv)
         trust = _trust()
@@ -209,9 +209,9 @@ class TCPStore(Store):
         while self._server is not None and count < world_size:
             if time.monotonic() > deadline:
                 raise DistStoreError(
-                    f"only {count} of {world_size} workers have connected to {self!r} within {limit:g} s. Do "
-                    "all ranks run, with the same MASTER_ADDR and MASTER_PORT, and can they reach this "
-                    "machine?"
+                    f"Timed out after {limit:g} seconds waiting for clients. {count}/{world_size} clients "
+                    f"joined {self!r}. Do all ranks run, with the same MASTER_ADDR and MASTER_PORT, and can "
+                    "they reach this machine?"
                 )
             time.sleep(pause)
             pause = min(0.02, 1.5 * pause)

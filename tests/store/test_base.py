@@ -36,3 +36,17 @@ def test_store_with_set_get_and_add_alone() -> None:
             seen.append("a", "2")
     with pytest.raises(NotImplementedError, match=r"Least has no queue_len\(\)"):
         store.queue_len("q")
+
+
+def test_store_without_any_method_says_what_it_lacks() -> None:
+    class Nothing(collectives.Store):
+        """Implements none of the methods."""
+
+    for call, name in (
+        (lambda: Nothing().get("a"), "get"),
+        (lambda: Nothing().multi_get(["a", "b"]), "get"),
+        (lambda: Nothing().multi_set(["a"], ["1"]), "set"),
+        (lambda: Nothing().append("a", "1"), "append"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"^Not implemented: Nothing has no {name}\(\)"):
+            call()

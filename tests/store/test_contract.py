@@ -179,6 +179,9 @@ def test_errors_of_waits_name_what_is_missing(pair):
     one.set("there", "")
     with pytest.raises(collectives.DistStoreError, match=r"has no key '([ab]/)*missing'"):
         one.wait(["there", "missing"], SHORT)
+    words = r"\(wait timeout after 80ms, keys: /([ab]/)*missing\)"  # what programs look for
+    with pytest.raises(collectives.DistStoreError, match=words):
+        one.wait(["there", "missing"], SHORT)
     with pytest.raises(collectives.DistStoreError, match=r"has no keys .*missing0'.*missing7' and 12 more"):
         one.wait([f"missing{i}" for i in range(20)], SHORT)
 

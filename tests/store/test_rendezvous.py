@@ -113,8 +113,8 @@ class TestTcp:
             ("tcp://localhost?rank=0&world_size=1", "port number missing"),
             ("tcp://:29500?rank=0&world_size=1", "host or port number missing"),
             ("tcp://localhost:99999?rank=0&world_size=1", "Port out of range"),
-            ("tcp://localhost:1", "rank and world_size missing"),
-            ("tcp://localhost:1?rank=0", "world_size missing"),
+            ("tcp://localhost:1", "rank parameter missing, world_size parameter missing"),
+            ("tcp://localhost:1?rank=0", "^world_size parameter missing"),
             ("tcp://localhost:1?rank=one&world_size=2", "rank must be a number, is 'one'"),
             ("tcp://localhost:1?rank=2&world_size=2", "rank 2 is out of range .* world_size is 2, .* 0 to 1"),
             ("tcp://localhost:1?rank=-2&world_size=2", "rank -2 is out of range"),
@@ -141,7 +141,10 @@ class TestTcp:
             meet(f"tcp://localhost:{port}", 1, 2, timeout=timedelta(seconds=0.3))
 
     def test_some_do_not_come(self):
-        with pytest.raises(collectives.DistStoreError, match="only 1 of 2 workers"):
+        with pytest.raises(
+            collectives.DistStoreError,
+            match=r"^Timed out after [\d.]+ seconds waiting for clients. 1/2 clients joined",
+        ):
             meet(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=0.3))
 
 
@@ -260,9 +263,9 @@ class TestFile:
         ("url", "message"),
         [
             ("file://tmp/store?rank=0&world_size=1", "names the host 'tmp'; .* file:///tmp/store"),
-            ("file://?rank=0&world_size=1", "needs a path"),
+            ("file://?rank=0&world_size=1", "path missing: .* needs a path"),
             ("file:///tmp/a#b?rank=0&world_size=1", "without '#'"),
-            ("file:///tmp/store", "rank and world_size missing"),
+            ("file:///tmp/store", "rank parameter missing, world_size parameter missing"),
             ("file:///tmp/store?rank=3&world_size=2", "rank 3 is out of range"),
         ],
     )
@@ -289,8 +292,11 @@ class TestSchemes:
             register_rendezvous_handler("here", handler)
 
     def test_unknown(self):
-        with pytest.raises(ValueError, match=r"'etcd://h:1'; there are env://, file://, .*tcp://"):
-            rendezvous("etcd://h:1")
+        for kind in (ValueError, RuntimeError):  # torch raises the second
+            with pytest.raises(
+                kind, match=r"^No rendezvous handler for 'etcd://h:1'; .*env://, file://, .*tcp://"
+            ):
+                rendezvous("etcd://h:1")
         with pytest.raises(TypeError, match="must be a str"):
             rendezvous(None)
         with pytest.raises(TypeError, match="interpreted as an integer"):

@@ -41,8 +41,9 @@ _HOOKS = (
     "powerSGD_hook",
     "quantization_hooks",
 )
+_HAVE_STORES = ("torch.distributed", "torch.distributed.rendezvous", "torch.distributed.distributed_c10d")
 _DROP_IN = {
-    "torch.distributed": "collectives.store",
+    **dict.fromkeys(_HAVE_STORES, "collectives.store"),
     "torch.distributed.algorithms.join": "collectives.ddp.join.join",
     "torch.distributed.optim": "collectives.ddp.optim",
     "torch.nn.parallel": "collectives.ddp",
