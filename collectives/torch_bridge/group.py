@@ -39,7 +39,13 @@ from collectives.core.opcodes import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from collectives.core.types import AllreduceOptions, GatherOptions, ReduceOp
+from collectives.core.types import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+)
 from collectives.core.work import Work
 from collectives.torch_bridge import several_tensors
 from collectives.torch_bridge.issuing import Issuing
@@ -108,12 +114,17 @@ class TorchGroup(Issuing):
         root: int | None = None,
         tensor: Any = None,
     ) -> TorchWork:
-        """Copies the root's tensor to all ranks, in place."""
+        """Copies the root's tensor to all ranks, in place; one of several to all of several, too."""
         if type(opts) is c10d.BroadcastOptions and (
             work := self._fast_collective(opts, BROADCAST, only(tensors), root=opts.rootRank)
         ):
             return work
         tensors = tensor if tensors is None else tensors
+        if isinstance(tensors, (list, tuple)) and len(tensors) > 1:
+            options = record(opts)
+            if not isinstance(options, BroadcastOptions):
+                options = BroadcastOptions(timeout, True, (options or 0) if root is None else root)
+            return self._issue("broadcast", tensors, several_tensors.broadcast, self.inner, tensors, options)
         call = self.inner.broadcast
         return self._issue("broadcast", tensors, call, tensors, opts, timeout, root=root)
 
@@ -147,7 +158,7 @@ class TorchGroup(Issuing):
         *,
         input_tensor: torch.Tensor | None = None,
     ) -> TorchWork:
-        """Gathers every rank's tensor on all ranks."""
+        """Gathers every rank's tensor on all ranks; several of each, too."""
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllgatherOptions and (
             work := self._fast_collective(
@@ -155,6 +166,12 @@ class TorchGroup(Issuing):
             )
         ):
             return work
+        if isinstance(source, (list, tuple)) and len(source) > 1:
+            options = record(opts)
+            if not isinstance(options, AllgatherOptions):
+                options = AllgatherOptions(timeout)
+            gather = several_tensors.allgather
+            return self._issue("all_gather", source, gather, self.inner, output_tensors, source, options)
         call = self.inner.allgather
         return self._issue("all_gather", source, call, output_tensors, source, opts, timeout)
 

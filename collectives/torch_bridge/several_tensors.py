@@ -1,20 +1,22 @@
-"""All-reduce of several tensors of this rank in one call, as torch's Gloo takes them."""
+"""Operations on several tensors of this rank in one call, as torch's Gloo takes them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
+from collectives.core import sparse
 from collectives.core.arguments.staging import write
 from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllreduceOptions
+from collectives.core.types import AllgatherOptions, AllreduceOptions, BroadcastOptions
 from collectives.core.work import FinishingWork, Work
 from collectives.errors import UnsupportedOperationError
 
-__all__ = ["allreduce"]
+__all__ = ["allgather", "allreduce", "broadcast"]
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
@@ -33,28 +35,25 @@ def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: All
 
     Args:
         group: the group.
-        tensors: two or more dense tensors of one shape and data type, the same on every rank.
+        tensors: two or more tensors of one shape and data type, the same on every rank; all sparse, or none.
         options: the record of the all-reduce.
 
     Returns:
         Work whose result is the tensors.
 
     Raises:
-        ValueError: the tensors differ in shape or data type, or share memory.
+        ValueError: the tensors differ in shape, data type or layout, or share memory.
         UnsupportedOperationError: AVG and PREMUL_SUM, whose meaning would depend on the number of tensors.
     """
+    layouts = {isinstance(tensor, torch.Tensor) and tensor.is_sparse for tensor in tensors}
+    if True in layouts and (False in layouts or len({id(tensor) for tensor in tensors}) < len(tensors)):
+        fail(
+            group,
+            "all_reduce",
+            "tensors of one call must be all sparse, or none, and must not share memory",
+        )
+    _check_alike(group, "all_reduce", tensors, dense=True not in layouts)
     combine = _COMBINE.get(options.reduceOp.name)
-    for place, tensor in enumerate(tensors):
-        check_tensor(group, "all_reduce", tensor, f"tensors[{place}]")
-        if tensor.shape != tensors[0].shape:
-            fail(
-                group,
-                "all_reduce",
-                f"tensors of one call must have one shape, but entry 0 has {list(tensors[0].shape)} and "
-                f"entry {place} {list(tensor.shape)}",
-            )
-    check_same_dtype(group, "all_reduce", tensors, "tensors of one call")
-    check_outputs(group, "all_reduce", tensors)
     if combine is None:
         fail(
             group,
@@ -62,6 +61,17 @@ def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: All
             f"{options.reduceOp.name} takes one tensor in a call, but there are {len(tensors)}",
             UnsupportedOperationError,
         )
+    if True in layouts:
+        total = functools.reduce(torch.add, [tensor.detach() for tensor in tensors])
+        work = sparse.allreduce(group, total, options)
+
+        def hand_out_sparse() -> None:
+            for tensor in tensors:
+                with torch.no_grad():
+                    tensor.copy_(total)
+
+        return FinishingWork(work, hand_out_sparse, tensors, options.asyncOp)
+    check_outputs(group, "all_reduce", tensors)
     # As in the kernels: ranks add up accumulators, which are rounded once, where they are written.
     wide = _accumulator(tensors[0].dtype)
     total = functools.reduce(combine, [tensor.detach().to(wide) for tensor in tensors])
@@ -71,3 +81,92 @@ def allreduce(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: All
             write(tensor, total)
 
     return FinishingWork(group.allreduce([total], options), hand_out, tensors, options.asyncOp)
+
+
+def broadcast(group: ProcessGroup, tensors: Sequence[torch.Tensor], options: BroadcastOptions) -> Work:
+    """Copies one of the root's tensors, ``options.rootTensor``, to all tensors of all ranks.
+
+    Args:
+        group: the group.
+        tensors: two or more dense tensors of one shape and data type, the same on every rank.
+        options: the record of the broadcast.
+
+    Returns:
+        Work whose result is the tensors.
+
+    Raises:
+        ValueError: the tensors differ in shape or data type, or share memory, or the root has no such tensor.
+    """
+    _check_alike(group, "broadcast", tensors)
+    check_outputs(group, "broadcast", tensors)
+    if not 0 <= options.rootTensor < len(tensors):
+        fail(group, "broadcast", f"rootTensor is {options.rootTensor}, but there are {len(tensors)} tensors")
+    chosen = tensors[options.rootTensor]
+
+    def hand_out() -> None:
+        for tensor in tensors:
+            if tensor is not chosen:
+                write(tensor, chosen)
+
+    work = group.broadcast([chosen], dataclasses.replace(options, rootTensor=0))
+    return FinishingWork(work, hand_out, tensors, options.asyncOp)
+
+
+def allgather(
+    group: ProcessGroup,
+    outputs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    options: AllgatherOptions,
+) -> Work:
+    """Gathers all tensors of all ranks, by ranks, in each of the output lists.
+
+    Args:
+        group: the group.
+        outputs: as many lists as inputs, each with a tensor for every input of every rank.
+        inputs: two or more dense tensors of one shape and data type, the same on every rank.
+        options: the record of the all-gather.
+
+    Returns:
+        Work whose result is all outputs in one list.
+
+    Raises:
+        ValueError: the tensors differ in shape or data type, outputs share memory, or there are too many or
+            too few.
+    """
+    wanted = len(inputs) * group.size()
+    if len(outputs) != len(inputs) or any(len(entry) != wanted for entry in outputs):
+        fail(
+            group,
+            "all_gather",
+            f"output needs {len(inputs)} lists of {wanted} tensors, as there are {len(inputs)} inputs and "
+            f"{group.size()} ranks",
+        )
+    flat = [tensor for entry in outputs for tensor in entry]
+    _check_alike(group, "all_gather", [*inputs, *flat])
+    check_outputs(group, "all_gather", flat)
+    mine = torch.stack([tensor.detach() for tensor in inputs])
+    gathered = mine.new_empty((wanted, *mine.shape[1:]))
+
+    def hand_out() -> None:
+        for entry in outputs:
+            for tensor, values in zip(entry, gathered, strict=True):
+                write(tensor, values)
+
+    return FinishingWork(group.all_gather_single(gathered, mine, options), hand_out, flat, options.asyncOp)
+
+
+def _check_alike(
+    group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor], *, dense: bool = True
+) -> None:
+    """Checks that the tensors have one shape and data type."""
+    for place, tensor in enumerate(tensors):
+        if dense:
+            check_tensor(group, operation, tensor, f"tensors[{place}]")
+        if tensor.shape != tensors[0].shape:
+            fail(
+                group,
+                operation,
+                f"tensors of one call must have one shape, but entry 0 has {list(tensors[0].shape)} and "
+                f"entry {place} {list(tensor.shape)}",
+            )
+    check_same_dtype(group, operation, tensors, "tensors of one call")

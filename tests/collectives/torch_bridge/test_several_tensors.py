@@ -39,6 +39,56 @@ def test_several_tensors_in_one_all_reduce_as_on_gloo():
     run_torch(several_tensors, 2)
 
 
+def several_sparse_tensors(rank, size):
+    def mine(number):
+        return torch.sparse_coo_tensor([[rank, 3]], [1.0, number], (4,), check_invariants=True)
+
+    tensors = [mine(1.0), mine(2.0)]
+    work = dist.group.WORLD.allreduce(tensors)
+    work.wait()
+    assert [tensor.to_dense().tolist() for tensor in tensors] == [[2.0, 2.0, 0.0, 6.0]] * 2
+    assert work.result()[1] is tensors[1]
+    for wrong, words in (
+        ([mine(1.0), torch.ones(4)], "all sparse, or none"),
+        ([mine(1.0), mine(1.0).double()], "one data type"),
+        ([tensors[0], tensors[0]], "share memory"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            dist.group.WORLD.allreduce(wrong)
+
+
+def test_several_sparse_tensors_in_one_all_reduce_as_on_gloo():
+    run_torch(several_sparse_tensors, 2)
+
+
+def several_of_other_operations(rank, size):
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 1, 2
+    tensors = [torch.tensor([10.0 * rank + place]) for place in range(3)]
+    work = dist.group.WORLD.broadcast(tensors, options)
+    work.wait()
+    assert [tensor.item() for tensor in tensors] == [12.0] * 3
+    assert work.result()[0] is tensors[0]
+    options.rootTensor = 3
+    with pytest.raises(ValueError, match=r"rootTensor is 3, but there are 3 tensors"):
+        dist.group.WORLD.broadcast(tensors, options)
+    inputs = [torch.tensor([[10.0 * rank + place] * 2]) for place in range(3)]
+    outputs = [[torch.empty(1, 2) for _ in range(3 * size)] for _ in inputs]
+    dist.group.WORLD.allgather(outputs, inputs).wait()
+    for entry in outputs:
+        assert [tensor.tolist() for tensor in entry] == [[[x, x]] for x in (0.0, 1.0, 2.0, 10.0, 11.0, 12.0)]
+    for wrong in (outputs[:2], [entry[1:] for entry in outputs]):
+        with pytest.raises(
+            ValueError, match=r"needs 3 lists of 6 tensors, as there are 3 inputs and 2 ranks"
+        ):
+            dist.group.WORLD.allgather(wrong, inputs)
+    dist.barrier()
+
+
+def test_several_tensors_in_one_broadcast_and_all_gather_as_on_gloo():
+    run_torch(several_of_other_operations, 2)
+
+
 def given_twice(rank, size):
     """Reduced once, as separate copies are; where what is written would be up to chance, refused."""
     tensor, whole = torch.full((4,), rank + 1.0), torch.empty(8)
