@@ -122,7 +122,7 @@ def _env_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
         "env://", _number("RANK", values["RANK"]), _number("WORLD_SIZE", values["WORLD_SIZE"])
     )
     port = _number("MASTER_PORT", values["MASTER_PORT"])
-    yield _tcp_store(values["MASTER_ADDR"], port, rank, world_size, timeout), rank, world_size
+    yield _tcp_store(values["MASTER_ADDR"], port, rank, world_size, timeout, query), rank, world_size
     raise RuntimeError("a process cannot meet the others at env:// again through the same rendezvous")
 
 
@@ -136,7 +136,7 @@ def _tcp_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvou
     if not parts.hostname or port is None:
         raise ValueError(f"host or port number missing: tcp:// rendezvous needs tcp://host:port, not {url!r}")
     rank, world_size = _place(url, *_given_place(query, url))
-    yield _tcp_store(parts.hostname, port, rank, world_size, timeout), rank, world_size
+    yield _tcp_store(parts.hostname, port, rank, world_size, timeout, query), rank, world_size
     raise RuntimeError("a process cannot meet the others at tcp:// again through the same rendezvous")
 
 
@@ -164,7 +164,9 @@ def _file_handler(url: str, timeout: timedelta = default_pg_timeout) -> Rendezvo
     raise RuntimeError("a process cannot meet the others at file:// again through the same rendezvous")
 
 
-def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+def _tcp_store(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, query: Mapping[str, str]
+) -> TCPStore:
     if not 0 <= port < 2**16:
         raise ValueError(f"the port must be from 0 to 65535, is {port}")
     if port == 0 and world_size > 1:
@@ -176,9 +178,11 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timede
         raise ValueError(
             f"{host} is a multicast address, which rendezvous does not support: name rank 0's machine"
         )
-    if is_of_agent(port):
-        return TCPStore(host, port, world_size, is_master=False, timeout=timeout)
-    return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+    master = rank == 0 and not is_of_agent(port)
+    libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
+    return TCPStore(
+        host, port, world_size, master, timeout, multi_tenant=not is_of_agent(port), use_libuv=libuv
+    )
 
 
 def _query(parts: SplitResult) -> dict[str, str]:
@@ -192,7 +196,7 @@ def _query(parts: SplitResult) -> dict[str, str]:
 def _checked_query(url: str) -> dict[str, str]:
     """Returns the query of a URL of this module's schemes."""
     query = _query(urlsplit(url))
-    # torch's URLs may choose an implementation of the server; ours has one.
+    # torch's URLs may choose an implementation of the server; ours has one, and tells what was said.
     unknown = query.keys() - {*_PLACES, "use_libuv"}
     if unknown:
         raise ValueError(f"{url!r} has unknown parameters {sorted(unknown)}; there are rank and world_size")

@@ -370,8 +370,8 @@ def _count(joinable: Any, *, throws: bool) -> Work:
         stopped = int(group.to_host(stop))
         if stopped:
             raise UnevenInputsError(
-                f"[rank {group.rank()}] Detected at least one rank that exhausted inputs: "
-                f"{stopped} of {group.size()} did, and throw_on_early_termination is set"
+                f"[rank {group.rank()}] Detected at least one rank that exhausted inputs. Throwing "
+                f"across all ranks. {stopped} of {group.size()} did, and throw_on_early_termination is set"
             )
     return work
 

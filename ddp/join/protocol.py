@@ -126,8 +126,9 @@ class JoinProtocol:
             return None
         if joined and self._throws:
             mine = self._group.rank() in joined
-            found = "" if mine else "Detected at least one rank that exhausted inputs: "
-            who = _in_words(joined).capitalize() if mine else _in_words(joined)
+            words = "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+            found = "" if mine else words
+            who = _in_words(joined).capitalize()
             raise UnevenInputsError(
                 f"{self._here()} {found}{who} exhausted all inputs, while others have some, and "
                 "throw_on_early_termination is set",

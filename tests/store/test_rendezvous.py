@@ -129,6 +129,13 @@ class TestTcp:
         with pytest.raises(ValueError, match=message):
             meet(url)
 
+    def test_use_libuv_is_what_the_url_or_the_environment_says(self, monkeypatch):
+        for set_to, query, expected in (("1", "", True), ("0", "", False), ("1", "?use_libuv=0", False)):
+            monkeypatch.setenv("USE_LIBUV", set_to)
+            store, _, _ = meet(f"tcp://localhost:0{query}", 0, 1)
+            assert store.libuvBackend is expected
+            store.close()
+
     def test_port_zero_alone(self):
         store, _, _ = meet("tcp://localhost:0", 0, 1)
         assert store.port > 0

@@ -69,8 +69,12 @@ def test_all_ranks_raise_where_one_is_early() -> None:
             assert kind is UnevenInputsError
             assert ranks == [1]
             assert f"[rank {rank}]" in text
-            assert ("Rank" if rank == 1 else "inputs: rank") + " 1 exhausted all inputs, while" in text
-            assert (rank != 1) == ("Detected at least one rank that exhausted inputs" in text)
+            words = (
+                ""
+                if rank == 1
+                else "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+            )
+            assert f": {words}Rank 1 exhausted all inputs, while" in text
         assert seen[:2] == [0, 1]
         assert even is None
 
