@@ -1,8 +1,9 @@
 """Test files of PyTorch's repository (``test/distributed``), aimed at any backend; torch does not ship them.
 
 Such a file names Gloo: in ``init_process_group`` and ``new_group``, and as the class ``ProcessGroupGloo``.
-These make groups of another backend here; all else that the file asks Gloo for is an outcome of its tests.
-With ``+dropin`` behind the backend's name, they get our classes, too, where torch has some of the same name:
+These make groups of another backend here, without Gloo's options, and that backend is a device's default,
+too; all else that the file asks Gloo for is an outcome of its tests.
+With ``+dropin`` behind the backend's name, files get our classes, too, where torch has some of the same name:
 stores, Join, optimizers, hooks and DDP.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_distributed
+from torch_suite.gates import Name
 
 VARIABLE = "COLLECTIVES_TEST_AIMED_AT"
 """Tells processes that a test spawns what its file is aimed at."""
@@ -56,6 +58,7 @@ _DROP_IN = {
 }
 """Modules of torch, and the modules of ours whose names replace theirs."""
 
+_GLOO = re.compile(r"\bgloo\b")
 _LIMIT = 150.0  # torch's own classes give up before
 
 
@@ -151,6 +154,14 @@ def aim(backend: str) -> None:
         aimed = _aimed(getattr(distributed_c10d, name), backend, default)
         for module in (dist, distributed_c10d, device_mesh):
             setattr(module, name, aimed)
+    of_device = distributed_c10d.get_default_backend_for_device
+
+    def default_of_device(device: Any) -> str:
+        name = of_device(device)
+        return Name.of(backend, name) if name == "gloo" else name
+
+    for module in (dist, distributed_c10d):
+        module.get_default_backend_for_device = default_of_device
     dist.ProcessGroupGloo = _class(dist.ProcessGroupGloo, backend)
 
 
@@ -169,7 +180,9 @@ def _aimed(function: Callable[..., Any], backend: str, default: str | None) -> C
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         name = given.arguments.get("backend")
-        given.arguments["backend"] = default if name is None else re.sub(r"\bgloo\b", backend, str(name))
+        given.arguments["backend"] = default if name is None else _GLOO.sub(backend, str(name))
+        if isinstance(given.arguments.get("pg_options"), dist.ProcessGroupGloo._Options):
+            del given.arguments["pg_options"]
         return function(*given.args, **given.kwargs)
 
     return call

@@ -23,13 +23,13 @@ from torch.testing._internal import common_distributed
 SUITE = "torch.testing._internal.distributed.distributed_test"
 
 
-class _Name(str):
+class Name(str):
     """A backend's name that equals the names of others too."""
 
     __slots__ = ("_equals",)
 
     @classmethod
-    def of(cls, name: str, *equals: str) -> _Name:
+    def of(cls, name: str, *equals: str) -> Name:
         made = cls(name)
         made._equals = frozenset({name, *equals})
         return made
@@ -75,10 +75,10 @@ def load(backend: str, ranks: int, folder: str) -> dict[str, unittest.TestCase]:
     """
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD=f"file://{folder}/init")
     _skip_early()
-    decided_as = collections.ChainMap({"BACKEND": _Name.of("gloo", "mpi")}, os.environ)
+    decided_as = collections.ChainMap({"BACKEND": Name.of("gloo", "mpi")}, os.environ)
     with mock.patch.object(os, "environ", decided_as):
         suite = importlib.import_module(SUITE)
-    suite.BACKEND = _Name.of(backend, "gloo", "mpi")
+    suite.BACKEND = Name.of(backend, "gloo", "mpi")
     for feature in ("gpu", "cuda", "ddp", "subgroup", "plugin"):
         common_distributed.DistTestCases.backend_feature[feature].add(backend)
     for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
