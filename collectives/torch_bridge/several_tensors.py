@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.futures import Future
 
 from collectives.core import sparse
 from collectives.core.arguments.staging import write
@@ -127,7 +129,7 @@ def allgather(
         options: the record of the all-gather.
 
     Returns:
-        Work whose result is all outputs in one list.
+        Work whose result is the output lists.
 
     Raises:
         ValueError: the tensors differ in shape or data type, outputs share memory, or there are too many or
@@ -152,7 +154,35 @@ def allgather(
             for tensor, values in zip(entry, gathered, strict=True):
                 write(tensor, values)
 
-    return FinishingWork(group.all_gather_single(gathered, mine, options), hand_out, flat, options.asyncOp)
+    work = group.all_gather_single(gathered, mine, options)
+    return _GatheredLists(work, hand_out, outputs, options.asyncOp)
+
+
+class _GatheredLists(FinishingWork):
+    """An all-gather of several tensors: its value is a list for each input."""
+
+    def __init__(
+        self,
+        inner: Work,
+        finish: Callable[[], None],
+        outputs: Sequence[Sequence[torch.Tensor]],
+        async_op: bool,
+    ) -> None:
+        self._lists = [list(entry) for entry in outputs]
+        super().__init__(inner, finish, [tensor for entry in outputs for tensor in entry], async_op)
+
+    def result(self) -> Any:
+        """Returns the lists of outputs."""
+        super().result()
+        return self._lists
+
+    def get_future(self) -> Future[Any]:
+        """Returns a future of the lists of outputs."""
+        return super().get_future().then(self._value)
+
+    def _value(self, future: Future[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        future.value()
+        return self._lists
 
 
 def _check_alike(

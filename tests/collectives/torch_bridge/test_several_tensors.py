@@ -74,8 +74,11 @@ def several_of_other_operations(rank, size):
         dist.group.WORLD.broadcast(tensors, options)
     inputs = [torch.tensor([[10.0 * rank + place] * 2]) for place in range(3)]
     outputs = [[torch.empty(1, 2) for _ in range(3 * size)] for _ in inputs]
-    dist.group.WORLD.allgather(outputs, inputs).wait()
-    for entry in outputs:
+    work = dist.group.WORLD.allgather(outputs, inputs)
+    values = work.get_future().wait()
+    assert work.result()[2][5] is outputs[2][5]
+    assert [len(entry) for entry in values] == [6, 6, 6]
+    for entry in [*outputs, *values]:
         assert [tensor.tolist() for tensor in entry] == [[[x, x]] for x in (0.0, 1.0, 2.0, 10.0, 11.0, 12.0)]
     for wrong in (outputs[:2], [entry[1:] for entry in outputs]):
         with pytest.raises(
