@@ -27,6 +27,7 @@ html_copy_source = False
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+autodoc_mock_imports = ["accelerate", "ignite", "lightning", "pytorch_lightning"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
@@ -38,7 +39,10 @@ python_use_unqualified_type_names = True
 
 # Names of other packages: the build needs no network, so nothing resolves them.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|np|numpy|datetime|collections|typing|types|argparse|enum|abc|pathlib)\..*"),
+    (
+        "py:.*",
+        r"(torch|np|numpy|datetime|collections|typing|types|argparse|enum|abc|pathlib|accelerate|lightning)\..*",
+    ),
 ]
 
 

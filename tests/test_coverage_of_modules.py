@@ -128,6 +128,11 @@ TESTED_THROUGH = {
         "wrong arguments, and all forms of the right ones, to groups of every backend",
         "operations option_records overloads staging validation",
     ),
+    "collectives/integrations": (
+        "integrations/test_frameworks.py",
+        "frameworks train with them",
+        "accelerate ignite lightning",
+    ),
     "collectives/registry": (
         "collectives/registry",
         "the table that test_backends asks for",

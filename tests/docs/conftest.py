@@ -37,7 +37,12 @@ def run_program(tmp_path: Path) -> Callable[[str, Path], str]:
     """Gives a function that runs a command in a folder and returns its output; a failure shows it all."""
 
     def run(command: str, folder: Path) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # Lightning begins an MPI of one rank where mpi4py is installed, which leaves a file behind.
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OMPI_MCA_btl_sm_backing_directory": str(tmp_path),
+        }
         done = subprocess.run(
             _words(command, environment, tmp_path),
             cwd=folder,

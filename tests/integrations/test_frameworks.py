@@ -1,0 +1,130 @@
+"""The frameworks' examples of docs/examples/frameworks train over this package as over Gloo, bit for bit.
+
+Each runs by the line that says how, with the backend named in place of the default. They are compared by
+the file that rank 0 writes before it ends: torch's own Gloo sometimes ends these programs by
+``std::terminate`` after their last line, so that nothing is asked of Gloo's exit. Ours ends with status 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "frameworks"
+LIMIT_S = 300
+
+PROGRAMS = {
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+}
+"""What follows the interpreter in place of a program's name."""
+
+NEEDS = {
+    "accelerate_launch": "accelerate",
+    "accelerate_notebook": "accelerate",
+    "data_loader": "torch",
+    "distributed_checkpoint": "torch",
+    "ignite_idist": "ignite",
+    "lightning_ddp": "lightning",
+    "lightning_fabric": "lightning",
+    "torch_metrics": "torchmetrics",
+    "transformers_trainer": "transformers accelerate",
+}
+"""By example, the packages that it imports."""
+
+OURS = [
+    ("accelerate_launch", ""),
+    ("accelerate_launch", "--ddp collectives"),
+    ("accelerate_notebook", ""),
+    ("transformers_trainer", ""),
+    ("lightning_ddp", ""),
+    ("lightning_ddp", "--start spawn"),
+    ("lightning_ddp", "--ddp collectives"),
+    ("lightning_ddp", "--ddp collectives --manual"),
+    ("lightning_fabric", ""),
+    ("ignite_idist", ""),
+    ("ignite_idist", "--ddp collectives"),
+    ("torch_metrics", ""),
+    ("distributed_checkpoint", ""),
+    ("data_loader", ""),
+]
+"""Examples, and what they are given."""
+
+
+def need(example: str) -> None:
+    missing = [package for package in NEEDS[example].split() if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: pip install 'torch-collectives[frameworks]'")
+
+
+def command_of(example: str) -> list[str]:
+    text = (EXAMPLES / f"{example}.py").read_text("utf-8")
+    program, *rest = shlex.split(re.search(r"Run with: (.+)", text).group(1))
+    return [sys.executable, *PROGRAMS[program], *rest]
+
+
+def play(example: str, options: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs an example with a file for its result in an empty folder, where its temporary files go, too."""
+    folder.mkdir(parents=True)
+    result = folder / "result.json"
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        # Lightning imports mpi4py where it is installed, and with that begins an MPI of one rank, which
+        # leaves shared memory behind.
+        "OMPI_MCA_btl_sm_backing_directory": str(folder),
+    }
+    done = subprocess.run(
+        [*command_of(example), *shlex.split(options), "--result", str(result)],
+        cwd=EXAMPLES,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done, result
+
+
+@functools.cache
+def over_gloo(example: str, options: str, folder: Path) -> dict[str, object]:
+    """Returns what torch's wrapper over Gloo writes; its exit status is torch's affair."""
+    done, result = play(example, f"{options} --backend gloo", folder)
+    assert result.exists(), done.stdout + done.stderr
+    return json.loads(result.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def gloo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gloo")
+
+
+def test_every_example_runs() -> None:
+    assert {example for example, _ in OURS} == set(NEEDS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS) | {"tiny"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2 * LIMIT_S + 30)
+@pytest.mark.parametrize(("example", "options"), OURS, ids=[" ".join(case).strip() for case in OURS])
+def test_trains_as_over_gloo(example: str, options: str, tmp_path: Path, gloo_folder: Path) -> None:
+    need(example)
+    done, result = play(example, options, tmp_path / "ours")
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert re.search("^worked: ", done.stdout, re.MULTILINE), said
+    plain = options.replace("--ddp collectives", "").strip()
+    reference = over_gloo(example, plain, gloo_folder / f"{example} {plain}".replace(" ", "_"))
+    assert json.loads(result.read_text("utf-8")) == reference
