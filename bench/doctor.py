@@ -1,4 +1,4 @@
-"""Tests what this machine offers, and that two ranks can communicate with every usable backend."""
+"""Tests what this machine offers, that two ranks can communicate with every usable backend, and advises."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import torch
 
 import collectives
+from collectives.bench import advice
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.options import available_backends
 from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import Skipped
 from collectives.ranks.mpirun import start_ranks
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
-    """Prints a line for every check; returns 0 where all went well, else 1."""
+    """Prints a line for every check, and advice; returns 0 where all went well, else 1."""
     machine = describe_machine()
     print(f"collectives {machine['collectives']}, torch {machine['torch']}, Python {machine['python']}")
     cores = f"{machine['cores_usable']} of {machine['cores_online']} cores usable"
@@ -46,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
     for line in _settings():
         print(line)
     failures = 0
-    for name, check in _checks():
+    available, skipped = available_backends(backend_names())
+    seconds: dict[str, float] = {}
+    for name, check in _checks(available, skipped, seconds):
         try:
             told = check()
         except (OSError, ImportError, RuntimeError, ValueError, RankFailedError) as error:
@@ -57,6 +61,9 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
             mark = "ok"
         print(f"{mark:4}  {name}: {told}", flush=True)
     print(f"\n{failures} of the checks failed." if failures else "\nAll is well.")
+    print()
+    for line in advice.advise(seconds, skipped):
+        print(line)
     return 1 if failures else 0
 
 
@@ -76,7 +83,10 @@ def _settings() -> Iterator[str]:
             yield f"      {name}={os.environ[name] if name != SECRET else '(not shown)'}"
 
 
-def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
+def _checks(
+    available: Sequence[str], skipped: Sequence[Skipped], seconds: dict[str, float]
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yields checks by name; those of backends note in ``seconds`` how long an all-reduce takes."""
     yield "native core", _native
     yield "shared memory without a name (memfd)", _memfd
     yield "unix sockets with credentials and descriptors", _unix_socket
@@ -84,9 +94,8 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "open files", _open_files
     yield "network interfaces", _interfaces
     yield "own host name", _own_name
-    available, skipped = available_backends(backend_names())
     for name in available:
-        yield f"all_reduce of 2 ranks, {name}", functools.partial(_smoke, name)
+        yield f"all_reduce of 2 ranks, {name}", functools.partial(_smoke, name, seconds)
     for entry in skipped:
         yield f"backend {entry.peer}", functools.partial("not usable here: {}".format, entry.reason)
 
@@ -153,12 +162,13 @@ def _own_name() -> str:
     return f"{name} is {socket.gethostbyname(name)}"
 
 
-def _smoke(backend: str) -> str:
+def _smoke(backend: str, seconds: dict[str, float]) -> str:
     store = parent_store()
     with start_ranks([backend], 2, _reduce, (backend, store.port)) as processes:
-        wrong = sum(processes.gather())
-    if wrong:
-        raise RuntimeError(f"{wrong} elements of the results are wrong")
+        wrong, (measured, _) = zip(*processes.gather(), strict=True)
+    if sum(wrong):
+        raise RuntimeError(f"{sum(wrong)} elements of the results are wrong")
+    seconds[backend] = measured
     return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements"
 
 
@@ -170,6 +180,7 @@ def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
         tensor = verification.source("sum", torch.float32, count, rank, 2)
         collectives.all_reduce(tensor)
         wrong += verification.count_wrong(tensor, verification.expected("sum", torch.float32, count, 2))
+    estimate = advice.estimate_all_reduce()
     collectives.barrier()
     collectives.destroy_process_group()
-    connection.send(wrong)
+    connection.send((wrong, estimate))

@@ -1,0 +1,60 @@
+"""What the doctor advises, from what it found."""
+
+from __future__ import annotations
+
+import pytest
+
+import collectives
+from collectives.bench.advice import advise, estimate_all_reduce
+from collectives.bench.core.records import Skipped
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def advice(seconds, skipped=()):
+    return "\n".join(advise(seconds, skipped))
+
+
+def test_the_quickest_is_named_with_all_times():
+    said = advice({"gloo": 2e-3, "host": 1e-4})
+    assert 'CPU tensors: host ("collectives" under torch.distributed), the quickest here' in said
+    assert "host 0.1 ms, gloo 2 ms" in said
+    assert "mpirun" not in said
+
+
+def test_a_quicker_one_is_not_hidden():
+    assert "mpi was quicker at this size" in advice({"mpi": 1e-4, "host": 2e-4})
+
+
+def test_without_host_the_quickest_of_the_others_is_taken():
+    assert "CPU tensors: gloo (host failed), the quickest here" in advice({"gloo": 2e-3, "round_robin": 3e-3})
+    assert "no backend works here" in advice({})
+
+
+def test_what_is_missing_comes_with_its_line(monkeypatch):
+    skipped = [
+        Skipped("nccl", "finds no GPU"),
+        Skipped("mpi", "needs mpi4py, not installed", "python -m pip install mpi4py"),
+    ]
+    said = advice({"host": 1e-4}, skipped)
+    assert "CUDA tensors: none here; nccl finds no GPU" in said
+    assert "\n  python -m pip install mpi4py  # mpi" in said
+    assert "\n  export OMP_NUM_THREADS=1" in said
+    assert "\n    export COLLECTIVES_SECRET=$(" in said
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "Lines to copy" not in advice({"host": 1e-4})
+
+
+def estimated():
+    collectives.init_process_group("host")
+    result = estimate_all_reduce()
+    collectives.destroy_process_group()
+    return result
+
+
+def test_ranks_agree_on_the_estimate():
+    first, second = collectives.launch(estimated, nproc=2)
+    assert first == second > 0
