@@ -241,3 +241,27 @@ class StoreServer:
     def connections(self) -> int: ...
     @property
     def waiting(self) -> int: ...
+
+# --- store client ---
+
+class StoreConnection:
+    """One connection to a store's server, used by one thread at a time.
+
+    Deadlines are moments of ``time.monotonic()``. A form has a letter for each reply: b = u8, u = u32,
+    n = i64, v = value, l = list of values.
+    """
+
+    def exchange(self, requests: bytes, form: str, deadline: float) -> list[Any]: ...
+    def send(self, data: bytes, deadline: float) -> None: ...
+    def replies(self, form: str, deadline: float) -> list[Any]: ...
+    def receive(self, size: int, deadline: float) -> bytes: ...
+
+class StoreSocketConnection(StoreConnection):
+    """Over the descriptor of a connected socket, which stays the caller's."""
+
+    def __init__(self, socket: int) -> None: ...
+
+class StoreLocalConnection(StoreConnection):
+    """To a server of this process, for requests that do not wait."""
+
+    def __init__(self, server: StoreServer) -> None: ...

@@ -222,9 +222,11 @@ LAYERS = {
     "engine": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine"},
     "mpi": {"common", "kernels", "algorithms", "engine", "mpi"},
     "store": {"common", "security", "store"},
+    "store_client": _UP_TO["state"] | {"store", "store_client"},
     "bindings": _UP_TO["transport"]
-    | {"kernels", "algorithms", "collectives", "engine", "mpi", "store", "bindings"},
-    "tests": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine", "store", "tests"},
+    | {"kernels", "algorithms", "collectives", "engine", "mpi", "store", "store_client", "bindings"},
+    "tests": _UP_TO["transport"]
+    | {"kernels", "algorithms", "collectives", "engine", "store", "store_client", "tests"},
 }
 """The layers of the core, and those that each may include."""
 

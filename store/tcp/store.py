@@ -9,12 +9,14 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import derived_key, is_insecure
 from collectives.store.base import DEFAULT_TIMEOUT, Store
-from collectives.store.tcp.client import Client, Connection, Trust
+from collectives.store.tcp.client import Client
+from collectives.store.tcp.connector import Trust
 from collectives.store.tcp.limits import max_server_bytes
 from collectives.store.tcp.listen import adopt_listener, is_loopback, open_listeners
 from collectives.store.tcp.wire import (
@@ -198,7 +200,8 @@ class TCPStore(Store):
     def _make_client(self) -> Client:
         # The server's own process need not resolve the name, which may lead through a router and back.
         host = self._host if self._server is None else self._server.address
-        return Client(host, self._port, self._address(), self._trust, self._seconds(None))
+        native = None if self._server is None else self._server.native
+        return Client(host, self._port, self._address(), self._trust, self._seconds(None), native)
 
     def _wait_for_workers(self, world_size: int) -> None:
         limit = self._seconds(None)
@@ -252,10 +255,9 @@ class TCPStore(Store):
         deadline = self._answer_by()
         try:
             with self._client.connection("add", self._seconds(None)) as connection:
-                connection.send(get_and_add, deadline)
-                value = connection.receive_text(deadline)
+                (value,) = connection.exchange(get_and_add, "v", deadline)
                 try:
-                    return connection.receive_i64(deadline)
+                    return int(connection.replies("n", deadline)[0])
                 except ConnectionResetError:
                     if _is_counter(value, amount):
                         raise
@@ -266,17 +268,11 @@ class TCPStore(Store):
             self._raise_not_a_counter(key, amount, value)
 
     def _check(self, keys: list[str]) -> bool:
-        deadline = self._answer_by()
-        with self._client.connection("check", self._seconds(None)) as connection:
-            connection.send(_request(Command.CHECK, _key_list(keys)), deadline)
-            return connection.receive_byte(deadline) == READY
+        return self._number("check", _request(Command.CHECK, _key_list(keys)), "b") == READY
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         request = _request(Command.COMPARE_SET, _key(key), _value(key, expected), _value(key, desired))
-        deadline = self._answer_by()
-        with self._client.connection("compare_set", self._seconds(None)) as connection:
-            connection.send(request, deadline)
-            return connection.receive_text(deadline)
+        return bytes(self._replies("compare_set", request, "v")[0])
 
     def _delete_key(self, key: str) -> bool:
         return self._number("delete_key", _request(Command.DELETE_KEY, _key(key))) > 0
@@ -288,11 +284,7 @@ class TCPStore(Store):
         return self._number("queue_len", _request(Command.QUEUE_LEN, _key(key)))
 
     def _list_keys(self) -> list[str]:
-        deadline = self._answer_by()
-        with self._client.connection("list_keys", self._seconds(None)) as connection:
-            connection.send(_request(Command.LIST_KEYS), deadline)
-            count = connection.receive_i64(deadline)
-            stored = [connection.receive_text(deadline) for _ in range(count)]
+        (stored,) = self._replies("list_keys", _request(Command.LIST_KEYS), "l")
         return [
             key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
             for key in stored
@@ -300,34 +292,46 @@ class TCPStore(Store):
         ]
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
-        request = _request(Command.MULTI_GET, _key_list(keys))
-        with self._client.connection("get", limit) as connection:
+        # Values that are there take one round trip; those of a request with a key that is not are left alone.
+        listed = _key_list(keys)
+        request = _request(Command.MULTI_GET, listed)
+        form = "v" * len(keys)
+        there, *values = self._replies("get", _request(Command.CHECK, listed) + request, "b" + form)
+        if there == READY:
+            return values
+        with self._client.connection("get", limit, waits=True) as connection:
             self._await_keys(connection, "get", keys, limit)
-            deadline = self._answer_by()
-            connection.send(request, deadline)
-            return [connection.receive_text(deadline) for _ in keys]
+            return connection.exchange(request, form, self._answer_by())
 
     def _wait(self, keys: list[str], limit: float) -> None:
-        with self._client.connection("wait", limit) as connection:
+        if self._number("wait", _request(Command.CHECK, _key_list(keys)), "b") == READY:
+            return
+        with self._client.connection("wait", limit, waits=True) as connection:
             self._await_keys(connection, "wait", keys, limit)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
-        end = time.monotonic() + (limit or 0.0)
+        request = _request(Command.QUEUE_POP, _key(key))
         with self._client.connection("queue_pop", limit or 0.0) as connection:
-            while True:
-                deadline = self._answer_by()
-                connection.send(_request(Command.QUEUE_POP, _key(key)), deadline)
-                if connection.receive_i64(deadline) > 0:
-                    return connection.receive_text(deadline)
-                if limit is None:
-                    break
-                # Another client may be quicker after the wait, in which case it is waited again.
-                self._await_keys(connection, "queue_pop", [key], limit, end)
-        return self._raise_queue_empty(key)
+            value = self._popped(connection, request)
+        if value is None and limit is not None:
+            end = time.monotonic() + limit
+            with self._client.connection("queue_pop", limit, waits=True) as connection:
+                while value is None:
+                    # Another client may be quicker after the wait, in which case it is waited again.
+                    self._await_keys(connection, "queue_pop", [key], limit, end)
+                    value = self._popped(connection, request)
+        if value is None:
+            self._raise_queue_empty(key)
+        return value
+
+    def _popped(self, connection: _native.StoreConnection, request: bytes) -> bytes | None:
+        deadline = self._answer_by()
+        (length,) = connection.exchange(request, "n", deadline)
+        return bytes(connection.replies("v", deadline)[0]) if length > 0 else None
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
         request = _request(Command.BARRIER, _key(key), i64(world_size))
-        with self._client.connection("barrier", limit) as connection:
+        with self._client.connection("barrier", limit, waits=True) as connection:
             connection.send(request, time.monotonic() + limit + _GRACE_S)
             if self._answered(connection, limit):
                 return
@@ -339,20 +343,26 @@ class TCPStore(Store):
         """Returns when a request that the server answers at once must have been answered."""
         return time.monotonic() + self._seconds(None) + _GRACE_S
 
-    def _acknowledged(self, operation: str, request: bytes) -> None:
-        deadline = self._answer_by()
-        with self._client.connection(operation, self._seconds(None)) as connection:
-            connection.send(request + _request(Command.PING, u32(0)), deadline)
-            connection.receive(4, deadline)
+    def _replies(self, operation: str, requests: bytes, form: str) -> list[Any]:
+        """Returns the replies to requests that the server answers at once."""
+        limit = self._seconds(None)
+        with self._client.connection(operation, limit) as connection:
+            return connection.exchange(requests, form, time.monotonic() + limit + _GRACE_S)
 
-    def _number(self, operation: str, request: bytes) -> int:
-        deadline = self._answer_by()
-        with self._client.connection(operation, self._seconds(None)) as connection:
-            connection.send(request, deadline)
-            return connection.receive_i64(deadline)
+    def _acknowledged(self, operation: str, request: bytes) -> None:
+        self._replies(operation, request + _PING, "u")
+
+    def _number(self, operation: str, request: bytes, form: str = "n") -> int:
+        (number,) = self._replies(operation, request, form)
+        return int(number)
 
     def _await_keys(
-        self, connection: Connection, operation: str, keys: list[str], limit: float, end: float | None = None
+        self,
+        connection: _native.StoreConnection,
+        operation: str,
+        keys: list[str],
+        limit: float,
+        end: float | None = None,
     ) -> None:
         """Returns when all keys are there; raises the error of ``operation`` if they are not by ``end``."""
         end = time.monotonic() + limit if end is None else end
@@ -363,32 +373,27 @@ class TCPStore(Store):
                 break
             # torch's server keeps a client that it woke for a queue on its list, and wakes it early later on.
             # Cancelling takes it off; the check costs no more than that.
-            deadline = self._answer_by()
-            connection.send(
-                _request(Command.CANCEL_WAIT) + _request(Command.CHECK, _key_list(keys)), deadline
-            )
-            connection.receive_byte(deadline)
-            if connection.receive_byte(deadline) == READY:
+            canceled = _request(Command.CANCEL_WAIT) + _request(Command.CHECK, _key_list(keys))
+            if connection.exchange(canceled, "bb", self._answer_by())[1] == READY:
                 return
             if time.monotonic() > end:
                 break
-        deadline = self._answer_by()
         probed = keys[:_KEYS_PROBED]
-        connection.send(b"".join(_request(Command.CHECK, _key_list([key])) for key in probed), deadline)
-        missing = [key for key in probed if connection.receive_byte(deadline) != READY]
+        checks = b"".join(_request(Command.CHECK, _key_list([key])) for key in probed)
+        answers = connection.exchange(checks, "b" * len(probed), self._answer_by())
+        missing = [key for key, answer in zip(probed, answers, strict=True) if answer != READY]
         self._raise_timeout(operation, missing or probed, limit)
 
-    def _answered(self, connection: Connection, limit: float) -> bool:
+    def _answered(self, connection: _native.StoreConnection, limit: float) -> bool:
         """Waits for the answer to a WAIT or BARRIER; cancels it when the time is up."""
         answer: int | None = None
         try:
-            answer = connection.receive_byte(time.monotonic() + max(limit, 0.001))
+            (answer,) = connection.replies("b", time.monotonic() + max(limit, 0.001))
         except TimeoutError:
             deadline = time.monotonic() + _GRACE_S
-            connection.send(_request(Command.CANCEL_WAIT), deadline)
-            answer = connection.receive_byte(deadline)
+            (answer,) = connection.exchange(_request(Command.CANCEL_WAIT), "b", deadline)
             if answer == STOP_WAITING:  # it was under way already
-                if connection.receive_byte(deadline) == WAIT_CANCELED:
+                if connection.replies("b", deadline)[0] == WAIT_CANCELED:
                     return True
                 answer = None
             elif answer == WAIT_CANCELED:
@@ -400,11 +405,7 @@ class TCPStore(Store):
     def _withdraw(self, key: str) -> int:
         """Takes this caller out of a barrier that it has cancelled; returns how many are left in it."""
         requests = _request(Command.GET, text(SERVER_KEY)) + _request(Command.GET, _key(key))
-        deadline = self._answer_by()
-        with self._client.connection("barrier", self._seconds(None)) as connection:
-            connection.send(requests, deadline)
-            server = connection.receive_text(deadline)
-            count = connection.receive_text(deadline)
+        server, count = self._replies("barrier", requests, "vv")
         if server:  # ours did it already
             return int(count or b"0")
         return self._count(_stored(key), -1)
@@ -445,6 +446,9 @@ def _start_server(
 
 def _request(command: Command, *fields: bytes) -> bytes:
     return bytes([command]) + b"".join(fields)
+
+
+_PING = _request(Command.PING, u32(0))
 
 
 def _stored(key: str) -> bytes:

@@ -16,5 +16,6 @@ void bind_host(nanobind::module_& module);
 void bind_mpi(nanobind::module_& module);
 void bind_observer(nanobind::module_& module);
 void bind_store(nanobind::module_& module);
+void bind_store_client(nanobind::module_& module);
 
 }  // namespace collectives

@@ -13,4 +13,5 @@ NB_MODULE(_native, module) {
   collectives::bind_mpi(module);
   collectives::bind_observer(module);
   collectives::bind_store(module);
+  collectives::bind_store_client(module);
 }

@@ -70,9 +70,11 @@ void Loop::request_stop() {
 
 void Loop::run() noexcept {
   std::array<epoll_event, kEvents> events{};
+  int patience = -1;
   for (;;) {
-    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), patience_ms());
+    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), patience);
     if (count < 0 && errno != EINTR) return;
+    const std::lock_guard lock(turn_);
     if (!accepting_) pause_accepting(false);
     for (int i = 0; i < count; ++i) {
       const epoll_event& event = events[static_cast<std::size_t>(i)];
@@ -85,7 +87,64 @@ void Loop::run() noexcept {
     }
     drop_silent();
     publish();
+    patience = patience_ms();
   }
+}
+
+ClientId Loop::open_local() {
+  if (abandoned_) return 0;
+  const std::lock_guard lock(turn_);
+  const ClientId client = next_client_++;
+  locals_.try_emplace(client, client, budget_, table_, refusals_);
+  return client;
+}
+
+bool Loop::serve_local(ClientId client, std::string_view requests, std::string& replies,
+                       const std::function<void()>& blocks) {
+  if (abandoned_) return false;
+  std::unique_lock lock(turn_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    blocks();
+    lock.lock();
+  }
+  const auto found = locals_.find(client);
+  if (found == locals_.end()) return false;
+  Session& session = found->second;
+  const auto take = [&] {
+    replies += session.output();
+    session.sent(session.output().size());
+  };
+  bool served = true;
+  try {
+    session.feed(requests);
+    do {
+      session.work(woken_);
+      take();
+      tell_woken();
+    } while (session.busy());
+  } catch (const std::exception& error) {
+    take();
+    note(session, error);
+    locals_.erase(found);
+    forget(client);
+    served = false;
+  }
+  tell_woken();
+  publish();
+  return served;
+}
+
+void Loop::close_local(ClientId client) noexcept {
+  if (abandoned_) return;
+  const std::lock_guard lock(turn_);
+  if (locals_.erase(client) == 0) return;
+  forget(client);
+  tell_woken();
+}
+
+void Loop::abandon() {
+  abandoned_ = true;
+  descriptors_.close_all();
 }
 
 int Loop::patience_ms() const {
@@ -264,22 +323,30 @@ void Loop::watch(ClientId client, Connection& connection) {
 
 // Closes the connection of a client that wants what it cannot have.
 void Loop::end(Connections::iterator found, const std::exception& error) noexcept {
-  const ClientId client = found->first;
-  const std::uint32_t name = found->second.session.name();
   static_cast<void>(flush(found->second));  // replies to what came before are still due
+  note(found->second.session, error);
+  drop(found->first);
+}
+
+// Keeps why a client is refused, for when it asks.
+void Loop::note(const Session& session, const std::exception& error) noexcept {
   try {
     const bool refused = dynamic_cast<const Refusal*>(&error) != nullptr;
-    if (name != 0) refusals_.add(name, refused ? error.what() : "the server's process is out of memory");
+    if (session.name() == 0) return;
+    refusals_.add(session.name(), refused ? error.what() : "the server's process is out of memory");
   } catch (const std::bad_alloc&) {
     // It ends without a reason.
   }
-  drop(client);
 }
 
 void Loop::drop(ClientId client) noexcept {
   const auto node = clients_.extract(client);
   if (node.empty()) return;
   descriptors_.close(node.mapped().fd);
+  forget(client);
+}
+
+void Loop::forget(ClientId client) noexcept {
   try {
     table_.drop(client, woken_);
   } catch (const std::exception&) {

@@ -1,4 +1,5 @@
-// The event loop of the store server: accepts, reads, executes, writes.
+// The event loop of the store server: accepts, reads, executes, writes. Clients of its own process need no
+// socket: their threads carry their requests out between the loop's turns.
 #pragma once
 
 #include <atomic>
@@ -7,8 +8,11 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -27,6 +31,19 @@ class Loop {
 
   void run() noexcept;  // until request_stop(); called by one thread
   void request_stop();  // from any thread
+
+  // A client of this process; from any thread, as the calls for it. In a forked child, after `abandon`, there
+  // are none.
+  ClientId open_local();
+  // Carries requests out, but none that waits, and adds the replies; false where the client is refused, now
+  // or since an earlier call, in which case `replies` has what came before. `blocks` is called before
+  // the loop's turn is waited for.
+  bool serve_local(ClientId client, std::string_view requests, std::string& replies,
+                   const std::function<void()>& blocks);
+  void close_local(ClientId client) noexcept;
+
+  // In a forked child, where the loop's thread is not.
+  void abandon();
 
   Descriptors& descriptors() { return descriptors_; }
   std::size_t connections() const { return connection_count_.load(std::memory_order_relaxed); }
@@ -60,10 +77,14 @@ class Loop {
   static bool flush(Connection& connection);
   void watch(ClientId client, Connection& connection);
   void end(Connections::iterator found, const std::exception& error) noexcept;
+  void note(const Session& session, const std::exception& error) noexcept;
   void drop(ClientId client) noexcept;
+  void forget(ClientId client) noexcept;
   void tell_woken() noexcept;
   void publish();
 
+  std::mutex turn_;         // held by the thread that uses what is below, in the loop for a turn
+  bool abandoned_ = false;  // written in a forked child only, by its only thread
   Descriptors descriptors_;
   int epoll_ = -1;
   int wake_ = -1;  // an eventfd: written to stop the loop
@@ -75,6 +96,7 @@ class Loop {
   Table table_;
   Woken woken_;  // has room for every client: to wake them takes no memory
   Connections clients_;
+  std::unordered_map<ClientId, Session> locals_;
   ClientId next_client_ = 0;
   std::deque<std::pair<Clock::time_point, ClientId>>
       newcomers_;  // until when each must have proved itself and greeted

@@ -55,7 +55,7 @@ class ForkGuard {
 };
 
 Server::Server(const std::vector<int>& listeners, std::size_t max_bytes, Admission admission)
-    : loop_(std::make_unique<Loop>(listeners, max_bytes, std::move(admission))) {
+    : loop_(std::make_shared<Loop>(listeners, max_bytes, std::move(admission))) {
   // Signals are for the threads of the program that owns the server.
   sigset_t all;
   sigset_t before;
@@ -88,8 +88,8 @@ void Server::stop() {
 void Server::abandon() {
   // The thread that owned the loop's state does not exist here, and may have been in the middle of changing
   // it: its descriptors are closed, the rest is left alone.
-  loop_->descriptors().close_all();
-  static_cast<void>(loop_.release());
+  loop_->abandon();
+  new std::shared_ptr<Loop>(std::move(loop_));
   static_cast<void>(thread_.release());
 }
 

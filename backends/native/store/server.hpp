@@ -32,6 +32,9 @@ class Server {
   // not running: there the call does nothing.
   void stop();
 
+  // For clients of this process, `store_client/local.hpp`; empty where the server does not run.
+  std::weak_ptr<Loop> loop() const { return loop_; }
+
   bool running() const;
   std::size_t connections() const;  // open connections, as of the last turn of the loop
   std::size_t waiting() const;      // clients in a wait or a barrier, likewise
@@ -40,7 +43,7 @@ class Server {
   friend class ForkGuard;
   void abandon();
 
-  std::unique_ptr<Loop> loop_;
+  std::shared_ptr<Loop> loop_;
   std::unique_ptr<std::thread> thread_;
 };
 

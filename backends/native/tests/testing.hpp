@@ -24,6 +24,7 @@ Tests messenger_tests();
 Tests group_tests();
 Tests foreign_words_tests();
 Tests operation_record_tests();
+Tests store_client_tests();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \

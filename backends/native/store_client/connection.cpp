@@ -1,0 +1,76 @@
+#include "store_client/connection.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <span>
+#include <system_error>
+
+#include "common/error.hpp"
+
+namespace collectives::store_client {
+namespace {
+
+// How long a thread sleeps before it looks for signals. One that comes while it sleeps wakes it; this is for
+// one that came just before, or to another thread.
+constexpr Nanoseconds kLongestSleep = kSecond;
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+}  // namespace
+
+Replies& Connection::await(std::string_view form, Nanoseconds deadline, Interrupt& interrupt) {
+  replies_.expect(form);
+  while (!replies_.complete()) read_into(replies_, deadline, interrupt);
+  return replies_;
+}
+
+Replies& Connection::receive(std::size_t bytes, Nanoseconds deadline, Interrupt& interrupt) {
+  while (replies_.held().size() < bytes) read_into(replies_, deadline, interrupt);
+  return replies_;
+}
+
+void SocketConnection::send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) {
+  while (!requests.empty()) {
+    const ssize_t sent = ::send(socket_, requests.data(), requests.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0) {
+      requests.remove_prefix(static_cast<std::size_t>(sent));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      sleep(POLLOUT, deadline, interrupt);
+    } else if (errno != EINTR) {
+      fail("send");
+    }
+  }
+}
+
+void SocketConnection::read_into(Replies& replies, Nanoseconds deadline, Interrupt& interrupt) {
+  const std::span<char> room = replies.room();
+  for (;;) {
+    // An answer takes the server longer than a look takes here, so the look comes after the sleep.
+    sleep(POLLIN, deadline, interrupt);
+    const ssize_t size = ::recv(socket_, room.data(), room.size(), MSG_DONTWAIT);
+    if (size > 0) return replies.arrived(static_cast<std::size_t>(size));
+    if (size == 0) throw Error(ErrorKind::network, "the server closed the connection");
+    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) fail("recv");
+  }
+}
+
+void SocketConnection::sleep(short events, Nanoseconds deadline, Interrupt& interrupt) const {
+  interrupt.blocks();
+  pollfd waiting{socket_, events, 0};
+  for (;;) {
+    const Nanoseconds left = deadline == kNever ? kNever : deadline - now_ns();
+    if (left <= 0) throw Error(ErrorKind::timeout, "timed out");
+    const Nanoseconds slice = std::min(left, kLongestSleep);
+    const timespec limit{slice / kSecond, slice % kSecond};
+    const int ready = ::ppoll(&waiting, 1, &limit, nullptr);
+    if (ready > 0) return;
+    if (ready < 0 && errno != EINTR) fail("poll");
+    if (interrupt.requested()) throw Error(ErrorKind::interrupted, "interrupted");
+  }
+}
+
+}  // namespace collectives::store_client
