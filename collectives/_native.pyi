@@ -244,6 +244,8 @@ class StoreServer:
 
 # --- store client ---
 
+def store_requests(form: str, /, *fields: object) -> bytes: ...
+
 class StoreConnection:
     """One connection to a store's server, used by one thread at a time.
 

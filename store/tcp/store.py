@@ -31,11 +31,6 @@ from collectives.store.tcp.wire import (
     STOP_WAITING,
     WAIT_CANCELED,
     Command,
-    i64,
-    key_list,
-    pair_list,
-    text,
-    u32,
 )
 
 __all__ = ["TCPStore"]
@@ -43,6 +38,9 @@ __all__ = ["TCPStore"]
 _GRACE_S = 10.0
 """Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
 _KEYS_PROBED = 64
+_SHORT_KEY = MAX_KEY_BYTES // 4
+"""Keys of fewer characters are never too long in bytes."""
+_requests = _native.store_requests
 _DECIMAL = re.compile(rb"-?[0-9]{1,19}")
 
 
@@ -224,16 +222,20 @@ class TCPStore(Store):
     # seen by everybody, when the call returns.
 
     def _set(self, key: str, value: bytes) -> None:
-        self._acknowledged("set", _request(Command.SET, _key(key), _value(key, value)))
+        self._acknowledged(
+            "set", _requests("bkvbu", Command.SET, _key(key), _value(key, value), Command.PING, 0)
+        )
 
     def _append(self, key: str, value: bytes) -> None:
-        self._acknowledged("append", _request(Command.APPEND, _key(key), _value(key, value)))
+        self._acknowledged(
+            "append", _requests("bkvbu", Command.APPEND, _key(key), _value(key, value), Command.PING, 0)
+        )
 
     def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
         for key, value in pairs:
-            _value(key, value)
+            _value(_key(key), value)
         _check_count(len(pairs))
-        request = _request(Command.MULTI_SET, pair_list((_stored(key), value) for key, value in pairs))
+        request = _requests("bPbu", Command.MULTI_SET, pairs, Command.PING, 0)
         if len(request) > MAX_REQUEST_BYTES:
             raise ValueError(
                 f"multi_set of {len(request)} bytes is more than a server takes: {MAX_REQUEST_BYTES}"
@@ -241,17 +243,23 @@ class TCPStore(Store):
         self._acknowledged("multi_set", request)
 
     def _queue_push(self, key: str, value: bytes) -> None:
-        self._acknowledged("queue_push", _request(Command.QUEUE_PUSH, _key(key), _value(key, value)))
+        self._acknowledged(
+            "queue_push",
+            _requests("bkvbu", Command.QUEUE_PUSH, _key(key), _value(key, value), Command.PING, 0),
+        )
 
     def _add(self, key: str, amount: int) -> int:
+        try:
+            if replies := self._client.at_once("add", _requests("bkn", Command.ADD, _key(key), amount), "n"):
+                return int(replies[0])
+        except DistStoreError:
+            pass  # which has changed nothing, and below tells what is there
         return self._count(_stored(key), amount)
 
     def _count(self, stored_key: bytes, amount: int) -> int:
         # All that a server can do about a sum that is none is to hang up. The value read just before tells
         # why.
-        get_and_add = _request(Command.GET, text(stored_key)) + _request(
-            Command.ADD, text(stored_key), i64(amount)
-        )
+        get_and_add = _requests("bvbvn", Command.GET, stored_key, Command.ADD, stored_key, amount)
         deadline = self._answer_by()
         try:
             with self._client.connection("add", self._seconds(None)) as connection:
@@ -268,23 +276,25 @@ class TCPStore(Store):
             self._raise_not_a_counter(key, amount, value)
 
     def _check(self, keys: list[str]) -> bool:
-        return self._number("check", _request(Command.CHECK, _key_list(keys)), "b") == READY
+        return self._number("check", _requests("bK", Command.CHECK, _keys(keys)), "b") == READY
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        request = _request(Command.COMPARE_SET, _key(key), _value(key, expected), _value(key, desired))
+        request = _requests(
+            "bkvv", Command.COMPARE_SET, _key(key), _value(key, expected), _value(key, desired)
+        )
         return bytes(self._replies("compare_set", request, "v")[0])
 
     def _delete_key(self, key: str) -> bool:
-        return self._number("delete_key", _request(Command.DELETE_KEY, _key(key))) > 0
+        return self._number("delete_key", _requests("bk", Command.DELETE_KEY, _key(key))) > 0
 
     def _num_keys(self) -> int:
-        return self._number("num_keys", _request(Command.GETNUMKEYS))
+        return self._number("num_keys", _requests("b", Command.GETNUMKEYS))
 
     def _queue_len(self, key: str) -> int:
-        return self._number("queue_len", _request(Command.QUEUE_LEN, _key(key)))
+        return self._number("queue_len", _requests("bk", Command.QUEUE_LEN, _key(key)))
 
     def _list_keys(self) -> list[str]:
-        (stored,) = self._replies("list_keys", _request(Command.LIST_KEYS), "l")
+        (stored,) = self._replies("list_keys", _requests("b", Command.LIST_KEYS), "l")
         return [
             key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
             for key in stored
@@ -293,24 +303,24 @@ class TCPStore(Store):
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         # Values that are there take one round trip; those of a request with a key that is not are left alone.
-        listed = _key_list(keys)
-        request = _request(Command.MULTI_GET, listed)
         form = "v" * len(keys)
-        there, *values = self._replies("get", _request(Command.CHECK, listed) + request, "b" + form)
+        requests = _requests("bKbK", Command.CHECK, _keys(keys), Command.MULTI_GET, keys)
+        there, *values = self._replies("get", requests, "b" + form)
         if there == READY:
             return values
+        request = _requests("bK", Command.MULTI_GET, keys)
         with self._client.connection("get", limit, waits=True) as connection:
             self._await_keys(connection, "get", keys, limit)
             return connection.exchange(request, form, self._answer_by())
 
     def _wait(self, keys: list[str], limit: float) -> None:
-        if self._number("wait", _request(Command.CHECK, _key_list(keys)), "b") == READY:
+        if self._number("wait", _requests("bK", Command.CHECK, _keys(keys)), "b") == READY:
             return
         with self._client.connection("wait", limit, waits=True) as connection:
             self._await_keys(connection, "wait", keys, limit)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
-        request = _request(Command.QUEUE_POP, _key(key))
+        request = _requests("bk", Command.QUEUE_POP, _key(key))
         with self._client.connection("queue_pop", limit or 0.0) as connection:
             value = self._popped(connection, request)
         if value is None and limit is not None:
@@ -330,7 +340,7 @@ class TCPStore(Store):
         return bytes(connection.replies("v", deadline)[0]) if length > 0 else None
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        request = _request(Command.BARRIER, _key(key), i64(world_size))
+        request = _requests("bkn", Command.BARRIER, _key(key), world_size)
         with self._client.connection("barrier", limit, waits=True) as connection:
             connection.send(request, time.monotonic() + limit + _GRACE_S)
             if self._answered(connection, limit):
@@ -345,12 +355,15 @@ class TCPStore(Store):
 
     def _replies(self, operation: str, requests: bytes, form: str) -> list[Any]:
         """Returns the replies to requests that the server answers at once."""
+        replies = self._client.at_once(operation, requests, form)
+        if replies is not None:
+            return replies
         limit = self._seconds(None)
         with self._client.connection(operation, limit) as connection:
             return connection.exchange(requests, form, time.monotonic() + limit + _GRACE_S)
 
     def _acknowledged(self, operation: str, request: bytes) -> None:
-        self._replies(operation, request + _PING, "u")
+        self._replies(operation, request, "u")
 
     def _number(self, operation: str, request: bytes, form: str = "n") -> int:
         (number,) = self._replies(operation, request, form)
@@ -366,20 +379,20 @@ class TCPStore(Store):
     ) -> None:
         """Returns when all keys are there; raises the error of ``operation`` if they are not by ``end``."""
         end = time.monotonic() + limit if end is None else end
-        request = _request(Command.WAIT, _key_list(keys))
+        request = _requests("bK", Command.WAIT, keys)
         while True:
             connection.send(request, end + _GRACE_S)
             if not self._answered(connection, end - time.monotonic()):
                 break
             # torch's server keeps a client that it woke for a queue on its list, and wakes it early later on.
             # Cancelling takes it off; the check costs no more than that.
-            canceled = _request(Command.CANCEL_WAIT) + _request(Command.CHECK, _key_list(keys))
+            canceled = _requests("bbK", Command.CANCEL_WAIT, Command.CHECK, keys)
             if connection.exchange(canceled, "bb", self._answer_by())[1] == READY:
                 return
             if time.monotonic() > end:
                 break
         probed = keys[:_KEYS_PROBED]
-        checks = b"".join(_request(Command.CHECK, _key_list([key])) for key in probed)
+        checks = b"".join(_requests("bK", Command.CHECK, [key]) for key in probed)
         answers = connection.exchange(checks, "b" * len(probed), self._answer_by())
         missing = [key for key, answer in zip(probed, answers, strict=True) if answer != READY]
         self._raise_timeout(operation, missing or probed, limit)
@@ -391,7 +404,7 @@ class TCPStore(Store):
             (answer,) = connection.replies("b", time.monotonic() + max(limit, 0.001))
         except TimeoutError:
             deadline = time.monotonic() + _GRACE_S
-            (answer,) = connection.exchange(_request(Command.CANCEL_WAIT), "b", deadline)
+            (answer,) = connection.exchange(_requests("b", Command.CANCEL_WAIT), "b", deadline)
             if answer == STOP_WAITING:  # it was under way already
                 if connection.replies("b", deadline)[0] == WAIT_CANCELED:
                     return True
@@ -404,7 +417,7 @@ class TCPStore(Store):
 
     def _withdraw(self, key: str) -> int:
         """Takes this caller out of a barrier that it has cancelled; returns how many are left in it."""
-        requests = _request(Command.GET, text(SERVER_KEY)) + _request(Command.GET, _key(key))
+        requests = _requests("bvbk", Command.GET, SERVER_KEY, Command.GET, _key(key))
         server, count = self._replies("barrier", requests, "vv")
         if server:  # ours did it already
             return int(count or b"0")
@@ -444,13 +457,6 @@ def _start_server(
         raise
 
 
-def _request(command: Command, *fields: bytes) -> bytes:
-    return bytes([command]) + b"".join(fields)
-
-
-_PING = _request(Command.PING, u32(0))
-
-
 def _stored(key: str) -> bytes:
     stored = KEY_PREFIX + key.encode(errors="surrogateescape")
     if len(stored) > MAX_KEY_BYTES:
@@ -461,13 +467,17 @@ def _stored(key: str) -> bytes:
     return stored
 
 
-def _key(key: str) -> bytes:
-    return text(_stored(key))
+def _key(key: str) -> str:
+    if len(key) >= _SHORT_KEY:
+        _stored(key)
+    return key
 
 
-def _key_list(keys: list[str]) -> bytes:
+def _keys(keys: list[str]) -> list[str]:
     _check_count(len(keys))
-    return key_list([_stored(key) for key in keys])
+    for key in keys:
+        _key(key)
+    return keys
 
 
 def _check_count(count: int) -> None:
@@ -481,7 +491,7 @@ def _value(key: str, value: bytes) -> bytes:
             f"a value of a TCPStore may have {MAX_VALUE_BYTES} bytes, that for key {key!r} has {len(value)}; "
             "append() it in parts, or send it with a collective"
         )
-    return text(value)
+    return value
 
 
 def _is_counter(value: bytes, amount: int) -> bool:

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <string_view>
 #include <system_error>
 
@@ -48,6 +50,79 @@ void call(std::size_t bytes, Function&& function) {
                     error.what());
     throw nb::python_error();
   }
+}
+
+template <class T>
+void put(std::string& requests, T value) {
+  requests.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+void put_bytes(std::string& requests, std::string_view prefix, std::string_view content) {
+  put<std::uint64_t>(requests, prefix.size() + content.size());
+  requests += prefix;
+  requests += content;
+}
+
+// A user's key as it is stored. What came of bytes that are no text goes back to them.
+void put_key(std::string& requests, nb::handle key) {
+  constexpr std::string_view kPrefix = "/";
+  Py_ssize_t size = 0;
+  if (const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size)) {
+    return put_bytes(requests, kPrefix, {text, static_cast<std::size_t>(size)});
+  }
+  if (!PyUnicode_Check(key.ptr())) throw nb::python_error();
+  PyErr_Clear();
+  const auto encoded = nb::steal<nb::bytes>(PyUnicode_AsEncodedString(key.ptr(), "utf-8", "surrogateescape"));
+  if (!encoded.is_valid()) throw nb::python_error();
+  put_bytes(requests, kPrefix, view(encoded));
+}
+
+// A member of an enumeration, too, which nanobind would convert first.
+std::uint8_t command_from(nb::handle field) {
+  const long code = PyLong_AsLong(field.ptr());
+  if (code == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  return static_cast<std::uint8_t>(code);
+}
+
+nb::list listed(std::string& requests, nb::handle fields) {
+  auto items = nb::cast<nb::list>(fields);
+  put<std::uint64_t>(requests, nb::len(items));
+  return items;
+}
+
+void put_field(std::string& requests, char kind, nb::handle field) {
+  switch (kind) {
+    case 'b':
+      return put(requests, command_from(field));
+    case 'u':
+      return put(requests, nb::cast<std::uint32_t>(field));
+    case 'n':
+      return put(requests, nb::cast<std::int64_t>(field));
+    case 'v':
+      return put_bytes(requests, "", view(nb::cast<nb::bytes>(field)));
+    case 'k':
+      return put_key(requests, field);
+    case 'K':
+      for (const nb::handle key : listed(requests, field)) put_key(requests, key);
+      return;
+    case 'P':
+      for (const nb::handle item : listed(requests, field)) {
+        const auto pair = nb::cast<nb::tuple>(item);
+        if (pair.size() != 2) throw nb::value_error("a key and its value are a pair");
+        put_key(requests, pair[0]);
+        put_bytes(requests, "", view(nb::cast<nb::bytes>(pair[1])));
+      }
+      return;
+    default:
+      throw nb::value_error("no field of a request has this letter");
+  }
+}
+
+nb::bytes requests_of(std::string_view form, const nb::args& fields) {
+  if (form.size() != fields.size()) throw nb::value_error("a request needs one field for each letter");
+  std::string requests;
+  for (std::size_t i = 0; i < form.size(); ++i) put_field(requests, form[i], fields[i]);
+  return nb::bytes(requests.data(), requests.size());
 }
 
 nb::object value_of(const Replies::Field& field) {
@@ -105,6 +180,10 @@ nb::bytes receive(Connection& connection, std::size_t bytes, double deadline) {
 }  // namespace
 
 void bind_store_client(nb::module_& module) {
+  module.def(
+      "store_requests", &requests_of, nb::arg("form"), nb::arg("fields"),
+      "Bytes of requests: a letter of the form for each field, b = u8, u = u32, n = i64, v = value or key as "
+      "stored, k = key of a user, K = list of keys, P = list of keys with values.");
   nb::class_<Connection>(module, "StoreConnection",
                          "One connection to a store's server, used by one thread at a time.")
       .def("exchange", &exchange, nb::arg("requests"), nb::arg("form"), nb::arg("deadline"),

@@ -153,7 +153,7 @@ int listening() {
   return fd;
 }
 
-const std::string kGreeting = command(Command::kValidate) + number(store::kMagic);
+std::string greeting() { return command(Command::kValidate) + number(store::kMagic); }
 
 void in_the_servers_process() {
   constexpr int kThreads = 4;
@@ -166,7 +166,7 @@ void in_the_servers_process() {
     threads.emplace_back([&] {
       LocalConnection client(server->loop());
       Program program;
-      client.send(kGreeting, soon(), program);
+      client.send(greeting(), soon(), program);
       for (int j = 0; j < kTimes; ++j) {
         client.send(add, soon(), program);
         client.await("n", soon(), program).take();
@@ -176,7 +176,7 @@ void in_the_servers_process() {
   for (std::thread& thread : threads) thread.join();
   LocalConnection client(server->loop());
   Program program;
-  client.send(kGreeting + command(Command::kGet) + text("/n"), soon(), program);
+  client.send(greeting() + command(Command::kGet) + text("/n"), soon(), program);
   Replies& replies = client.await("v", soon(), program);
   CHECK(replies.field(0).bytes == std::to_string(kThreads * kTimes));
   replies.take();
@@ -187,7 +187,7 @@ void in_the_servers_process() {
   CHECK(error_of([&] { client.await("n", soon(), program); }).kind() == ErrorKind::network);
   LocalConnection other(server->loop());
   server.reset();
-  other.send(kGreeting + add, soon(), program);
+  other.send(greeting() + add, soon(), program);
   CHECK(error_of([&] { other.await("n", soon(), program); }).kind() == ErrorKind::network);
 }
 
