@@ -20,6 +20,7 @@ PROGRAMS = {
     "model": "collectives.bench.model",
     "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
+    "store": "collectives.bench.store",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.
 

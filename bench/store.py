@@ -1,0 +1,306 @@
+"""How many calls of a key/value store does one client make in a second, beside ``torch.distributed``'s?
+
+Two stores, ``collectives`` (:class:`collectives.TCPStore`) and ``torch``
+(:class:`torch.distributed.TCPStore`), each with a server and a client of its own, take turns at every
+operation; the figure is the median of the rounds. The server runs in the client's process (``here``), on its
+own thread, or in another one (``process``).
+
+What the calls promise is not the same: ``set`` and ``multi_set`` of torch return when the request is handed
+to the kernel, those of collectives when the server has carried it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from collectives.bench.core.arguments import (
+    add_json,
+    at_least,
+    conclude,
+    failing_as_command,
+    options_from,
+    parse_names,
+    show_progress,
+)
+from collectives.bench.core.groups import LOCALHOST, TIMEOUT
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import BaseReport
+from collectives.bench.core.text import Column, table_lines
+from collectives.ranks.processes import RankFailedError, SpawnedRanks, commands
+from collectives.secret import provided
+from collectives.store import TCPStore
+
+__all__ = ["OPERATIONS", "Options", "StoreRecord", "StoreReport", "add_arguments", "measure", "run"]
+
+_KINDS: dict[str, type[Any]] = {"collectives": TCPStore, "torch": c10d.TCPStore}
+SERVERS = ("here", "process")
+_KEYS = [f"key {i}" for i in range(16)]
+_VALUES = [f"value {i}".ljust(32) for i in range(16)]
+_FEW = 20
+"""Calls that are made before the clock is looked at again."""
+
+Progress = Callable[[str], object]
+
+
+def _set(store: Any) -> None:
+    store.set("key", _VALUES[0])
+
+
+def _get(store: Any) -> None:
+    store.get(_KEYS[0])
+
+
+def _add(store: Any) -> None:
+    store.add("sum", 1)
+
+
+def _check(store: Any) -> None:
+    store.check(_KEYS[:1])
+
+
+def _multi_set(store: Any) -> None:
+    store.multi_set(_KEYS, _VALUES)
+
+
+def _multi_get(store: Any) -> None:
+    store.multi_get(_KEYS)
+
+
+def _compare_set(store: Any) -> None:
+    store.compare_set(_KEYS[0], _VALUES[0], _VALUES[0])
+
+
+def _wait(store: Any) -> None:
+    store.wait(_KEYS[:1])
+
+
+OPERATIONS: dict[str, Callable[[Any], None]] = {
+    "set": _set,
+    "get": _get,
+    "add": _add,
+    "check": _check,
+    "multi_set": _multi_set,
+    "multi_get": _multi_get,
+    "compare_set": _compare_set,
+    "wait": _wait,
+}
+"""One call of each; of 16 keys in the operations on many, with values of 32 bytes. The keys are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        operations: their names, of :data:`OPERATIONS`.
+        servers: where the servers run: ``here``, ``process``.
+        rounds: turns of each store at an operation, 1 or more.
+        seconds: least duration of a turn.
+
+    Raises:
+        ValueError: a name is not known, or a number is too small.
+    """
+
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+    servers: tuple[str, ...] = SERVERS
+    rounds: int = 5
+    seconds: float = 0.2
+
+    def __post_init__(self) -> None:
+        for what, names, known in (
+            ("operation", self.operations, tuple(OPERATIONS)),
+            ("place of a server", self.servers, SERVERS),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be 1 or more, but is {self.rounds}")
+        if not 0 < self.seconds < 3600:
+            raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecord:
+    """One operation at one place of the servers.
+
+    Attributes:
+        server: where they run.
+        operation: its name.
+        calls_per_s: median of the rounds, by store.
+        rounds: every round's figure, by store, in their order.
+        right: whether the stores held afterwards what the calls had to leave there.
+    """
+
+    server: str
+    operation: str
+    calls_per_s: dict[str, float]
+    rounds: dict[str, list[float]]
+    right: bool
+
+    @property
+    def over_torch(self) -> float:
+        """How many times as many calls as torch's the store of collectives makes."""
+        return self.calls_per_s["collectives"] / self.calls_per_s["torch"]
+
+
+class StoreReport(BaseReport[StoreRecord]):
+    """All that the program found out."""
+
+    def record_as_json(self, record: StoreRecord) -> dict[str, Any]:
+        """Returns a record as plain values."""
+        return {**asdict(record), "over_torch": record.over_torch}
+
+
+class _Counted:
+    """A store, and how often the counter was added to."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.added = 0
+        store.multi_set(_KEYS, _VALUES)
+        store.set("key", "")
+
+    def rate(self, operation: str, seconds: float) -> float:
+        """Returns the calls in a second, over at least so many seconds."""
+        call, store, calls = OPERATIONS[operation], self.store, 0
+        began = time.perf_counter()
+        while True:
+            for _ in range(_FEW):
+                call(store)
+            calls += _FEW
+            took = time.perf_counter() - began
+            if took >= seconds:
+                break
+        self.added += calls if operation == "add" else 0
+        return calls / took
+
+    def right(self) -> bool:
+        """Returns whether the store holds what it must."""
+        held = [value.decode() for value in self.store.multi_get(_KEYS)]
+        return held == _VALUES and self.store.add("sum", 0) == self.added
+
+
+def measure(options: Options, progress: Progress | None = None) -> StoreReport:
+    """Runs the measurement and returns its report.
+
+    Args:
+        options: what is measured.
+        progress: called with a short line from time to time.
+
+    Raises:
+        RankFailedError: the process of the servers failed.
+    """
+    say = progress or (lambda _: None)
+    report = StoreReport("store", describe_machine(), asdict(options))
+    for server in options.servers:
+        with provided(), ExitStack() as stack:
+            stores = _stores(server, stack)
+            for operation in options.operations:
+                rounds: dict[str, list[float]] = {name: [] for name in stores}
+                for turn in range(options.rounds):
+                    say(f"server {server}: {operation} ({turn + 1} of {options.rounds})")
+                    for name, counted in stores.items():
+                        rounds[name].append(counted.rate(operation, options.seconds))
+                right = all(counted.right() for counted in stores.values())
+                medians = {name: statistics.median(rates) for name, rates in rounds.items()}
+                report.records.append(StoreRecord(server, operation, medians, rounds, right))
+    return report
+
+
+def _stores(server: str, stack: ExitStack) -> dict[str, _Counted]:
+    """Returns the clients by name; they and their servers end with the stack."""
+    if server == "here":
+        stores = {name: _serve(kind) for name, kind in _KINDS.items()}
+    else:
+        process = stack.enter_context(SpawnedRanks(1, _serve_all))
+        (ports,) = process.ask(list(_KINDS))
+        stores = {
+            name: kind(LOCALHOST, ports[name], timeout=TIMEOUT, wait_for_workers=False)
+            for name, kind in _KINDS.items()
+        }
+    stack.callback(stores["collectives"].close)
+    return {name: _Counted(store) for name, store in stores.items()}
+
+
+def _serve(kind: type[Any]) -> Any:
+    return kind(LOCALHOST, 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+
+
+def _serve_all(rank: int, connection: Connection) -> None:  # noqa: ARG001 - the body of a rank
+    """Body of the servers' process: answers names of stores with their ports, and serves until it ends."""
+    served: list[Any] = []
+    for names in commands(connection):
+        stores = {name: _serve(_KINDS[name]) for name in names}
+        served += stores.values()
+        connection.send({name: store.port for name, store in stores.items()})
+
+
+_COLUMNS: Sequence[Column] = (
+    ("server", "", -9),
+    ("operation", "", -12),
+    ("collectives", "calls/s", 13),
+    ("torch", "calls/s", 10),
+    ("ratio", "", 8),
+    ("right", "", 7),
+)
+
+
+def _report_lines(report: StoreReport) -> Iterator[str]:
+    """Yields the lines of the report's table."""
+    rows = (
+        (
+            record.server,
+            record.operation,
+            f"{record.calls_per_s['collectives']:.0f}",
+            f"{record.calls_per_s['torch']:.0f}",
+            f"{record.over_torch:.2f}",
+            "yes" if record.right else "no",
+        )
+        for record in report.records
+    )
+    yield from table_lines(_COLUMNS, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the program's options to a parser."""
+    for name, known in (("operations", tuple(OPERATIONS)), ("servers", SERVERS)):
+        parser.add_argument(
+            f"--{name}",
+            type=parse_names,
+            default=known,
+            metavar="NAME,...",
+            help=f"default: {','.join(known)}",
+        )
+    parser.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=5,
+        metavar="N",
+        help="turns of each store (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, metavar="S", help="least time of a turn (default: %(default)s)"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the program as the command line asks; returns 1 where a store held something wrong.
+
+    Raises:
+        CommandError: the arguments do not fit together, or the servers' process failed.
+    """
+    options = options_from(Options, arguments)
+    with failing_as_command(RankFailedError):
+        report = measure(options, show_progress)
+    return conclude(report, _report_lines(report), lambda record: record.right, arguments.json)

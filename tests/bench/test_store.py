@@ -1,0 +1,56 @@
+"""``collectives bench store`` as users run it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from collectives.bench import store
+from collectives.cli import main
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+
+def test_the_command_measures_both_stores_at_both_places(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    words = ["--rounds", "2", "--seconds", "0.001", "--json", str(path)]
+    assert main(["bench", "store", *words]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    asked = [(server, operation) for server in ("here", "process") for operation in store.OPERATIONS]
+    assert [(row[0], row[1]) for row in table] == asked
+    assert all(row[-1] == "yes" for row in table)
+    plain = json.loads(path.read_text())
+    assert plain["program"] == "store"
+    for record, row in zip(plain["records"], table, strict=True):
+        assert set(record["rounds"]) == {"collectives", "torch"}
+        assert all(len(rates) == 2 and min(rates) > 0 for rates in record["rounds"].values())
+        medians = record["calls_per_s"]
+        assert row[2:5] == [
+            f"{medians['collectives']:.0f}", f"{medians['torch']:.0f}", f"{record['over_torch']:.2f}",
+        ]  # fmt: skip
+        assert record["over_torch"] == medians["collectives"] / medians["torch"]
+
+
+def test_a_store_that_loses_a_call_is_found(monkeypatch, capsys):
+    class Forgetful(store.TCPStore):
+        def add(self, key, amount):
+            return super().add(key, 0)
+
+    monkeypatch.setitem(store._KINDS, "collectives", Forgetful)
+    words = ["--operations", "add", "--servers", "here", "--rounds", "1", "--seconds", "0.001"]
+    assert main(["bench", "store", *words]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].split()[-1] == "no"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--operations", "set,put"], "unknown operation 'put'; known are set, get"),
+        (["--servers", "there"], "unknown place of a server 'there'; known are here, process"),
+        (["--seconds", "0"], "seconds must be more than 0"),
+    ],
+)
+def test_arguments_that_cannot_be(words, reason, capsys):
+    assert main(["bench", "store", *words]) != 0
+    assert reason in capsys.readouterr().err
