@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +34,9 @@ class Client:
     They stay until :meth:`close`. They are made again in a process forked from this one: sockets must not be
     shared. A connection that breaks makes the client unusable, because a server found at the address later
     has lost the data. In the server's own process, requests that do not wait need no socket.
+
+    Attributes:
+        server: the server, where it runs in this process; ``None`` elsewhere, and once it is closed.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Client:
         self._connector = Connector(host, port, shown_as, trust)
         self._shown_as = shown_as
         self._lock = threading.RLock()
-        self._server = server
+        self.server = server
         self._idle: list[Connection] = []
         self._idle_local: list[LocalConnection] = []
         self._in_use: set[Connection | LocalConnection] = set()
@@ -101,34 +103,46 @@ class Client:
                 return
         connection.close()
 
-    def at_once(self, operation: str, requests: bytes, form: str) -> list[Any] | None:
-        """Returns the replies to requests that do not wait, where the server runs in this process.
+    def at_once(self, operation: str, requests: bytes, form: str, deadline: float) -> list[Any] | None:
+        """Returns the replies to requests that the server answers at once.
 
-        A short way round :meth:`connection`, which takes longer than the server does.
+        A short way round :meth:`connection`, without its lock: Python's methods of lists and sets are single
+        steps.
 
         Args:
             operation: name for error messages.
             requests: what the server carries out.
             form: which replies there will be.
+            deadline: until when, by ``time.monotonic()``.
 
         Returns:
             The replies; ``None``, with nothing carried out, where :meth:`connection` is needed.
 
         Raises:
-            DistStoreError: the server refuses what was asked.
-            DistNetworkError: it has ended.
+            DistStoreError: as :meth:`connection`.
+            DistNetworkError: as :meth:`connection`.
         """
-        if self._failure is not None:
-            return None
+        connection: Connection | LocalConnection
         try:
-            connection = self._idle_local.pop()  # one step, as the append below
+            connection = (self._idle if self.server is None else self._idle_local).pop()
         except IndexError:
             return None
+        self._in_use.add(connection)
+        if self._failure is not None:  # by now close() has seen the connection, or this sees its failure
+            self._in_use.discard(connection)
+            connection.close()
+            return None
         try:
-            replies = connection.exchange(requests, form, math.inf)
-        except OSError as error:
-            self._raise_broken(operation, connection, error)
-        self._idle_local.append(connection)
+            replies = connection.exchange(requests, form, deadline)
+        except BaseException as error:
+            self._in_use.discard(connection)
+            connection.close()
+            if isinstance(error, OSError):
+                self._raise_broken(operation, connection, error)
+            raise
+        self._in_use.discard(connection)
+        if self._failure is not None or not self._keeps(connection):
+            connection.close()
         return replies
 
     def close(self) -> None:
@@ -136,10 +150,10 @@ class Client:
         _open.discard(self)
         with self._lock:
             self._failure = self._failure or f"the store on {self._shown_as} was closed in this process"
-            self._server = None
+            self.server = None
             self._idle_local = []
             idle, self._idle = self._idle, []
-            for connection in self._in_use:
+            for connection in tuple(self._in_use):
                 connection.abort()
         for connection in idle:
             connection.close()
@@ -153,8 +167,8 @@ class Client:
         with self._lock:
             if self._failure is not None:
                 raise DistNetworkError(f"{operation}: {self._failure}")
-            if self._server is not None and not waits:
-                connection = self._idle_local.pop() if self._idle_local else LocalConnection(self._server)
+            if self.server is not None and not waits:
+                connection = self._idle_local.pop() if self._idle_local else LocalConnection(self.server)
                 self._in_use.add(connection)
                 return connection
             if self._idle:
@@ -216,7 +230,7 @@ class Client:
         self._lock = threading.RLock()
         for connection in (*self._idle, *self._in_use):
             connection.close()
-        self._server = None
+        self.server = None
         self._idle = []
         self._idle_local = []
         self._in_use = set()

@@ -211,6 +211,7 @@ class Connector:
             raise ConnectionRefusedError("nobody listens there")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setblocking(True)  # the core keeps time limits
         nonce = u32(random.getrandbits(32))
         connection = Connection(sock, nonce)
         if self._trust.key is not None:

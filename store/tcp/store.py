@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -249,11 +250,11 @@ class TCPStore(Store):
         )
 
     def _add(self, key: str, amount: int) -> int:
-        try:
-            if replies := self._client.at_once("add", _requests("bkn", Command.ADD, _key(key), amount), "n"):
-                return int(replies[0])
-        except DistStoreError:
-            pass  # which has changed nothing, and below tells what is there
+        if self._client.server is not None:
+            try:
+                return self._number("add", _requests("bkn", Command.ADD, _key(key), amount))
+            except DistStoreError:
+                pass  # which has changed nothing, and below tells what is there
         return self._count(_stored(key), amount)
 
     def _count(self, stored_key: bytes, amount: int) -> int:
@@ -355,12 +356,12 @@ class TCPStore(Store):
 
     def _replies(self, operation: str, requests: bytes, form: str) -> list[Any]:
         """Returns the replies to requests that the server answers at once."""
-        replies = self._client.at_once(operation, requests, form)
+        deadline = self._answer_by() if self._client.server is None else math.inf  # where nothing waits
+        replies = self._client.at_once(operation, requests, form, deadline)
         if replies is not None:
             return replies
-        limit = self._seconds(None)
-        with self._client.connection(operation, limit) as connection:
-            return connection.exchange(requests, form, time.monotonic() + limit + _GRACE_S)
+        with self._client.connection(operation, self._seconds(None)) as connection:
+            return connection.exchange(requests, form, deadline)
 
     def _acknowledged(self, operation: str, request: bytes) -> None:
         self._replies(operation, request, "u")

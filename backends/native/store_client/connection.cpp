@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -33,6 +34,12 @@ Replies& Connection::receive(std::size_t bytes, Nanoseconds deadline, Interrupt&
   return replies_;
 }
 
+SocketConnection::SocketConnection(int socket) noexcept : socket_(socket) {
+  const timeval limit{kLongestSleep / kSecond, 0};
+  // Where it fails, or the socket does not block, the thread sleeps in poll.
+  static_cast<void>(::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)));
+}
+
 void SocketConnection::send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) {
   while (!requests.empty()) {
     const ssize_t sent = ::send(socket_, requests.data(), requests.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -48,13 +55,18 @@ void SocketConnection::send(std::string_view requests, Nanoseconds deadline, Int
 
 void SocketConnection::read_into(Replies& replies, Nanoseconds deadline, Interrupt& interrupt) {
   const std::span<char> room = replies.room();
+  interrupt.blocks();
+  // An answer takes the server longer than a look takes here, so the thread sleeps at once: in the call
+  // itself, which ends after kLongestSleep, where that is not too late.
+  bool looks = deadline != kNever && deadline - now_ns() <= kLongestSleep;
   for (;;) {
-    // An answer takes the server longer than a look takes here, so the look comes after the sleep.
-    sleep(POLLIN, deadline, interrupt);
-    const ssize_t size = ::recv(socket_, room.data(), room.size(), MSG_DONTWAIT);
+    if (looks) sleep(POLLIN, deadline, interrupt);
+    const ssize_t size = ::recv(socket_, room.data(), room.size(), looks ? MSG_DONTWAIT : 0);
     if (size > 0) return replies.arrived(static_cast<std::size_t>(size));
     if (size == 0) throw Error(ErrorKind::network, "the server closed the connection");
     if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) fail("recv");
+    if (interrupt.requested()) throw Error(ErrorKind::interrupted, "interrupted");
+    looks = true;
   }
 }
 

@@ -42,7 +42,8 @@ class Connection {
 // Over a socket that is connected; it stays the caller's, who keeps it open as long as this uses it.
 class SocketConnection final : public Connection {
  public:
-  explicit SocketConnection(int socket) noexcept : socket_(socket) {}
+  // Where the socket blocks, an answer takes one call of the kernel less.
+  explicit SocketConnection(int socket) noexcept;
 
   void send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) override;
 
