@@ -13,6 +13,8 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LINKED = ("store", "backends", "ddp", "bench")
+FRAMEWORKS = ("accelerate", "ignite", "lightning", "pytorch_lightning")
+"""What collectives.integrations imports, from an extra of its own."""
 
 
 def run(*command: str | Path, cwd: Path = CHECKOUT, status: int = 0, **extra: str) -> str:
@@ -98,5 +100,6 @@ def test_pyright_resolves_every_import() -> None:
         for one in report["generalDiagnostics"]
         if one.get("rule") in {"reportMissingImports", "reportAttributeAccessIssue"}
         and "Import" in one["message"]
+        and not one["message"].startswith(tuple(f'Import "{name}' for name in FRAMEWORKS))
     ]
     assert not unresolved, "\n".join(unresolved)
