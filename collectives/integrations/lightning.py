@@ -31,17 +31,12 @@ class CollectivesStrategy(_DDPStrategy):
     Right in automatic and in manual optimization: our wrapper averages a backward pass that runs within
     forward when it ends, as ``manual_backward`` in ``training_step`` does. Unlike in Lightning's strategy, a
     communication hook is used on CPUs, too. Import this module after the package that the program uses,
-    ``lightning.pytorch`` or ``pytorch_lightning``.
+    ``lightning.pytorch`` or ``pytorch_lightning``. The page of frameworks has a program.
 
     Args:
         process_group_backend: ``"collectives"`` or another name of ours in torch.
         kwargs: arguments of Lightning's ``DDPStrategy`` (such as ``start_method`` and ``ddp_comm_hook``), and
             those of our :class:`~collectives.ddp.DistributedDataParallel`.
-
-    Example:
-        In a script that Lightning starts once for each rank::
-
-            trainer = Trainer(accelerator="cpu", devices=2, strategy=CollectivesStrategy())
     """
 
     model: Any

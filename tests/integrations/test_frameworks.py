@@ -7,6 +7,7 @@ the file that rank 0 writes before it ends: torch's own Gloo sometimes ends thes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -15,7 +16,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -74,27 +77,33 @@ def command_of(example: str) -> list[str]:
 
 
 def play(example: str, options: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs an example with a file for its result in an empty folder, where its temporary files go, too."""
+    """Runs an example with a file for its result in an empty folder."""
     folder.mkdir(parents=True)
     result = folder / "result.json"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        # Lightning imports mpi4py where it is installed, and with that begins an MPI of one rank, which
-        # leaves shared memory behind.
-        "OMPI_MCA_btl_sm_backing_directory": str(folder),
-    }
-    done = subprocess.run(
-        [*command_of(example), *shlex.split(options), "--result", str(result)],
-        cwd=EXAMPLES,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    # Sockets of torch's data loaders lie in it, whose names must be short.
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": scratch,
+            "HF_HUB_OFFLINE": "1",
+            # Lightning imports mpi4py where it is installed, and with that begins an MPI of one rank, which
+            # leaves shared memory behind.
+            "OMPI_MCA_btl_sm_backing_directory": scratch,
+        }
+        command = [*command_of(example), *shlex.split(options), "--result", str(result)]
+        with subprocess.Popen(
+            command, cwd=EXAMPLES, env=environment, stdout=PIPE, stderr=PIPE, text=True
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=LIMIT_S)
+            except BaseException:
+                process.terminate()  # torchrun ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=40)
+                process.kill()
+                raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
     return done, result
 
 
