@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Sequence
 
 __all__ = [
     "INIT_KEY",
@@ -64,9 +63,6 @@ __all__ = [
     "TURNED_AWAY",
     "WAIT_CANCELED",
     "Command",
-    "i64",
-    "key_list",
-    "pair_list",
     "text",
     "u32",
 ]
@@ -124,22 +120,6 @@ def u32(number: int) -> bytes:
     return struct.pack("<I", number)
 
 
-def i64(number: int) -> bytes:
-    """Returns the bytes of a signed 64-bit integer."""
-    return struct.pack("<q", number)
-
-
 def text(data: bytes) -> bytes:
     """Returns a key or a value: its length, then its bytes."""
     return struct.pack("<Q", len(data)) + data
-
-
-def key_list(keys: Sequence[bytes]) -> bytes:
-    """Returns a count, then the keys."""
-    return struct.pack("<Q", len(keys)) + b"".join(map(text, keys))
-
-
-def pair_list(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Returns a count, then keys and values in turn."""
-    fields = [text(key) + text(value) for key, value in pairs]
-    return struct.pack("<Q", len(fields)) + b"".join(fields)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from waiting import until
 
 import collectives
 from collectives.store import TCPStore
 from collectives.store.tcp.connector import Connection, LocalConnection
-from collectives.store.tcp.wire import Command, i64, text
+from collectives.store.tcp.wire import Command, text
 
 LONG = timedelta(seconds=30)
 
@@ -33,7 +35,7 @@ class TestReplies:
     def test_each_form(self, ends):
         connection, its = ends
         its.sendall(
-            b"\x07" + bytes([1, 2, 0, 0]) + i64(-5) + text(b"value") + i64(2) + text(b"") + text(b"b")
+            struct.pack("<BIq", 7, 513, -5) + text(b"value") + struct.pack("<q", 2) + text(b"") + text(b"b")
         )
         soon = time.monotonic() + 30
         assert connection.replies("bunvl", soon) == [7, 513, -5, b"value", [b"", b"b"]]
@@ -94,9 +96,7 @@ class TestInTheServersProcess:
         client = TCPStore("127.0.0.1", server.port, timeout=LONG)
         with ThreadPoolExecutor(2) as threads:
             waits = [threads.submit(store.get, "later") for store in (client, server)]
-            assert server._server is not None
-            while server._server.native.waiting < 2:
-                time.sleep(0.001)
+            until(lambda: server._server.native.waiting == 2)
             server.set("later", "now")
             assert [wait.result(30) for wait in waits] == [b"now", b"now"]
         client.close()

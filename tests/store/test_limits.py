@@ -17,7 +17,7 @@ from waiting import until
 import collectives
 from collectives.store import TCPStore
 from collectives.store.tcp.limits import max_server_bytes
-from collectives.store.tcp.wire import Command, i64, key_list, text
+from collectives.store.tcp.wire import Command, text
 
 MIB = 2**20
 HELLO = bytes([Command.VALIDATE]) + struct.pack("<I", 0x3C85F7CE)
@@ -33,6 +33,10 @@ def small(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
     yield store
     store.close()
+
+
+def key_list(keys):
+    return struct.pack("<Q", len(keys)) + b"".join(map(text, keys))
 
 
 def connect(port, start=HELLO):
@@ -170,7 +174,7 @@ class TestWhatClientsAreTold:
             (bytes([19]), "no request begins with the byte 19"),
             (bytes([Command.GET]) + struct.pack("<Q", 8193), "a key of 8193 bytes, of at most 8192"),
             (bytes([Command.CHECK]) + struct.pack("<Q", 131073), "131073 keys, of at most 131072"),
-            (bytes([Command.SET]) + text(b"/w") + text(b"x") + bytes([Command.ADD]) + text(b"/w") + i64(1),
+            (bytes([Command.SET]) + text(b"/w") + text(b"x") + bytes([Command.ADD]) + text(b"/w") + bytes(8),
              "the key holds no integer"),
         ):  # fmt: skip
             with pytest.raises(collectives.DistStoreError, match=message):

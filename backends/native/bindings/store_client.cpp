@@ -13,6 +13,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/owned_group.hpp"
+#include "store/protocol.hpp"
 #include "store/server.hpp"
 #include "store_client/connection.hpp"
 #include "store_client/local.hpp"
@@ -65,16 +66,15 @@ void put_bytes(std::string& requests, std::string_view prefix, std::string_view 
 
 // A user's key as it is stored. What came of bytes that are no text goes back to them.
 void put_key(std::string& requests, nb::handle key) {
-  constexpr std::string_view kPrefix = "/";
   Py_ssize_t size = 0;
   if (const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size)) {
-    return put_bytes(requests, kPrefix, {text, static_cast<std::size_t>(size)});
+    return put_bytes(requests, store::kPrefixOfUsers, {text, static_cast<std::size_t>(size)});
   }
   if (!PyUnicode_Check(key.ptr())) throw nb::python_error();
   PyErr_Clear();
   const auto encoded = nb::steal<nb::bytes>(PyUnicode_AsEncodedString(key.ptr(), "utf-8", "surrogateescape"));
   if (!encoded.is_valid()) throw nb::python_error();
-  put_bytes(requests, kPrefix, view(encoded));
+  put_bytes(requests, store::kPrefixOfUsers, view(encoded));
 }
 
 // A member of an enumeration, too, which nanobind would convert first.

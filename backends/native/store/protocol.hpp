@@ -40,10 +40,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace collectives::store {
 
 inline constexpr std::uint32_t kMagic = 0x3C85F7CE;
+inline constexpr std::string_view kPrefixOfUsers = "/";
 
 enum class Command : std::uint8_t {
   kValidate = 0,

@@ -87,7 +87,7 @@ void Server::stop() {
 
 void Server::abandon() {
   // The thread that owned the loop's state does not exist here, and may have been in the middle of changing
-  // it: its descriptors are closed, the rest is left alone.
+  // it: its descriptors are closed, the rest is left alone and never destroyed.
   loop_->abandon();
   new std::shared_ptr<Loop>(std::move(loop_));
   static_cast<void>(thread_.release());

@@ -1,4 +1,5 @@
-// The TCP store's server: one thread, one epoll set, no Python.
+// The TCP store's server: one thread, one epoll set, no Python. Clients of the server's own process need no
+// socket: their threads carry their requests out between the turns of the server's (store_client/local.hpp).
 //
 // The thread sleeps in epoll_wait; waiting clients cost nothing until their key appears. Whatever a client
 // sends, only its own connection can suffer: requests are bounds-checked (decoder.hpp), input is taken and

@@ -36,8 +36,7 @@ Replies& Connection::receive(std::size_t bytes, Nanoseconds deadline, Interrupt&
 
 SocketConnection::SocketConnection(int socket) noexcept : socket_(socket) {
   const timeval limit{kLongestSleep / kSecond, 0};
-  // Where it fails, or the socket does not block, the thread sleeps in poll.
-  static_cast<void>(::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)));
+  receive_ends_ = ::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)) == 0;
 }
 
 void SocketConnection::send(std::string_view requests, Nanoseconds deadline, Interrupt& interrupt) {
@@ -57,8 +56,8 @@ void SocketConnection::read_into(Replies& replies, Nanoseconds deadline, Interru
   const std::span<char> room = replies.room();
   interrupt.blocks();
   // An answer takes the server longer than a look takes here, so the thread sleeps at once: in the call
-  // itself, which ends after kLongestSleep, where that is not too late.
-  bool looks = deadline != kNever && deadline - now_ns() <= kLongestSleep;
+  // itself, where it ends after kLongestSleep and that is not too late.
+  bool looks = !receive_ends_ || (deadline != kNever && deadline - now_ns() <= kLongestSleep);
   for (;;) {
     if (looks) sleep(POLLIN, deadline, interrupt);
     const ssize_t size = ::recv(socket_, room.data(), room.size(), looks ? MSG_DONTWAIT : 0);

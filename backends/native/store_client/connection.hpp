@@ -54,6 +54,7 @@ class SocketConnection final : public Connection {
   void sleep(short events, Nanoseconds deadline, Interrupt& interrupt) const;
 
   int socket_;
+  bool receive_ends_;  // whether the kernel ends a receive that blocks
 };
 
 }  // namespace collectives::store_client
