@@ -20,6 +20,7 @@ def register() -> None:
     then. Called once in each process, before the first ``Accelerator``, ``PartialState`` or
     ``TrainingArguments``; a second call does nothing. Does not communicate.
     """
+    # Accelerate has no public way to let a name in: this method alone decides which backend CPUs get.
     theirs: Any = PartialState._prepare_backend
     if theirs.__module__ == __name__:
         return

@@ -122,9 +122,8 @@ def load(path: str, backend: str) -> dict[str, Forked]:
             raise ImportError(error)
 
         return {"import": Forked(unittest.FunctionTestCase(test_import))}
-    vars(module).pop(
-        "load_tests", None
-    )  # PyTorch's refuses tests of another file than the one that was started
+    # PyTorch's load_tests refuses tests of another file than the one that was started.
+    vars(module).pop("load_tests", None)
     found = _flat(unittest.defaultTestLoader.loadTestsFromModule(module))
     return {".".join(test.id().split(".")[-2:]): Forked(test) for test in found}
 
