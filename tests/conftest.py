@@ -19,7 +19,7 @@ from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
-PROCESSES = 3
+PROCESSES = 4
 
 _left: list[str] = []
 _segments_before: set[str] = set()
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Has three processes share the tests where the user names none, because many tests only wait."""
+    """Has four processes share the tests where the user names none, because many tests only wait."""
     if hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     if not config.option.usepdb and config.getoption("numprocesses", 0) is None:

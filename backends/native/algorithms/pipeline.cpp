@@ -9,7 +9,7 @@ namespace collectives {
 namespace {
 
 // A gateway that waits for sockets and local ranks at the same time checks the latter this often.
-constexpr Nanoseconds kTick = 100'000;
+constexpr Nanoseconds kLocalCheckEvery = 100'000;
 
 }  // namespace
 
@@ -156,7 +156,7 @@ void Pipeline::run_gateway() {
         continue;
       }
     }
-    session_.wait(slowest_gateway(), single_rank() ? kNever : kTick);
+    session_.wait(slowest_gateway(), single_rank() ? kNever : kLocalCheckEvery);
   }
 }
 

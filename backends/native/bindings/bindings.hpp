@@ -6,8 +6,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.hpp"
 
 namespace collectives {
+
+// Python names data types and reductions by their codes; others raise ValueError.
+inline DType dtype_from(std::uint8_t code) {
+  if (!is_dtype(code)) throw std::invalid_argument("no dtype has the code " + std::to_string(code));
+  return static_cast<DType>(code);
+}
+
+inline ReduceOp op_from(std::uint8_t code) {
+  if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
+  return static_cast<ReduceOp>(code);
+}
 
 inline std::byte* pointer_from(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 

@@ -50,16 +50,6 @@ std::vector<Part> parts_from(const Parts& parts, DType dtype) {
   return result;
 }
 
-DType dtype_from(std::uint8_t code) {
-  if (!is_dtype(code)) throw std::invalid_argument("no dtype has the code " + std::to_string(code));
-  return static_cast<DType>(code);
-}
-
-ReduceOp op_from(std::uint8_t code) {
-  if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
-  return static_cast<ReduceOp>(code);
-}
-
 // Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
 // returns its task.
 std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t bytes, Nanoseconds timeout,

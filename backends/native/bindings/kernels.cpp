@@ -17,16 +17,6 @@ namespace nb = nanobind;
 namespace collectives {
 namespace {
 
-DType dtype_from(std::uint8_t code) {
-  if (!is_dtype(code)) throw std::invalid_argument("no dtype has the code " + std::to_string(code));
-  return static_cast<DType>(code);
-}
-
-ReduceOp op_from(std::uint8_t code) {
-  if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
-  return static_cast<ReduceOp>(code);
-}
-
 std::vector<const void*> pointers_from(const std::vector<std::uintptr_t>& addresses) {
   std::vector<const void*> pointers;
   pointers.reserve(addresses.size());

@@ -34,7 +34,7 @@ namespace collectives {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Parts = std::vector<std::tuple<std::uintptr_t, std::size_t>>;
+using ByteParts = std::vector<std::tuple<std::uintptr_t, std::size_t>>;
 
 // Tests before Python's lock is given up, where it is kept at first.
 constexpr int kTestsWithLock = 50;
@@ -50,7 +50,7 @@ struct Limits {
   std::size_t local;    // bytes that one call has on this rank
 };
 
-std::vector<Part> parts_from(const Parts& given) {
+std::vector<Part> parts_from(const ByteParts& given) {
   std::vector<Part> parts;
   parts.reserve(given.size());
   for (const auto& [pointer, bytes] : given) parts.push_back({pointer_from(pointer), bytes});
@@ -180,7 +180,7 @@ class MpiFastPath {
 
   std::shared_ptr<InFlight> issue(std::uint8_t opcode, std::uintptr_t data, std::uintptr_t input,
                                   std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
-                                  int root, const Parts& outputs, const Parts& inputs) {
+                                  int root, const ByteParts& outputs, const ByteParts& inputs) {
     if (!is_dtype(dtype) || !is_reduce_op(op)) throw std::invalid_argument("no such data type or reduction");
     Request request;
     request.opcode = static_cast<Opcode>(opcode);
@@ -366,7 +366,7 @@ void bind_mpi(nb::module_& module) {
            nb::arg("tag"))
       .def("issue", &MpiFastPath::issue, nb::arg("opcode"), nb::arg("data_ptr") = 0, nb::arg("input_ptr") = 0,
            nb::arg("count") = 0, nb::arg("dtype_code") = 0, nb::arg("op_code") = 0, nb::arg("factor") = 1.0,
-           nb::arg("root") = 0, nb::arg("outputs") = Parts{}, nb::arg("inputs") = Parts{})
+           nb::arg("root") = 0, nb::arg("outputs") = ByteParts{}, nb::arg("inputs") = ByteParts{})
       .def("serves", &MpiFastPath::serves, nb::arg("opcode"), nb::arg("nbytes"), nb::arg("itemsize"));
 }
 

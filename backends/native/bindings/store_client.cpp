@@ -164,12 +164,12 @@ nb::list exchange(Connection& connection, const nb::bytes& requests, std::string
   return taken(*replies);
 }
 
-void send(Connection& connection, const nb::bytes& requests, double deadline) {
+void send_bytes(Connection& connection, const nb::bytes& requests, double deadline) {
   call(requests.size(),
        [&](Interrupt& interrupt) { connection.send(view(requests), moment(deadline), interrupt); });
 }
 
-nb::bytes receive(Connection& connection, std::size_t bytes, double deadline) {
+nb::bytes receive_bytes(Connection& connection, std::size_t bytes, double deadline) {
   Replies* replies = nullptr;
   call(0, [&](Interrupt& interrupt) { replies = &connection.receive(bytes, moment(deadline), interrupt); });
   const nb::bytes result(replies->held().data(), bytes);
@@ -188,12 +188,12 @@ void bind_store_client(nb::module_& module) {
                          "One connection to a store's server, used by one thread at a time.")
       .def("exchange", &exchange, nb::arg("requests"), nb::arg("form"), nb::arg("deadline"),
            "Sends requests; returns their replies as `replies` does.")
-      .def("send", &send, nb::arg("data"), nb::arg("deadline"))
+      .def("send", &send_bytes, nb::arg("data"), nb::arg("deadline"))
       .def(
           "replies", &await, nb::arg("form"), nb::arg("deadline"),
           "Returns the next replies: a letter of the form for each, b = u8, u = u32, n = i64, v = value, l = "
           "list of values.")
-      .def("receive", &receive, nb::arg("size"), nb::arg("deadline"), "Returns the next bytes.");
+      .def("receive", &receive_bytes, nb::arg("size"), nb::arg("deadline"), "Returns the next bytes.");
   nb::class_<SocketConnection, Connection>(
       module, "StoreSocketConnection", "Over the descriptor of a connected socket, which stays the caller's.")
       .def(nb::init<int>(), nb::arg("socket"));

@@ -10,7 +10,6 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kYields = 2;
 // Where messages come without end, who takes them looks at the time and the interrupt hook, and gives the
 // mutex away, once in so many pumps.
@@ -20,7 +19,7 @@ constexpr int kPumpsPerLook = 8;
 constexpr Nanoseconds kInFlightLimit = kSecond;
 
 // The background thread checks this often whether it is needed, while there is point-to-point traffic at all.
-constexpr Nanoseconds kTick = kMillisecond;
+constexpr Nanoseconds kBackgroundTick = kMillisecond;
 constexpr int kIdleTicks = 50;
 
 }  // namespace
@@ -364,7 +363,7 @@ void Messenger::run_background() {
     }
     idle_ticks = needed ? 0 : idle_ticks + 1;
     if (idle_ticks < kIdleTicks) {
-      thread_wakes_.wait_for(lock, std::chrono::nanoseconds(kTick));
+      thread_wakes_.wait_for(lock, std::chrono::nanoseconds(kBackgroundTick));
       continue;
     }
     background_awake_ = false;

@@ -11,7 +11,6 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
 constexpr int kSpins = 100;
 
 std::uint64_t next_id() noexcept {

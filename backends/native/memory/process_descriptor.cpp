@@ -11,14 +11,14 @@
 namespace collectives {
 namespace {
 
-struct Registry {
+struct KnownProcesses {
   std::mutex mutex;
   std::map<long, std::weak_ptr<const Descriptor>> processes;  // by process id, as counted here
 };
 
 // Never destroyed, so that no thread can outlive it.
-Registry& registry() {
-  static Registry* only = new Registry();
+KnownProcesses& known_processes() {
+  static KnownProcesses* only = new KnownProcesses();
   return *only;
 }
 
@@ -44,7 +44,7 @@ ProcessDescriptor share_process(Descriptor process) {
   if (!process) return nullptr;
   const long id = id_of(process);
   if (id == 0) return std::make_shared<const Descriptor>(std::move(process));
-  Registry& known = registry();
+  KnownProcesses& known = known_processes();
   const std::lock_guard lock(known.mutex);
   std::erase_if(known.processes, [](const auto& entry) { return entry.second.expired(); });
   // An id is given again only after its process has ended: where both run they are the same.

@@ -10,6 +10,11 @@
 
 namespace collectives {
 
+// A sleeper wakes at least this often to check whether to go on.
+inline constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
+// One that is woken again and again checks this often all the same.
+inline constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
+
 // What a thread that blocks in an operation owes to its owner. The bindings implement it for Python's lock
 // and signals.
 class Interrupt {

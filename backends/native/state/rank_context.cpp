@@ -20,9 +20,6 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
-// A sleeper that is woken again and again checks the others this often all the same.
-constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
 // How often a waiting rank looks whether others run another program.
 constexpr Nanoseconds kLookEvery = kSecond;
 // How often a rank leaves the core that it shares with a peer, at most.

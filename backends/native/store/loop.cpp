@@ -23,7 +23,6 @@
 namespace collectives::store {
 namespace {
 
-constexpr std::size_t kInputBytes = 64 * 1024;  // read from one client at a time
 constexpr int kRoundsPerTurn = 4;
 // How often one client can end waits of its own in a turn.
 constexpr std::size_t kWokenSpare = static_cast<std::size_t>(kRoundsPerTurn) * Session::kRequestsPerTurn;
@@ -45,7 +44,7 @@ Loop::Loop(const std::vector<int>& listeners, std::size_t max_bytes, Admission a
       admission_(std::move(admission)),
       budget_(max_bytes),
       table_(budget_),
-      input_(kInputBytes) {
+      input_(Session::kInputBytes) {
   for (const int fd : listeners_) descriptors_.open([fd] { return fd; });
   epoll_ = descriptors_.open([] { return ::epoll_create1(EPOLL_CLOEXEC); });
   if (epoll_ < 0) fail("epoll_create1");

@@ -6,8 +6,7 @@
 namespace collectives::store {
 namespace {
 
-constexpr std::size_t kHelloBytes = 512;  // taken from a client before its first request is complete
-constexpr std::size_t kInputBytes = 64 * 1024;
+constexpr std::size_t kHelloBytes = 512;        // taken from a client before its first request is complete
 constexpr std::size_t kPieceBytes = 64 * 1024;  // of replies, made before they are sent
 constexpr std::size_t kFreeBytes = 64 * 1024;   // that a connection may hold beside the budget
 constexpr std::size_t kRefusalsKept = 64;

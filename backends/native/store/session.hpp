@@ -30,6 +30,7 @@ class Refusals {
 class Session {
  public:
   static constexpr int kRequestsPerTurn = 128;
+  static constexpr std::size_t kInputBytes = 64 * 1024;  // taken at a time
 
   Session(ClientId client, Budget& budget, Table& table, const Refusals& refusals)
       : client_(client), budget_(budget), table_(table), refusals_(refusals), held_(budget) {}

@@ -54,8 +54,8 @@ std::string text(std::string_view content) {
 
 std::string command(Command code) { return {static_cast<char>(code)}; }
 
-struct Ends {
-  Ends() {
+struct ClientAndServer {
+  ClientAndServer() {
     int sockets[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
     client = Descriptor(sockets[0]);
@@ -73,7 +73,7 @@ struct Ends {
 Nanoseconds soon() { return now_ns() + 20 * kSecond; }
 
 void replies_in_pieces() {
-  const Ends ends;
+  const ClientAndServer ends;
   SocketConnection connection(ends.client.get());
   Program program;
   const std::string said = text("green") + number<std::int64_t>(2) + text("/a") + text("") + number<char>(1);
@@ -94,7 +94,7 @@ void replies_in_pieces() {
 }
 
 void long_values_both_ways() {
-  const Ends ends;
+  const ClientAndServer ends;
   SocketConnection connection(ends.client.get());
   Program program;
   const std::string content(3 * 1024 * 1024 + 1, 'x');
@@ -114,7 +114,7 @@ void long_values_both_ways() {
 void what_cannot_be() {
   for (const auto& [form, said] : {std::pair{"v", number<std::uint64_t>(std::uint64_t{1} << 41)},
                                    std::pair{"l", number<std::int64_t>(-1)}}) {
-    const Ends ends;
+    const ClientAndServer ends;
     SocketConnection connection(ends.client.get());
     Program program;
     ends.say(said);
@@ -125,7 +125,7 @@ void what_cannot_be() {
 }
 
 void ends_of_waits() {
-  Ends ends;
+  ClientAndServer ends;
   SocketConnection connection(ends.client.get());
   Program program;
   CHECK(error_of([&] { connection.await("b", now_ns() + kMillisecond, program); }).kind() ==

@@ -18,7 +18,7 @@
 namespace collectives {
 namespace {
 
-constexpr std::string_view kKey = "0123456789abcdef0123456789abcdef";
+constexpr std::string_view kMeshKey = "0123456789abcdef0123456789abcdef";
 
 // One of two ranks, each on a machine of its own.
 std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
@@ -31,7 +31,7 @@ std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
   membership.processes.resize(2);
   membership.leader_event = make_event();
   Network network;
-  network.key = kKey;
+  network.key = kMeshKey;
   network.endpoints = {{own.endpoint}, {other.endpoint}};
   if (rank == 1) std::swap(network.endpoints.front(), network.endpoints.back());
   network.listeners.push_back(std::move(own));
@@ -61,7 +61,7 @@ struct Hello {
 };
 
 // A connection of rank 1, as ConnectionManager expects it; empty where that drops it.
-Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, std::string_view key = kKey) {
+Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, std::string_view key = kMeshKey) {
   Descriptor socket = begin_connect(endpoint, "");
   wait_for(socket, POLLOUT);
   Handshake handshake =
@@ -116,7 +116,7 @@ void test_dropped_handshakes() {
     socket = accept_tcp(other.socket);
     wait_for(socket, POLLIN);
   } while (now_ns() < until);
-  Handshake handshake = Handshake::accept(std::string(kKey), "", sizeof(Hello));
+  Handshake handshake = Handshake::accept(std::string(kMeshKey), "", sizeof(Hello));
   while (handshake.step(socket.get()) == Handshake::Status::goes_on) wait_for(socket, POLLIN);
   CHECK(handshake.confirm(socket.get()));
   CHECK(group->connect(deadline_after(kLimit)).empty());

@@ -18,8 +18,6 @@
 namespace collectives {
 namespace {
 
-constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
-constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
 // Between machines an answer takes so long that spinning pays only where it is on its way: checking a socket
 // is a system call.
 constexpr Nanoseconds kSpin = 50'000;

@@ -35,7 +35,6 @@ constexpr Nanoseconds kDialAgain = 100 * kMillisecond;
 constexpr Nanoseconds kDialLimit = 60 * kSecond;
 // How long a leader waits for the others to acknowledge its departure.
 constexpr Nanoseconds kDepartureLimit = 500 * kMillisecond;
-constexpr Nanoseconds kLongestSleep = 50 * kMillisecond;
 constexpr int kMostIndex = 64;
 
 }  // namespace
@@ -126,7 +125,7 @@ Descriptor ConnectionManager::connect(const Call& call, int rank, Purpose purpos
     context_.check_liveness(call, rank, error_text.empty() ? "" : " (" + error_text + ")");
     if (call.interrupt != nullptr) call.interrupt->blocks();
     pollfd waiting{.fd = context_.poll_event(), .events = POLLIN, .revents = 0};
-    if (::poll(&waiting, 1, static_cast<int>(kLongestSleep / kMillisecond)) > 0) context_.clear_poll_event();
+    if (::poll(&waiting, 1, static_cast<int>(kCheckEvery / kMillisecond)) > 0) context_.clear_poll_event();
   }
 }
 

@@ -29,8 +29,6 @@ namespace collectives {
 namespace {
 
 constexpr const char* kSocketsVariable = "COLLECTIVES_HOST_STREAMS";
-constexpr Nanoseconds kLongestSleep = 100 * kMillisecond;
-constexpr Nanoseconds kCheckEvery = 50 * kMillisecond;
 
 // What the rank that dialled sends first on a stream's first connection.
 struct Preamble {

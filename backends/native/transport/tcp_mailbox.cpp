@@ -13,7 +13,7 @@ namespace collectives {
 namespace {
 
 // Bytes that are handed to a connection at a time, and taken from one.
-constexpr std::size_t kBytesPerCall = 256 << 10;
+constexpr std::size_t kMailBufferBytes = 256 << 10;
 // A message's frame fits into so many.
 constexpr std::size_t kLeastWanted = 64;
 
@@ -65,7 +65,7 @@ std::size_t TcpOutbox::room() {
   if (!socket_ && ended_ == 0) connect();
   if (!socket_ || ended_ != 0) return 0;
   flush();
-  return rest_.empty() && ended_ == 0 ? kBytesPerCall : 0;
+  return rest_.empty() && ended_ == 0 ? kMailBufferBytes : 0;
 }
 
 std::size_t TcpOutbox::push(const std::byte* bytes, std::size_t count) {
@@ -121,13 +121,13 @@ std::size_t TcpInbox::available() {
     seen_changes_ = changes;
     socket_ = connections_.take(sender_, Purpose::mail, index_);
     if (!socket_) return 0;
-    buffer_ = std::make_unique_for_overwrite<std::byte[]>(kBytesPerCall);
+    buffer_ = std::make_unique_for_overwrite<std::byte[]>(kMailBufferBytes);
   }
   while (end_ - begin_ < kLeastWanted && ended_ == 0) {
     std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
-    const ssize_t size = ::recv(socket_.get(), buffer_.get() + end_, kBytesPerCall - end_, MSG_DONTWAIT);
+    const ssize_t size = ::recv(socket_.get(), buffer_.get() + end_, kMailBufferBytes - end_, MSG_DONTWAIT);
     if (size > 0) {
       end_ += static_cast<std::size_t>(size);
       armed_ = false;
