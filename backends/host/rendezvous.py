@@ -48,6 +48,7 @@ from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
 from collectives.store.records import Checked, as_text, read, written
 from collectives.store.tcp.interfaces import choose_addresses
+from collectives.store.tcp.ports import ports_to_try
 from collectives.store.waiting import delete_keys, wait_for_keys
 
 __all__ = ["form"]
@@ -284,7 +285,7 @@ class _Attempt:
         self.members = membership
         self._await([self._key("plan")], [0], "did not say who shares memory with whom")
         chosen = choose_addresses(self.store, self._get_plan()["one_system"])
-        listeners = _native.HostListeners(chosen.addresses, min(max(4 * self.size, 64), 4096))
+        listeners = _native.HostListeners(chosen.addresses, min(max(4 * self.size, 64), 4096), ports_to_try())
         mine = {"leader": leader, "host": socket.gethostname(), "places": listeners.places}
         self._set(self._key("listener", self.rank), mine)
         if self.rank == 0:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 
 from collectives.errors import DistNetworkError
+from collectives.store.tcp.ports import ANY_PORT, PORT_RANGE_VARIABLE, ports_to_try
 
 __all__ = ["adopt_listener", "is_loopback", "open_listeners"]
 
@@ -24,22 +26,32 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
 
     Args:
         host: name or address that clients connect to.
-        port: 0 lets the system choose one, the same for all sockets.
+        port: 0 takes a free one, the same for all sockets: of those that ``COLLECTIVES_PORT_RANGE`` names, or
+            else of the system's choice.
 
     Raises:
-        DistNetworkError: the port is in use or not allowed.
+        DistNetworkError: the port, or all of the range, is in use or not allowed.
+        ValueError: ``port`` is none, or the variable is no range.
     """
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be from 0 to 65535, is {port}")
-    for attempt in range(_PORT_ATTEMPTS):
+    ports = [port] if port else ports_to_try()
+    if ports == [ANY_PORT]:
+        ports *= _PORT_ATTEMPTS  # what the system chose for one address family may be taken in the other
+    for attempt in ports:
         try:
-            return _open(host, port)
+            return _open(host, attempt)
         except OSError as error:  # noqa: PERF203
-            # The port that the system chose for one address family may be taken in the other.
-            if port == 0 and error.errno == errno.EADDRINUSE and attempt + 1 < _PORT_ATTEMPTS:
-                continue
-            raise _listen_error(host, port, error) from error
-    raise AssertionError("unreachable")
+            if port or error.errno != errno.EADDRINUSE:
+                raise _listen_error(host, attempt, error) from error
+    raise DistNetworkError(
+        f"cannot listen on {host}: all of the {len(ports)} ports that were tried are in use"
+        + (
+            ""
+            if ports[0] == ANY_PORT
+            else f"; make {PORT_RANGE_VARIABLE}={os.environ[PORT_RANGE_VARIABLE]} wider"
+        )
+    )
 
 
 def adopt_listener(fd: int, port: int) -> socket.socket:

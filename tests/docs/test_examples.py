@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import socket
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from ports import free_port
 
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
@@ -124,3 +128,40 @@ def test_two_machines(launchers):
         pytest.skip(f"no named network namespaces here: {named.stderr.strip()}")
     subprocess.run(["ip", "netns", "delete", "collectives-probe"], check=True)
     check_said(run_script("two_machines.sh"))
+
+
+def kubernetes_objects() -> dict[str, dict]:
+    """Returns the objects of kubernetes.yaml by kind."""
+    return {one["kind"]: one for one in yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text("utf-8"))}
+
+
+def test_pods_of_kubernetes_have_the_names_that_they_are_given():
+    service, job = kubernetes_objects()["Service"], kubernetes_objects()["Job"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert f"--nnodes={job['spec']['completions']}" in container["command"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+@pytest.mark.full
+def test_kubernetes_job(launchers):
+    """Kubernetes runs the command in each pod; here all pods are this machine."""
+    job = kubernetes_objects()["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    secret = secrets.token_hex(32)
+    given = {one["name"]: one.get("value", secret) for one in container["env"]}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    pods = []
+    for index in range(job["completions"]):
+        env = given | {"JOB_COMPLETION_INDEX": str(index)}
+        command = " ".join(container["command"]).replace("/app", str(EXAMPLES))
+        words = string.Template(re.sub(r"\$\((\w+)\)", r"${\1}", command)).substitute(env).split()
+        pods.append(subprocess.Popen(words, env=os.environ | env, stdout=subprocess.PIPE, text=True))
+    said = [pod.communicate(timeout=100)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0]
+    check_said("".join(said))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 from pathlib import Path
@@ -23,6 +24,19 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"none of 100 ports below {end} is free")
+
+
+def free_ports(count: int) -> range:
+    """Returns as many successive ports of 127.0.0.1 that nobody has, chosen as :func:`free_port` does."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return range(first, first + count)
 
 
 def listening(port):

@@ -169,12 +169,14 @@ void bind_network(nb::module_& module) {
   nb::class_<Listeners>(module, "HostListeners")
       .def(
           "__init__",
-          [](Listeners* listeners, const std::vector<std::string>& addresses, int backlog) {
+          [](Listeners* listeners, const std::vector<std::string>& addresses, int backlog,
+             const std::vector<std::uint16_t>& ports) {
             std::vector<Listener> all;
-            for (const std::string& address : addresses) all.push_back(listen_tcp(address, backlog));
+            for (const std::string& address : addresses) all.push_back(listen_tcp(address, backlog, ports));
             new (listeners) Listeners(std::move(all));
           },
-          nb::arg("addresses"), nb::arg("backlog"))
+          nb::arg("addresses"), nb::arg("backlog"), nb::arg("ports"),
+          "Listens on each address, on the first of the ports that is free there; 0 lets the system choose.")
       .def_prop_ro("places", [](const Listeners& listeners) {
         std::vector<Place> places;
         for (const Listener& each : listeners.all) {

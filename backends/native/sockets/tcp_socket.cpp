@@ -87,14 +87,26 @@ std::vector<Interface> interfaces() {
   return found;
 }
 
-Listener listen_tcp(const std::string& address, int backlog) {
-  SocketAddress name = resolve({address, 0});
-  Descriptor socket = make_socket(name);
-  if (::bind(socket.get(), name.get(), name.size) != 0) {
-    throw Error(ErrorKind::network, with_errno("cannot listen on " + address, errno));
+Listener listen_tcp(const std::string& address, int backlog, std::span<const std::uint16_t> ports) {
+  SocketAddress name;
+  Descriptor socket;
+  for (const std::uint16_t port : ports) {
+    name = resolve({address, port});
+    socket = make_socket(name);
+    // Connections of an earlier group that linger in TIME_WAIT must not keep the port.
+    if (port != 0) set(socket, SOL_SOCKET, SO_REUSEADDR, 1);
+    // Two sockets may be bound to one port until one of them listens.
+    if (::bind(socket.get(), name.get(), name.size) == 0 && ::listen(socket.get(), backlog) == 0) break;
+    if (errno != EADDRINUSE) {
+      throw Error(ErrorKind::network,
+                  with_errno("cannot listen on " + Endpoint{address, port}.text(), errno));
+    }
+    socket.reset();
   }
-  if (::listen(socket.get(), backlog) != 0) {
-    throw Error(ErrorKind::network, with_errno("cannot listen on " + address, errno));
+  if (!socket) {
+    throw Error(ErrorKind::network, "cannot listen on " + address + ": all " + std::to_string(ports.size()) +
+                                        " ports of COLLECTIVES_PORT_RANGE are in use; each rank of this "
+                                        "machine needs one for each group and interface");
   }
   name.size = sizeof(name.storage);
   if (::getsockname(socket.get(), name.get(), &name.size) != 0) {

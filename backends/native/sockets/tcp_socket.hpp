@@ -1,7 +1,9 @@
 // Connections between machines, and the addresses they are made with. All sockets are non-blocking.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,8 +35,11 @@ struct Listener {
   Endpoint endpoint;
 };
 
-// Listens on exactly this address, on a free port. Throws ErrorKind::network.
-Listener listen_tcp(const std::string& address, int backlog);
+// Lets the system choose.
+inline constexpr std::array<std::uint16_t, 1> kAnyPort{0};
+
+// Listens on exactly this address, on the first of the ports that is free. Throws ErrorKind::network.
+Listener listen_tcp(const std::string& address, int backlog, std::span<const std::uint16_t> ports = kAnyPort);
 
 // The next connection that waits; an empty descriptor, and errno, where none does or it cannot be taken.
 Descriptor accept_tcp(const Descriptor& listener) noexcept;
