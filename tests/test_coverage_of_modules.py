@@ -93,6 +93,11 @@ TESTED_THROUGH = {
         "figures as users make them",
         "bucketing drawing tables team",
     ),
+    "bench/paper/report": (
+        "bench/paper/test_report.py",
+        "statements judged on the page",
+        "advice all_reduces bucket_sizes convergence findings overlap scaling",
+    ),
     "bench/training": (
         "bench/test_ddp.py",
         "what the program measures",

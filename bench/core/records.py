@@ -108,15 +108,16 @@ class BaseReport(ABC, Generic[_R]):
         """
 
 
-def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+def write_json(path: Path, plain: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Writes plain values to a file and makes its directory; NaN and infinities become null.
 
     Args:
         path: the file; what it held is lost.
         plain: numbers, text, lists and mappings of such.
+        indent: spaces before what is within something else; ``None`` for all in a line, as of many numbers.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(plain), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(plain), indent=indent, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ fig10   mean latency by ranks, synchronised every 1, 2, 4 and 8 iterations
 fig11   loss, synchronised every 1, 2, 4 and 8 iterations, of a residual network on images of digits
 fig12   latency over 1, 3 and 5 groups in turn
 table1  training systems by scheme, those of today too; nothing is measured
-all     all of them
+all     all of them, but for fig8 where there is one number of ranks, as of fig7
 report  what the paper says of the figures beside those that --json DIR keeps, in Markdown
 
 Models are classifiers, trained by cross entropy on random labelled samples; the wrapper and the samples are
@@ -114,6 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=at_least(1), metavar="N", help="samples of each rank")
     parser.add_argument(
+        "--lengths",
+        type=_parse_lengths,
+        default={},
+        metavar="MODEL=N,...",
+        help="pixels of an image's side, or tokens of a text (default: each model's own)",
+    )
+    parser.add_argument(
         "--budget",
         type=float,
         metavar="SECONDS",
@@ -135,7 +142,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="DIR", help="keep samples in DIR, and go on with those there"
     )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the report to FILE (Markdown)")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the figures into DIR (PNG)")
+
+
+def _parse_lengths(text: str) -> dict[str, int]:
+    """Returns the length of a sample by model."""
+    lengths = {}
+    for part in parse_names(text):
+        model, _, length = part.partition("=")
+        if model not in MODELS or not length.isdecimal() or not int(length):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} must be MODEL=N with a model of {', '.join(MODELS)} and a number from 1 on"
+            )
+        lengths[model] = int(length)
+    return lengths
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -152,6 +173,8 @@ def run(arguments: argparse.Namespace) -> int:
     job = None
     if names == [REPORT] and arguments.json is None:
         raise CommandError("the report is made of kept figures; name their folder with --json DIR")
+    if names != [REPORT] and arguments.page is not None:
+        raise CommandError(f"--page is for the report, but {arguments.figure} is asked for")
     if names not in ([TABLE], [REPORT]):
         job = _job(arguments, names, launched)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
@@ -165,11 +188,13 @@ def run(arguments: argparse.Namespace) -> int:
         elif launched is not None and not _is_first():
             return 0
         status = 0
+        if job is not None and len(names) > 1 and len(job.request.ranks) == 1:
+            names.remove("fig8")
         for name in names:
             if name == TABLE:
                 run_table(arguments.json)
             elif name == REPORT:
-                run_report(arguments.json)
+                run_report(arguments.json, arguments.page)
             elif job is not None:
                 status = max(status, run_figure(name, job, team))
     return status
@@ -218,6 +243,7 @@ def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | No
         arguments.batch or (CUDA_BATCH if device == "cuda" else None),
         quick,
         "" if arguments.images is None else str(arguments.images.resolve()),
+        lengths=arguments.lengths,
     )
     budget_s = arguments.budget or (QUICK_BUDGET_S if quick else BUDGET_S)
     return Job(

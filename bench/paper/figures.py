@@ -51,6 +51,7 @@ class Request:
         quick: whether few sizes and iterations are enough.
         images: file of images for figure 11; empty for the digits of scikit-learn.
         optima_mb: the bucket size by backend from which figure 2 gains no more, where that was measured.
+        lengths: of a sample, by model, in the place of the model's own.
     """
 
     device: str
@@ -63,6 +64,7 @@ class Request:
     quick: bool = False
     images: str = ""
     optima_mb: Mapping[str, float] = field(default_factory=dict)
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def own_backends(self) -> tuple[str, ...]:
@@ -71,9 +73,9 @@ class Request:
 
     def shape(self, model: str) -> tuple[int, int]:
         """Returns the batch and the length of a model's samples."""
-        if self.quick and model in QUICK_LENGTHS:
-            return self.batch or 1, QUICK_LENGTHS[model]
-        return self.batch or MODELS[model].batch, MODELS[model].length
+        quick = self.quick and model in QUICK_LENGTHS
+        length = self.lengths.get(model) or (QUICK_LENGTHS[model] if quick else MODELS[model].length)
+        return self.batch or (1 if quick else MODELS[model].batch), length
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Cell, Measured
 from collectives.bench.paper.drawing import Predicted, draw
 from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
-from collectives.bench.paper.report import report_lines
+from collectives.bench.paper.report.kept import SAME, read_folder
+from collectives.bench.paper.report.page import report_lines
 from collectives.bench.paper.scaling import predicted_s, predicted_scales
 from collectives.bench.paper.systems import systems_json, systems_lines
 from collectives.bench.paper.tables import best_bucket_mb, figure_lines
@@ -97,7 +98,7 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
     report = _Report(
         f"paper {name}",
         {**describe_machine(), **DEVICES[request.device].describe(request.ranks)},
-        {"machines": job.machines, "link": job.link, "quick": request.quick},
+        _options(job),
         skipped=job.skipped,
     )
     file = None if job.json_folder is None else job.json_folder / f"{name}.json"
@@ -122,6 +123,24 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
     if wrong:
         print(f"# {wrong} elements of results were WRONG")
     return 1 if wrong else 0
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """Returns what the command line asked for, by the names of its options."""
+    request = job.request
+    return {
+        "device": request.device,
+        "backends": request.backends,
+        "models": request.models,
+        "nproc": request.ranks,
+        "batch": request.batch,
+        "lengths": [f"{model}={length}" for model, length in request.lengths.items()],
+        "budget": job.budget_s,
+        "images": Path(request.images).name or None,
+        "machines": job.machines,
+        "link": job.link,
+        "quick": request.quick,
+    }
 
 
 def _measure(
@@ -180,9 +199,6 @@ def _under_way(what: str) -> Iterator[None]:
 
 # ---- what is kept --------------------------------------------------------------------------------------
 
-_SAME = ("cpu", "cores_usable", "torch", "collectives", "gpus")
-"""What must not differ among the samples of a file."""
-
 
 def _kept(file: Path, report: _Report) -> list[Measured]:
     """Returns the cells in a file.
@@ -197,7 +213,7 @@ def _kept(file: Path, report: _Report) -> list[Measured]:
         if plain["schema"] != SCHEMA or plain["program"] != report.program:
             raise ValueError(f"{file} is of {plain['program']}, schema {plain['schema']}")
         for what, mine, theirs in [
-            *((key, report.environment.get(key), plain["environment"].get(key)) for key in _SAME),
+            *((key, report.environment.get(key), plain["environment"].get(key)) for key in SAME),
             *((key, report.options[key], plain["options"].get(key)) for key in ("machines", "link")),
         ]:
             if mine != theirs:
@@ -210,7 +226,7 @@ def _kept(file: Path, report: _Report) -> list[Measured]:
 def _keep(file: Path, report: _Report) -> None:
     """Writes the report in place of the file, which is whole at any time."""
     fresh = file.with_name(f".{file.name}.new")
-    write_json(fresh, report.as_json())
+    write_json(fresh, report.as_json(), indent=None)
     fresh.replace(file)
 
 
@@ -257,28 +273,22 @@ def _predictions(records: Sequence[Measured], job: Job) -> list[Predicted]:
     return found
 
 
-def run_report(folder: Path) -> None:
-    """Prints the report on all figures that a folder keeps.
+def run_report(folder: Path, page: Path | None) -> None:
+    """Prints the report on all figures that a folder keeps, or writes it to a file.
+
+    Args:
+        folder: keeps the figures.
+        page: the file; what it held is lost.
 
     Raises:
         CommandError: there is none, one cannot be read, or they were measured on different machines.
     """
-    figures: dict[str, list[Measured]] = {}
-    environments: list[Mapping[str, Any]] = []
     with failing_as_command(OSError, ValueError, KeyError, TypeError):
-        for name in FIGURES:
-            file = folder / f"{name}.json"
-            if file.exists():
-                plain = json.loads(file.read_text(encoding="utf-8"))
-                figures[name] = [Measured(record["cell"], record["samples"]) for record in plain["records"]]
-                environments.append(plain["environment"])
-        if not environments:
-            raise ValueError(f"{folder} keeps no figure; measure some with --json {folder}")
-        for key in _SAME:
-            values = {str(environment.get(key)) for environment in environments}
-            if len(values) > 1:
-                raise ValueError(f"the figures in {folder} differ in {key}: {', '.join(sorted(values))}")
-    print("\n".join(report_lines(figures, environments[0])))
+        text = "\n".join(report_lines(read_folder(folder)))
+        if page is None:
+            print(text)
+        else:
+            page.write_text(text + "\n", encoding="utf-8")
 
 
 def run_table(folder: Path | None) -> None:

@@ -152,7 +152,8 @@ def test_the_report_needs_figures(tmp_path, capsys):
     assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
     assert "keeps no figure" in capsys.readouterr().err
     for name, cpu in (("fig6", "one"), ("fig7", "another")):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"records": [], "environment": {"cpu": cpu}}))
+        kept = {"records": [], "environment": {"cpu": cpu}, "options": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
     assert main(["bench", "paper", "report", "--json", str(tmp_path)]) == 1
     assert "differ in cpu: another, one" in capsys.readouterr().err
 
@@ -172,6 +173,7 @@ def test_table1(tmp_path, capsys):
         (["fig6", "--models", "tiny"], "unknown model 'tiny'"),
         (["fig6", "--backends", "round_robin:0"], "round_robin:LANES"),
         (["fig6", "--backends", "torch:absent"], "has no backend 'absent' here"),
+        (["fig6", "--page", "report.md"], "--page is for the report"),
         (["fig9", "--machines", "3"], "cannot be shared equally among 3 machines"),
         (["fig9", "--model", "absent.json"], "absent.json"),
         (["fig11", "--images", "absent.npz"], "absent.npz"),
@@ -180,6 +182,13 @@ def test_table1(tmp_path, capsys):
 def test_arguments_that_do_not_fit(words, message, capsys):
     assert main(["bench", "paper", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", ["tiny=3", "small", "small=0"])
+def test_lengths_are_of_models_that_exist(lengths, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "paper", "fig6", "--lengths", lengths])
+    assert "must be MODEL=N" in capsys.readouterr().err
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch, capsys, tmp_path):
@@ -195,7 +204,11 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch, capsys, tmp_path
 
 
 def test_every_figure_has_cells_for_the_papers_models():
-    request = command.Request("cpu", ("host", "torch:gloo"), command.PAPER_MODELS, "resnet152", (2, 4), 2)
+    request = command.Request(
+        "cpu", ("host", "torch:gloo"), command.PAPER_MODELS, "resnet152", (2, 4), 2, lengths={"resnet152": 64}
+    )
+    assert FIGURES["fig2"].cells(request)[-1].as_json()["length"] == 64
+    assert FIGURES["fig6"].cells(request)[0].as_json()["length"] == 224
     for name, one in FIGURES.items():
         cells = one.cells(request)
         assert cells, name

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
-from collectives.bench.paper.report import STATEMENTS, report_lines
+from collectives.bench.paper.report.kept import KeptFigure
+from collectives.bench.paper.report.page import report_lines
+from collectives.bench.paper.report.statements import STATEMENTS
 
-ENVIRONMENT = {"cpu": "a processor", "cores_usable": 2, "collectives": "0", "torch": "1", "python": "2"}
+ENVIRONMENT = {
+    "cpu": "a processor", "cores_usable": 2, "collectives": "0", "torch": "1", "python": "2",
+    "system": "a system", "memory_bytes": 2**30, "load_average_1min": 0.25,
+}  # fmt: skip
+OPTIONS = {
+    "device": "cpu", "backends": ["host", "gloo"], "batch": None, "lengths": [], "budget": 60.0,
+    "machines": 1, "link": None, "quick": False,
+}  # fmt: skip
 
 
-def iterations(panel, ranks, times, communication=0.4):
+def iterations(panel, ranks, times, communication=0.4, *, parameters=10, device="cpu"):
     """A cell whose series take so many milliseconds, after a first iteration that must not count."""
     shares = dict(zip(PHASES, (0.2, 0.7 - communication, communication, 0.1), strict=True))
     series = [
@@ -22,9 +31,9 @@ def iterations(panel, ranks, times, communication=0.4):
     ]
     cell = {
         "kind": "Iterations", "panel": panel, "ranks": ranks, "model": panel.split(",")[0],
-        "series": [{"name": name, "group": "host", "bucket_mb": 0} for name in times],
+        "device": device, "series": [{"name": name, "group": "host", "bucket_mb": 0} for name in times],
     }  # fmt: skip
-    return Measured(cell, {"sizes": [10], "series": series})
+    return Measured(cell, {"sizes": [parameters], "series": series})
 
 
 def losses(panel, interval, final):
@@ -44,14 +53,15 @@ READY = Measured(
     {"kind": "ReadyGradients", "panel": "(d) net", "ranks": 1},
     {"ready_ns": [[10**6, 10**8]] * 3, "parameters": 6_000_000, "sizes": [3_000_000] * 2},
 )
+SIZES = {"0 MB": 100, "5 MB": 60, "10 MB": 50, "25 MB": 40, "50 MB": 45}
 FIGURES = {
     "fig2": [sweep("host", (10.1, 10, 10)), sweep("gloo", (90, 31, 30)), READY],
     "fig6": [
         iterations("net, host", 2, {"no overlap": 100, "overlap": 100}, communication=0.1),
         iterations("net, gloo", 2, {"no overlap": 100, "overlap": 70}),
     ],
-    "fig7": [iterations("net, host", 2, {"0 MB": 100, "25 MB": 40})],
-    "fig8": [iterations("net, host", 4, {"0 MB": 150, "25 MB": 41})],
+    "fig7": [iterations("net, host", 2, SIZES)],
+    "fig8": [iterations("net, host", 4, {"0 MB": 121, "25 MB": 41})],
     "fig9": [iterations("net", 1, {"local": 50}), iterations("net, host", 2, {"host": 100})],
     "fig10": [iterations("net, host", 2, {"every 1": 100, "every 8": 60})],
     "fig11": [losses("(a)", 1, 0.5), losses("(a)", 8, 0.5), losses("(b)", 1, 0.5), losses("(b)", 8, 0.5)],
@@ -59,93 +69,253 @@ FIGURES = {
 }
 
 
-def test_each_statement_is_judged_by_what_was_measured():
-    lines = [line.strip("| ") for line in report_lines(FIGURES, ENVIRONMENT) if line.startswith("| ")]
-    assert [tuple(line.split(" | ")) for line in lines if not line.startswith("where")] == [
+def report(figures, **options):
+    """The lines of the report on such figures."""
+    made = {**OPTIONS, **options}
+    return list(
+        report_lines({name: KeptFigure(records, ENVIRONMENT, made) for name, records in figures.items()})
+    )
+
+
+def statement(number, figures):
+    """What the report says to one of the statements: the rows of its table, and the lines below."""
+    lines = report(figures)
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"### {number}. "))
+    part = lines[begin : next(i for i in range(begin + 1, len(lines)) if lines[i].startswith("##"))]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in part if "| " in line]
+    return [row for row in rows if row[0].strip() != "where"], [line for line in part if line][-1].strip()
+
+
+def gpus(model, backend, ranks, times, **named):
+    return iterations(f"{model}, {backend}", ranks, times, device="cuda", **named)
+
+
+def test_the_rules_stand_before_the_data():
+    lines = report(FIGURES)
+    assert lines.index("## How a verdict is made") < lines.index("## The statements")
+    command = "collectives bench paper fig2 --device cpu --backends host,gloo --budget 60 --json DIR"
+    assert f"| fig2 | 0.2 | `{command}` |" in lines
+    assert len([line for line in lines if line.startswith("### ")]) == len(STATEMENTS) == 22
+    assert not any("trial" in line for line in lines)
+    assert any("trial" in line for line in report(FIGURES, quick=True))
+
+
+def test_what_was_not_measured_is_said():
+    lines = report({"fig6": FIGURES["fig6"]})
+    assert "Cannot be tried on these ranks: no samples of fig2. There:" in lines
+    rows, command = statement(14, FIGURES)
+    assert rows == []
+    assert command == "srun -n 256 collectives bench paper fig9 --device cuda --json DIR"
+
+
+def test_all_reduces_by_size():
+    assert statement(4, FIGURES)[0] == [
         (
             "(b) host, 2 ranks",
-            "1,000 parameters at a time take 1.0 times as long as the best; 0.0038 MB are enough",
-            "does not, because calls are cheap: 2 us each",
+            "within 10% of the best from 1,000 parameters on; 1,000 at a time take 1.0 times as long",
+            "",
         ),
         (
             "(b) gloo, 2 ranks",
-            "1,000 parameters at a time take 3.0 times as long as the best; 1 MB are enough",
+            "within 10% of the best from 262,144 parameters on; 1,000 at a time take 3.0 times as long",
             "holds",
         ),
-        (
-            "(b) host, 2 ranks",
-            "backward 100 ms, its all-reduces 10 ms",
-            "does not, because one is 10 times the other",
-        ),
-        (
-            "(b) gloo, 2 ranks",
-            "backward 100 ms, its all-reduces 30 ms",
-            "holds",
-        ),
+    ]
+    assert statement(4, {"fig2": [sweep("gloo", (31, 30, 30))]})[0][0][2] == (
+        "does not, because each all-reduce of 1,000 takes 5 us, many under way at once"
+    )
+    assert [
+        statement(4, {"fig2": [sweep("nccl", totals)]})[0][0][2] for totals in ((9, 8, 7), (9, 7, 8))
+    ] == [
+        "holds",
+        "does not, because 262,144 are faster than 2,000,000",
+    ]
+    assert [row[1:] for row in statement(5, FIGURES)[0]] == [
+        ("backward 100 ms, its all-reduces 10 ms", "does not, because one is 10 times the other"),
+        ("backward 100 ms, its all-reduces 30 ms", "holds"),
+    ]
+    assert statement(11, FIGURES)[0] == [
+        ("(b) host, 2 ranks", "totals beyond 512 KB differ by 0%", ""),
+        ("(b) gloo, 2 ranks", "totals beyond 512 KB differ by 3%", "holds"),
+        ("net", "spread of an iteration: host 0%", ""),
+    ]
+    uneven = {**FIGURES, "fig2": [sweep("gloo", (90, 50, 30))]}
+    assert statement(11, uneven)[0][0][2] == "does not, because 262,144 parameters at a time take longest"
+
+
+def test_overlap():
+    assert statement(7, FIGURES)[0] == []
+    on_gpus = {"fig6": [gpus("net", "nccl", 2, {"no overlap": 100, "overlap": 88})]}
+    assert statement(7, on_gpus)[0] == [("net, nccl, 2 ranks", "12.0% less time", "holds")]
+    assert statement(8, FIGURES)[0] == [
         (
             "net, host, 2 ranks",
-            "0.0% faster",
+            "0.0% less time",
             "does not, because communication is 10% of an iteration without overlap: no more can be saved",
         ),
+        ("net, gloo, 2 ranks", "30.0% less time", "holds"),
+    ]
+    assert [row[1:] for row in statement(9, FIGURES)[0]] == [
+        ("backward with communication is 70% of an iteration", "holds"),
+        ("communication is 14% of it", "does not, because the ranks compute for 60 ms of 70 ms"),
+        ("backward with communication is 70% of an iteration", "holds"),
+        ("communication is 57% of it", "holds"),
+    ]
+
+
+def test_what_grows_with_the_model():
+    both = {
+        "fig6": [
+            iterations("resnet50, gloo", 2, {"no overlap": 100, "overlap": 90}, 0.2, parameters=20),
+            iterations("bert-base, gloo", 2, {"no overlap": 100, "overlap": 70}, 0.35, parameters=300),
+        ]
+    }
+    assert statement(9, both)[0][-2:] == [
+        ("gloo: grows with the model", "resnet50 20%, bert-base 35%", "holds"),
         (
-            "net, gloo, 2 ranks",
-            "30.0% faster",
+            "gloo: most where balanced",
+            "overlap saves most with bert-base, bert-base is nearest to balance",
             "holds",
         ),
-        (
-            "net, host, 2 ranks",
-            "backward is 70% of an iteration, of that 14% sent",
-            "does not, because the ranks compute for 60 ms of 70 ms",
-        ),
-        (
-            "net, gloo, 2 ranks",
-            "backward is 70% of an iteration, of that 57% sent",
-            "holds",
-        ),
-        (
-            "net, host, 2 ranks",
-            "25 MB is 2.50 times as fast as 0 MB",
-            "holds",
-        ),
+    ]
+    assert statement(12, both)[0] == [
+        ("bert-base, resnet50", "0.0 M against 0.0 M parameters: 15.0 times", "holds")
+    ]
+    assert statement(12, FIGURES) == ([], "collectives bench paper all --json DIR")
+
+
+def test_bucket_sizes():
+    assert statement(2, FIGURES)[0] == [
+        ("net, host, 2 ranks", "25 MB is 2.50 times as fast as 0 MB", "holds")
+    ]
+    assert statement(6, FIGURES)[0] == [("net, host, 2 ranks", "0.0% more time than 25 MB", "holds")]
+    flat = {"fig7": [iterations("net, host", 2, {**SIZES, "0 MB": 70, "5 MB": 35})]}
+    assert statement(2, flat)[0][0][2].startswith(
+        "does not, because what overlap leaves of communication is 40%"
+    )
+    assert statement(6, flat)[0][0][1:] == (
+        "14.3% more time than 5 MB",
+        "does not, because 5 MB takes that much less",
+    )
+    for model, backend, sizes, verdict in (
+        ("resnet50", "gloo", {**SIZES, "5 MB": 39}, "holds"),
+        ("resnet50", "torch:gloo", SIZES, "does not, because 25 MB is faster than 5 MB"),
+        ("bert-base", "gloo", dict.fromkeys(SIZES, 50),
+         "does not, because no size from 5 MB on is noticeably faster than another"),
+        ("resnet50", "nccl", SIZES, "holds"),
+        ("bert-base", "nccl", SIZES, "does not, because 25 MB is faster than 50 MB"),
+        ("resnet50", "host", SIZES, ""),
+    ):  # fmt: skip
+        (row,) = statement(10, {"fig7": [iterations(f"{model}, {backend}", 2, sizes)]})[0]
+        assert row[2] == verdict
+
+
+def test_the_best_bucket_grows_sublinearly():
+    few = iterations("resnet50, gloo", 2, {**SIZES, "5 MB": 30}, parameters=20)
+    many = iterations("bert-base, gloo", 2, SIZES, parameters=200)
+    figures = {"fig7": [few, many], "fig9": FIGURES["fig9"]}
+    assert statement(21, figures)[0][-1] == (
+        "gloo",
+        "5 MB for resnet50, 25 MB for bert-base of 10.0 times the parameters",
+        "holds",
+    )
+    figures["fig7"] = [iterations("resnet50, gloo", 2, SIZES, parameters=300), many]
+    assert statement(21, figures)[0][-1][2] == "holds"
+    figures["fig7"] = [iterations("resnet50, gloo", 2, {**SIZES, "5 MB": 30}, parameters=300), many]
+    assert statement(21, figures)[0][-1][2] == "does not, because the larger model wants smaller buckets"
+
+
+def test_more_ranks():
+    assert statement(13, FIGURES)[0] == [
+        ("net, host, 4 ranks", "from 2 ranks on: 0 MB +21%, 25 MB +2%", "holds")
+    ]
+    shared = {**FIGURES, "fig8": [iterations("net, host", 4, {"0 MB": 160, "25 MB": 80})]}
+    assert statement(13, shared)[0] == [
         (
             "net, host, 4 ranks",
-            "from 2 ranks on: 0 MB +50%, 25 MB +2%",
-            "holds",
-        ),
+            "from 2 ranks on: 0 MB +60%, 25 MB +100%; ranks share cores: forward, which sends nothing, +60%",
+            "",
+        )
+    ]
+    alone = [iterations("net", 1, {"local": 50}), iterations("resnet50", 1, {"local": 50})]
+    nine = [
+        *alone,
+        gpus("resnet50", "nccl", 256, {"nccl": 100}),
+        gpus("resnet50", "gloo", 256, {"gloo": 300}),
+    ]
+    assert statement(1, {"fig9": nine})[0] == [
+        ("resnet50, nccl, 256 ranks", "worth 128.00 single ranks", "holds"),
+        ("resnet50, gloo, 256 ranks", "worth 42.67 single ranks", "does not, because 17% of them"),
+    ]
+    assert statement(1, FIGURES)[0] == [("net, host, 2 ranks", "worth 1.00 single ranks", "")]
+    assert statement(14, {"fig9": nine})[0] == [("resnet50, nccl, 256 ranks", "2.00 times local", "holds")]
+    assert statement(15, {"fig9": nine})[0] == [
         (
-            "net, host, 2 ranks",
-            "2.00 times local",
-        ),
+            "resnet50, gloo, 256 ranks",
+            "6.00 times local",
+            "does not, because overlap leaves 40% of an iteration to communication",
+        )
+    ]
+    assert statement(21, {"fig9": nine, "fig7": FIGURES["fig7"]})[0] == [
+        ("resnet50, 256 ranks", "nccl 100 ms, gloo 300 ms", "holds")
+    ]
+    links = [gpus("bert-base", "nccl", ranks, {"nccl": ms}) for ranks, ms in ((16, 120), (32, 100))]
+    assert statement(16, {"fig9": links})[0] == [
+        ("bert-base, nccl", "16 GPUs 120 ms, 32 GPUs 100 ms", "holds")
+    ]
+
+
+def test_skipped_synchronisations():
+    assert statement(17, FIGURES)[0] == [("net, host, 2 ranks", "40.0% less time", "holds")]
+    slower = {"fig10": [iterations("net, host", 2, {"every 1": 100, "every 8": 105})]}
+    assert statement(17, slower)[0][0][1:] == (
+        "5.0% more time",
+        "does not, because overlap leaves 40% of an iteration to communication and waiting",
+    )
+    jump = [
+        gpus("net", "nccl", ranks, {"every 1": ms, "every 8": 50})
+        for ranks, ms in ((128, 100), (256, 140))
+    ]  # fmt: skip
+    assert statement(18, {"fig10": jump})[0] == [
         (
-            "net, host, 2 ranks",
-            "40.0% faster",
-            "holds",
-        ),
-        (
-            "(a)",
-            "loss at the end 0.500 every iteration, 0.500 every 8",
-            "holds",
-        ),
+            "net, nccl",
+            "every 1 +40%, every 8 +0%",
+            "does not, because iterations grow by less than a jump with some of the intervals",
+        )
+    ]
+    assert statement(19, FIGURES)[0] == [
+        ("(a)", "every 1: 0.500; every 8: 0.500", "holds"),
         (
             "(b)",
-            "loss at the end 0.500 every iteration, 0.500 every 8",
-            "does not",
-        ),
-        (
-            "net, host, 2 ranks",
-            "rr3 takes 0.67 times as long as rr1",
-            "holds",
+            "every 1: 0.500; every 8: 0.500",
+            "does not, because the loss of every 8 is +0% from that of every 1",
         ),
     ]
 
 
+def test_groups_in_turn():
+    times = {"rr1": 100, "rr3": 67, "rr5": 70}
+    for model, backend, verdict in (
+        ("net", "host", ""),
+        ("resnet50", "gloo", "holds"),
+        ("bert-base", "nccl", "holds"),
+        ("resnet50", "nccl", "does not, because the groups' times differ noticeably"),
+    ):
+        (row,) = statement(20, {"fig12": [iterations(f"{model}, {backend}", 2, times)]})[0]
+        assert row[1:] == ("three groups take 33.0% less time than one", verdict)
+
+
 def test_advice():
-    lines = list(report_lines(FIGURES, ENVIRONMENT))
+    lines = report(FIGURES)
     assert "- net, host, 2 ranks: buckets of 25 MB." in lines
     assert "- net, host, 2 ranks: accumulate gradients; every 8 iterations saves 40%." in lines
-    assert "- net, host, 2 ranks: as fast as 1.0 single ranks." in lines
+    assert "- net, host, 2 ranks: worth 1.00 single ranks." in lines
 
 
-def test_what_was_not_measured_is_said():
-    lines = list(report_lines({}, ENVIRONMENT))
-    assert len([line for line in lines if line.startswith("Not measured: no fig")]) == len(STATEMENTS)
+def test_advice_by_link():
+    """A large model on a slow link stays in one machine, on a quick one it does not."""
+    large = {"fig9": [iterations("net", 1, {"local": 50}, parameters=1_200_000), FIGURES["fig9"][1]]}
+    slow, *_, quick = [line.strip("|").split(" | ") for line in report(large) if "Gb/s |" in line]
+    assert [cell.strip() for cell in (slow[1], slow[4])] == ["1 Gb/s", "1"]
+    assert [cell.strip() for cell in (quick[1], quick[4])] == ["100 Gb/s", "2"]
+    assert (slow[5].strip(), quick[5].strip()) == ("more rarely than every 8", "every 1")
