@@ -104,10 +104,10 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             inputs in forward and backward, for the reduction, for buffers. Parameters, their gradients and
             ``state_dict`` keep their own types.
         device_mesh: a mesh of one dimension over groups of this package, instead of ``process_group``.
-        skip_all_reduce_unused_params: whether buckets are not sent that no rank can fill, as where all ranks
-            drop the same layers; implies ``find_unused_parameters``. What forward returns must lead to all
-            parameters that get gradients. Walks the graph at the end of forward, but not where
-            ``static_graph`` is set.
+        skip_all_reduce_unused_params: whether gradients are not sent that no rank has, as where all ranks
+            drop the same layers; implies ``find_unused_parameters``. With a communication hook, whole
+            buckets only. What forward returns must lead to all parameters that get gradients. Walks the
+            graph at the end of forward, but not where ``static_graph`` is set.
         bucket_cap_mb_list: sizes in MiB at which the first bucket is full, the second, and so on; the last
             holds for the rest. Not with ``bucket_cap_mb``.
         batched_grad_copy: whether gradients are copied to their bucket all at once when it is full: fewer

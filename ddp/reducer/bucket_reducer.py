@@ -96,11 +96,19 @@ class BucketReducer:
     # ---- launching ---------------------------------------------------------------------------------------
 
     def skip(self, unused: frozenset[int]) -> frozenset[int]:
-        """Leaves the buckets out of this pass that hold nothing but unused parameters; returns those."""
+        """Leaves unused parameters out of this pass: buckets of them, and large ones where no hook reduces.
+
+        Args:
+            unused: indices of parameters that get no gradient on any rank.
+
+        Returns:
+            Those that are left out.
+        """
         skipped = [b for b in self._gradients.buckets if b.indices and unused.issuperset(b.indices)]
         for bucket in skipped:
             bucket.skip()
-        return frozenset(index for bucket in skipped for index in bucket.indices)
+        alone = self._gradients.leave_out(unused) if unused and self.hook is None else frozenset()
+        return alone.union(*(bucket.indices for bucket in skipped))
 
     def mark_ready(self, index: int) -> bool:
         """Counts one more gradient as ready; returns whether its bucket is full by it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch.futures import Future
@@ -135,6 +136,7 @@ class Bucket:
             those that are reduced in place.
         in_place_tensors: flat tensors that are reduced besides :attr:`flat` in this pass.
         skipped: whether the gradients are left out of this pass.
+        left_out: indices of single gradients that are.
 
     Args:
         index: place in the order of launch.
@@ -147,8 +149,8 @@ class Bucket:
     """
 
     __slots__ = (
-        "buffer", "flat", "future", "in_place", "in_place_tensors", "index", "indices",
-        "parameters", "pending", "skipped", "state", "tail", "views", "work",
+        "buffer", "flat", "future", "in_place", "in_place_tensors", "index", "indices", "left_out",
+        "parameters", "parts", "pending", "skipped", "state", "tail", "views", "work",
     )  # fmt: skip
 
     def __init__(
@@ -190,6 +192,8 @@ class Bucket:
         """Returns what is reduced, tensors of real numbers."""
         if self.skipped:
             return [] if self.tail is None else [self.tail]
+        if self.left_out:
+            return [*self.parts, *self.in_place_tensors]
         return (
             [self.flat, *self.in_place_tensors]
             if self.flat.numel() or not self.in_place_tensors
@@ -201,6 +205,8 @@ class Bucket:
         self.pending = len(self.indices)
         self.state = BucketState.FILLING
         self.skipped = False
+        self.left_out: frozenset[int] = frozenset()
+        self.parts: list[torch.Tensor] = []
         self.in_place_tensors = []
         self.work = None
         self.future = None
@@ -210,6 +216,35 @@ class Bucket:
         self.pending = 0
         self.skipped = True
         self.state = BucketState.READY
+
+    def leave_out(self, unused: Collection[int], least_bytes: int) -> None:
+        """Leaves unused gradients out of this pass where that saves more than another message costs.
+
+        Gradients in place are messages of their own. In the buffer a gap makes two messages of one, so that
+        small gaps are sent, too; what is sent of them is up to the caller.
+
+        Args:
+            unused: indices of parameters, some of which have gradients elsewhere; not all of this bucket's.
+            least_bytes: size from which a gap pays.
+        """
+        left = [index for index in self.in_place if index in unused]
+        width = self.flat.numel() - (0 if self.tail is None else self.tail.numel())
+        ends: list[tuple[int, int]] = []  # of what is sent of the flat tensor
+        offset = 0
+        copied = [(i, view) for i, view in zip(self.indices, self.views, strict=True) if view is not None]
+        for is_unused, members in groupby(copied, key=lambda pair: pair[0] in unused):
+            run = list(members)
+            end = offset + sum(view.numel() for _, view in run) * (2 if self.buffer.is_complex() else 1)
+            if is_unused and (end - offset) * self.flat.element_size() >= least_bytes:
+                left += [index for index, _ in run]
+            else:
+                ends.append((offset, end))
+            offset = end
+        ends.append((width, self.flat.numel()))
+        if left:
+            self.left_out = frozenset(left)
+            self.parts = [self.flat[begin:end] for begin, end in _joined(ends)]
+            self.pending -= len(left)
 
     def mark_ready(self) -> bool:
         """Counts one more gradient as there; returns whether it was the last one missing."""
@@ -264,6 +299,17 @@ class Bucket:
         return (
             f"<Bucket {self.index} {self.state.value}, {len(self.indices)} gradients, {self.pending} pending>"
         )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns spans in ascending order with those that touch made one, without empty ones."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return [(begin, end) for begin, end in joined if begin < end]
 
 
 def layout(parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:

@@ -193,13 +193,15 @@ class Gradients:
             What is bad, in words.
         """
         bad: list[str] = []
+        bucket.in_place_tensors = [
+            self._in_place_tensor(index, self.parameters[index], unused, bad)
+            for index in bucket.in_place
+            if index not in bucket.left_out
+        ]
         indices, views, grads = [], [], []
         for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-            if view is None:
-                bucket.in_place_tensors.append(self._in_place_tensor(index, parameter, unused, bad))
-                continue
             grad = parameter.grad
-            if grad is view or index in unused or index in self._copied_as_they_come:
+            if view is None or grad is view or index in unused or index in self._copied_as_they_come:
                 continue
             if grad is None or grad.layout is not torch.strided:
                 bad.append(self._what_is_bad(index, grad, None))
@@ -280,13 +282,27 @@ class Gradients:
         elif grad is not view:
             self._copy(index, grad, view)
 
+    def leave_out(self, unused: frozenset[int]) -> frozenset[int]:
+        """Leaves unused gradients out of this pass, one by one, where that saves more than messages cost.
+
+        Args:
+            unused: indices of parameters that get no gradient on any rank.
+
+        Returns:
+            Those that are left out: not filled, not sent and not averaged.
+        """
+        for bucket in self.buckets:
+            if not bucket.skipped and not unused.isdisjoint(bucket.indices):
+                bucket.leave_out(unused, IN_PLACE_BYTES)
+        return frozenset().union(*(bucket.left_out for bucket in self.buckets))
+
     def fill_with_zeros(self, bucket: Bucket) -> None:
         """Makes a bucket of zeros, which leaves every ``.grad`` alone."""
         bucket.flat.zero_()
         bucket.in_place_tensors = [
             bucket.flat.new_zeros(parameter.numel() * (2 if parameter.is_complex() else 1))
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-            if index in bucket.in_place
+            if index in bucket.in_place and index not in bucket.left_out
         ]
 
     def release_grads(self, buckets: Iterable[Bucket]) -> None:

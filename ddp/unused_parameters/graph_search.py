@@ -1,8 +1,9 @@
-"""Finds before a backward pass which parameters no rank can reach in it, so that their buckets are skipped.
+"""Finds before a backward pass which parameters no rank can reach in it, so that they are not sent.
 
-Ranks can agree to skip buckets only before the first of them is due. So the graph is searched at the end of
-forward, which is the price of ``skip_all_reduce_unused_params=True`` (layer dropping, PyTorch Distributed,
-VLDB 2020, section 6.2.2); an all-reduce adds up what the ranks found while the backward pass begins.
+Ranks can agree to leave gradients out only before the first bucket is due. So the graph is searched at the
+end of forward, which is the price of ``skip_all_reduce_unused_params=True`` (layer dropping, PyTorch
+Distributed, VLDB 2020, section 6.2.2); an all-reduce adds up what the ranks found while the backward pass
+begins.
 """
 
 from __future__ import annotations

@@ -156,6 +156,32 @@ def test_states() -> None:
     assert (bucket.state, bucket.pending) == (BucketState.FILLING, 5)
 
 
+@pytest.mark.parametrize(
+    ("unused", "least_bytes", "left_out", "sent"),
+    [
+        ({1}, 16, {1}, [(0, 6), (10, 17)]),
+        ({1}, 17, set(), [(0, 17)]),
+        ({1, 2}, 17, {1, 2}, [(0, 6), (16, 17)]),  # together the gap is large enough
+        ({0, 2}, 0, {0, 2}, [(6, 10), (16, 17)]),
+        ({3}, 10**9, {3}, [(0, 17)]),  # a message of its own
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_gaps_that_pay_for_a_message_are_left_out(unused, least_bytes, left_out, sent, dtype) -> None:
+    """Gradients of 6, 4 and 6 elements, then a tail of one; another one is reduced in place."""
+    width = 2 if dtype.is_complex else 1
+    given = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in (6, 4, 6, 100)]
+    bucket = Bucket(0, range(4), given, dtype=dtype, device=torch.device("cpu"), in_place={3}, tail=1)
+    bucket.flat.copy_(torch.arange(bucket.flat.numel()))
+    bucket.leave_out(unused, least_bytes * width)
+    assert (bucket.left_out, bucket.pending) == (left_out, 4 - len(left_out))
+    places = [[min(end, 16) * width + (end == 17) for end in span] for span in sent]  # of real numbers
+    assert [[part[0].item(), part[-1].item() + 1] for part in bucket.tensors()] == places
+    bucket.reset()
+    assert bucket.pending == 4
+    assert [tensor.numel() for tensor in bucket.tensors()] == [16 * width + 1]
+
+
 def test_what_a_hook_sees() -> None:
     bucket = bucket_of(3, parameters(), tail=1)
     seen = GradBucket(bucket, ["a", "b", "c", "d", "e"], last=True)

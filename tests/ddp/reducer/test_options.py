@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives.ddp import DistributedDataParallel, GradientSyncError, MixedPrecision
 from collectives.ddp.hooks.debugging_hooks import noop_hook
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+from collectives.ddp.reducer import gradients
 
 data = Layers.inputs
 
@@ -58,6 +61,68 @@ def test_buckets_that_all_ranks_drop_are_not_sent(options) -> None:
         assert numbers[2] in (1 + 6, 1 + 6 + 1)
         assert numbers[3] in (1 + 4, 1 + 4 + 1)
         assert numbers[4] == 9
+
+
+def dropping(group, plan, options):
+    """All layers lie in one bucket; returns how many elements of gradients each pass sends."""
+    before = gradients.IN_PLACE_BYTES
+    gradients.IN_PLACE_BYTES = 0
+    try:
+        ours = DistributedDataParallel(
+            Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
+        )
+        naive = Layers()
+        sent = Launches(group)
+        wrong, elements = [], []
+        for step, layers in enumerate(plan):
+            run = layers[group.rank()]
+            x = data(group.rank(), step)
+            sent.sizes.clear()
+            naive(x, run.strip("-")).sum().backward()
+            with ours.no_sync() if run.startswith("-") else contextlib.nullcontext():
+                ours(x, run.strip("-")).sum().backward()
+            if not run.startswith("-"):
+                elements.append(sum(sent.sizes))
+                naive_average(naive.parameters(), group)
+                wrong += same_gradients(ours.module, naive)
+    finally:
+        gradients.IN_PLACE_BYTES = before
+    return wrong, elements
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}], ids=str
+)
+def test_layers_that_all_ranks_drop_are_left_out_of_a_bucket(options) -> None:
+    """The rest of the bucket is sent, and a layer that any rank uses, or used under no_sync, is in it."""
+    everything = ("0123", "0123")
+    plan = [everything, everything, everything, ("03", "03"), ("01", "13"), ("-2", "-0"), ("0", "0"),
+            ("3", "3"), everything]  # fmt: skip
+    for wrong, elements in run_ranks(dropping, 2, plan, options, backend="host"):
+        assert wrong == []
+        whole = elements[2]
+        assert [whole - number for number in elements[2:]] == [12 * n for n in (0, 2, 1, 2, 3, 0)]
+
+
+def test_a_hook_gets_whole_buckets() -> None:
+    """What it averages is a flat tensor of the layout that it knows."""
+    plan = [("0123", "0123"), ("03", "03"), ("03", "03")]
+    for sizes in run_ranks(hooked_sizes, 2, plan, backend="host"):
+        assert sizes == [48] * len(plan)
+
+
+def hooked_sizes(group, plan):
+    ours = DistributedDataParallel(Layers(), process_group=group, skip_all_reduce_unused_params=True)
+    sizes = []
+
+    def hook(state, bucket):
+        sizes.append(bucket.buffer().numel())
+        return allreduce_hook(group, bucket)
+
+    ours.register_comm_hook(None, hook)
+    for step, layers in enumerate(plan):
+        ours(data(group.rank(), step), layers[group.rank()]).sum().backward()
+    return sizes
 
 
 def forgotten(group):
