@@ -4,6 +4,11 @@ Every peer trains the same model on the same random data in processes of its own
 rank. Before every iteration the ranks leave a barrier together; each rank times it with its own clock, and
 the slowest rank counts. Peers alternate in batches of a few iterations.
 
+The default peers are the table that answers the question: both wrappers over every backend, and each without
+communication. A model for which all of them need more memory than there is, is left out:
+
+    collectives bench ddp --models bert-base --peers torch:gloo,torch:gloo+noop,ours:host,ours:host+noop
+
 Peers are named KIND:BACKEND+OPTION: ``ours:host`` is this package's DistributedDataParallel over the host
 backend, ``torch:gloo`` torch's over Gloo, ``torch:collectives`` torch's over this package's backend in
 torch.distributed, ``alone`` the bare model. ``ours:round_robin:5`` goes through 5 groups in turn, of the
@@ -52,14 +57,19 @@ from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.ddp_worker import OPTIMIZERS, Assignment, End, Ready, Times, train
 from collectives.bench.training.models import MODELS, Model, install_command, why_unavailable
-from collectives.ranks.processes import RankFailedError, RankProcesses, SpawnedRanks
+from collectives.ranks.mpirun import start_ranks
+from collectives.ranks.processes import RankFailedError, RankProcesses
 from collectives.registry.backends import backend_spec
 from collectives.registry.backends import why_unavailable as why_no_backend
 from collectives.store import TCPStore
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 
-PEERS = ("ours:host", "ours:host+noop", "torch:gloo", "torch:gloo+noop", "torch:collectives")
+PEERS = (
+    "torch:gloo", "torch:gloo+noop", "torch:collectives", "ours:host", "ours:host+noop", "ours:mpi",
+    "ours:gloo", "ours:round_robin:3",
+)  # fmt: skip
+"""Both wrappers over all backends, and each without communication."""
 
 FIELD = ("resnet50", "bert-base", "bert-mini")
 """Models where the user names none."""
@@ -180,13 +190,19 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
 
     Raises:
         RankFailedError: a rank failed.
-        MemoryError: there is too little memory for all peers of a model at once.
+        MemoryError: there is too little memory for all peers of a model that was named at once; others are
+            skipped.
     """
     report = TrainingReport("ddp", describe_machine(), asdict(options))
     models = _models(options, report.skipped)
     peers = _usable_peers(options, report.skipped)
     for model in models if peers else ():
-        report.records += _measure_model(model, peers, options, progress)
+        try:
+            report.records += _measure_model(model, peers, options, progress)
+        except MemoryError as error:  # noqa: PERF203 - a model takes minutes
+            if options.models is not None:
+                raise
+            report.skipped.append(Skipped(model.name, str(error)))
     return report
 
 
@@ -239,7 +255,9 @@ def _measure_model(
             )
             memory = stack.enter_context(barrier_memory(options.ranks))
             store = parent_store()
-            processes = SpawnedRanks(options.ranks, train, (options.ranks, given, memory, store.port))
+            needed = ["mpi"] if peer.kind == "ours" and "mpi" in peer.backend.split(":") else []
+            arguments = (options.ranks, given, memory, store.port)
+            processes = start_ranks(needed, options.ranks, train, arguments)
             started.append(_Ranks(peer, stack.enter_context(processes), store))
             _check_memory(model, started, len(peers))
         _run_rounds(started, model, options, say)

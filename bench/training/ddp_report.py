@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from collectives.bench.core.records import BaseReport, Timing
@@ -70,13 +70,14 @@ class TrainingReport(BaseReport[TrainingRecord]):
     def ratios(self, record: TrainingRecord) -> dict[str, float | None]:
         """Returns how a record compares with others of the same model; ``None`` where those are missing.
 
-        ``time_over_noop``: its iteration over that of the same peer with a no-op hook.
+        ``time_over_noop``: its iteration over that of the same peer with a no-op hook, else of another one of
+        the same wrapper with that hook, which uses no backend.
         ``time_over_plain``: over that of the same peer that does not look for unused parameters.
         ``time_over_torch``: over that of torch's wrapper over Gloo with the same hook and options.
         ``memory_over_torch``: its peak of memory over the peak there.
         """
         peer = Peer.parse(record.peer)
-        noop = self._find(record, peer.without_communication())
+        noop = self._without_communication(record, peer)
         plain = self._find(record, peer.plain())
         base = self._find(record, peer.base())
         return {
@@ -85,6 +86,15 @@ class TrainingReport(BaseReport[TrainingRecord]):
             "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
             "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
         }
+
+    def _without_communication(self, record: TrainingRecord, peer: Peer) -> TrainingRecord | None:
+        """Returns the record of a peer that does the same but for communication."""
+        wanted = peer.without_communication()
+        if peer == wanted or peer.kind == "alone":
+            return None
+        others = [wanted, *(Peer.parse(other.peer) for other in self.records)]
+        alike = (other for other in others if replace(other, backend=wanted.backend) == wanted)
+        return next((found for other in alike if (found := self._find(record, other)) is not None), None)
 
     def _find(self, like: TrainingRecord, peer: Peer) -> TrainingRecord | None:
         """Returns another record of the same model by its peer."""
@@ -119,7 +129,7 @@ def report_lines(report: TrainingReport) -> Iterator[str]:
         yield from _table(report, chosen)
     if report.records:
         yield ""
-        yield "# /no-op: iteration over that of the same peer with a no-op hook (what communication costs)."
+        yield "# /no-op: iteration over the same wrapper's with a no-op hook (what communication costs)."
         yield "# /plain: over that of the same peer without +unused (what looking for them costs)."
         yield f"# /torch: over {BASELINE} with the same options; less than 1 is faster, or smaller."
         yield "# right: ranks agree bitwise, and gradients with the other peers'; - where none are sent."

@@ -105,8 +105,24 @@ def test_ratios_compare_like_with_like():
     }  # fmt: skip
     assert report.ratios(report.records[1])["time_over_torch"] == 2.0
     assert set(report.ratios(report.records[4]).values()) == {None}
+    report.records += [
+        record("ours:gloo", 150),
+        record("torch:collectives", 75),
+        record("ours:mpi+unused", 1),
+    ]
+    ratios = [report.ratios(one)["time_over_noop"] for one in report.records]
+    assert ratios == [
+        1.1,
+        None,
+        4.4,
+        None,
+        None,
+        1.5,
+        1.5,
+        None,
+    ]  # over the same wrapper's without communication
     rows = [line.split() for line in report_lines(report) if line.startswith(" ")]
-    assert [row[-1] for row in rows] == ["yes", "-", "NO", "-", "yes"]
+    assert [row[-1] for row in rows] == ["yes", "-", "NO", "-", *["yes"] * 4]
 
 
 @pytest.mark.full
@@ -160,6 +176,22 @@ def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
     words = ["bench", "ddp", "--models", "small", "--peers", "alone,torch:gloo", "--nproc", "1"]
     assert main(words) == 1
     assert "name fewer at once by --peers" in capsys.readouterr().err
+
+
+def test_a_model_that_nobody_named_is_skipped_where_memory_is_too_little(monkeypatch):
+    monkeypatch.setattr(ddp, "FIELD", ("small", "spare"))
+    measured = []
+
+    def measure_one(model, *_):
+        if model.name == "spare":
+            raise MemoryError("8 peers need more")
+        measured.append(record("ours:host", 1, model=model.name))
+        return measured
+
+    monkeypatch.setattr(ddp, "_measure_model", measure_one)
+    report = ddp.measure(ddp.Options())
+    assert report.records == measured
+    assert ("spare", "8 peers need more") in [(entry.peer, entry.reason) for entry in report.skipped]
 
 
 @pytest.mark.parametrize(
