@@ -8,6 +8,7 @@ from collectives.bench.core.image import made_with
 from collectives.bench.paper.report.advice import advice_lines
 from collectives.bench.paper.report.findings import NOTICEABLE, Figures, Finding
 from collectives.bench.paper.report.kept import KeptFigure
+from collectives.bench.paper.report.priorities import priority_lines
 from collectives.bench.paper.report.statements import STATEMENTS, Statement
 from collectives.bench.paper.tables import figure_lines
 
@@ -44,6 +45,15 @@ def report_lines(kept: Mapping[str, KeptFigure]) -> Iterator[str]:
         yield from _statement(statement, figures)
     yield from ["", "## What follows for a training job", ""]
     yield from advice_lines(figures)
+    yield from ["", "## What priorities among gradients could save", ""]
+    yield (
+        "Section 7 names schedulers that send first what the next forward needs first. This bounds what "
+        "they could save here: communication takes nothing from computation, forward takes half as long as"
+        f" backward, and a wrapper could wait layer by layer at no cost. Above {NOTICEABLE:.0%} it is worth"
+        " a trial."
+    )
+    yield ""
+    yield from priority_lines(figures)
     yield from ["", "## The measurements"]
     for name, records in figures.items():
         yield from ["", f"`{name}`:", "", "```text"]

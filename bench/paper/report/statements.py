@@ -218,7 +218,8 @@ STATEMENTS = (
     Statement(
         "1, 7",
         "The techniques came with PyTorch 1.1; the paper describes 1.5.",
-        "history, which no measurement shows.",
+        "history, which no measurement shows. [Ideas of the paper](internals/paper-ideas.md) has what is "
+        "here.",
     ),
 )
 """All statements with a number, in the paper's order."""

@@ -6,6 +6,7 @@ from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 from collectives.bench.paper.report.kept import KeptFigure
 from collectives.bench.paper.report.page import report_lines
+from collectives.bench.paper.report.priorities import Costs, Gradient, forward_ends_s
 from collectives.bench.paper.report.statements import STATEMENTS
 
 ENVIRONMENT = {
@@ -50,7 +51,7 @@ def sweep(backend, totals_ms):
 
 
 READY = Measured(
-    {"kind": "ReadyGradients", "panel": "(d) net", "ranks": 1},
+    {"kind": "ReadyGradients", "panel": "(d) net", "ranks": 1, "model": "net"},
     {"ready_ns": [[10**6, 10**8]] * 3, "parameters": 6_000_000, "sizes": [3_000_000] * 2},
 )
 SIZES = {"0 MB": 100, "5 MB": 60, "10 MB": 50, "25 MB": 40, "50 MB": 45}
@@ -96,8 +97,8 @@ def test_the_rules_stand_before_the_data():
     command = "collectives bench paper fig2 --device cpu --backends host,gloo --budget 60 --json DIR"
     assert f"| fig2 | 0.2 | `{command}` |" in lines
     assert len([line for line in lines if line.startswith("### ")]) == len(STATEMENTS) == 22
-    assert not any("trial" in line for line in lines)
-    assert any("trial" in line for line in report(FIGURES, quick=True))
+    assert not any("--quick" in line for line in lines)
+    assert any("--quick" in line for line in report(FIGURES, quick=True))
 
 
 def test_what_was_not_measured_is_said():
@@ -319,3 +320,38 @@ def test_advice_by_link():
     assert [cell.strip() for cell in (slow[1], slow[4])] == ["1 Gb/s", "1"]
     assert [cell.strip() for cell in (quick[1], quick[4])] == ["100 Gb/s", "2"]
     assert (slow[5].strip(), quick[5].strip()) == ("more rarely than every 8", "every 1")
+
+
+MIB = 1 << 18
+"""Parameters of a MiB."""
+
+
+def ends(costs, piece_mb=1.0, *, by_layer=True, priorities=True):
+    """When forward of a model of four layers of a MiB each is over, whose gradients come second by second."""
+    gradients = [Gradient(float(second), MIB) for second in (1, 2, 3, 4)]
+    return forward_ends_s(gradients, costs, piece_mb, by_layer=by_layer, priorities=priorities)
+
+
+def test_schedules_of_gradients():
+    free = Costs(0.0, 0.0)
+    assert ends(free) == ends(free, by_layer=False, priorities=False) == 4 + 2
+    slow = Costs(0.0, 2.0 / MIB)  # an all-reduce of a layer takes two seconds, forward of one half of one
+    assert ends(slow, by_layer=False, priorities=False) == 1 + 4 * 2 + 2
+    # The last layer's gradient leaves first, the first layer's last: forward can but wait for that.
+    assert ends(slow, priorities=False) == 1 + 4 * 2 + 2
+    # At 3 s the third leaves, at 5 s the fourth, needed first; the second one is there at 9 s.
+    assert ends(slow) == 9 + 2 * 0.5
+    # Whole, all are sent once they are there.
+    assert ends(slow, 4.0) == 4 + 4 * 2 + 2
+    # Pieces that cost a second each are dearer than what they save.
+    assert ends(Costs(1.0, 2.0 / MIB), 0.25) > ends(Costs(1.0, 2.0 / MIB), 1.0)
+    assert Costs.measured([10, 100], [3.0, 1.0], 1000) == Costs(10 * (0.003 - 0.001), 0.001)
+
+
+def test_the_report_bounds_what_priorities_save():
+    lines = report(FIGURES)
+    begin = lines.index("## What priorities among gradients could save")
+    (gloo,) = (line.strip("| ").split(" | ") for line in lines[begin:] if line.startswith("| gloo "))
+    # The second gradient takes 15 ms after backward, and with it what fills no piece of the first one.
+    assert gloo == ["gloo", *["166 (1 MB)"] * 3, *["0%: not worth it"] * 2]
+    assert "No samples of fig2." in report({"fig6": FIGURES["fig6"]})
