@@ -54,7 +54,13 @@ from collectives.bench.core.namespaces import NamespacesUnavailableError, check_
 from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
 from collectives.bench.paper.convergence import load_images
-from collectives.bench.paper.figures import FIGURES, Request
+from collectives.bench.paper.figures import (
+    FIGURES,
+    INTERVALS,
+    LOSS_ITERATIONS,
+    QUICK_LOSS_ITERATIONS,
+    Request,
+)
 from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_report, run_table
 from collectives.bench.paper.scaling import read_parameters
 from collectives.bench.paper.team import LaunchedTeam, launched_ranks
@@ -125,6 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help=f"for each figure (default: {BUDGET_S:g}, quick: {QUICK_BUDGET_S:g})",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=at_least(max(INTERVALS)),
+        metavar="N",
+        help=f"of fig11 (default: {LOSS_ITERATIONS}, quick: {QUICK_LOSS_ITERATIONS})",
     )
     parser.add_argument(
         "--images",
@@ -244,6 +256,7 @@ def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | No
         quick,
         "" if arguments.images is None else str(arguments.images.resolve()),
         lengths=arguments.lengths,
+        loss_iterations=arguments.iterations,
     )
     budget_s = arguments.budget or (QUICK_BUDGET_S if quick else BUDGET_S)
     return Job(

@@ -12,7 +12,16 @@ from collectives.bench.paper.convergence import Losses
 from collectives.bench.paper.iterations import Iterations, Series
 from collectives.bench.training.models import MODELS
 
-__all__ = ["BUCKETS_MB", "FIGURES", "INTERVALS", "LANES", "Figure", "Request"]
+__all__ = [
+    "BUCKETS_MB",
+    "FIGURES",
+    "INTERVALS",
+    "LANES",
+    "LOSS_ITERATIONS",
+    "QUICK_LOSS_ITERATIONS",
+    "Figure",
+    "Request",
+]
 
 COUNTS = (
     10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000,
@@ -52,6 +61,7 @@ class Request:
         images: file of images for figure 11; empty for the digits of scikit-learn.
         optima_mb: the bucket size by backend from which figure 2 gains no more, where that was measured.
         lengths: of a sample, by model, in the place of the model's own.
+        loss_iterations: of figure 11; ``None`` for 400, or 24 of a quick run.
     """
 
     device: str
@@ -65,6 +75,7 @@ class Request:
     images: str = ""
     optima_mb: Mapping[str, float] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
+    loss_iterations: int | None = None
 
     @property
     def own_backends(self) -> tuple[str, ...]:
@@ -162,7 +173,8 @@ def _fig10(request: Request) -> list[Cell]:
 
 
 def _fig11(request: Request) -> list[Cell]:
-    iterations = QUICK_LOSS_ITERATIONS if request.quick else LOSS_ITERATIONS
+    usual = QUICK_LOSS_ITERATIONS if request.quick else LOSS_ITERATIONS
+    iterations = request.loss_iterations or usual
     return [
         Losses(
             f"({letter}) learning rate {lr:g}, batch {batch}", request.main_ranks, request.device, name,

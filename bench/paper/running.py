@@ -136,6 +136,7 @@ def _options(job: Job) -> dict[str, Any]:
         "batch": request.batch,
         "lengths": [f"{model}={length}" for model, length in request.lengths.items()],
         "budget": job.budget_s,
+        "iterations": request.loss_iterations,
         "images": Path(request.images).name or None,
         "machines": job.machines,
         "link": job.link,
@@ -214,7 +215,7 @@ def _kept(file: Path, report: _Report) -> list[Measured]:
             raise ValueError(f"{file} is of {plain['program']}, schema {plain['schema']}")
         for what, mine, theirs in [
             *((key, report.environment.get(key), plain["environment"].get(key)) for key in SAME),
-            *((key, report.options[key], plain["options"].get(key)) for key in ("machines", "link")),
+            *((key, report.options[key], plain["options"].get(key)) for key in ("machines", "link", "quick")),
         ]:
             if mine != theirs:
                 raise ValueError(

@@ -146,6 +146,16 @@ class TestFigures:
         assert "was measured with cpu another" in capsys.readouterr().err
 
 
+def test_samples_of_a_quick_run_are_not_mixed_with_others(tmp_path, capsys):
+    kept = {
+        "schema": running.SCHEMA, "program": "paper fig6", "environment": running.describe_machine(),
+        "options": {"machines": 1, "link": None, "quick": True}, "records": [],
+    }  # fmt: skip
+    (tmp_path / "fig6.json").write_text(json.dumps(kept))
+    assert main(["bench", "paper", "fig6", "--models", "small", "--json", str(tmp_path)]) == 1
+    assert "was measured with quick True, but here it is False" in capsys.readouterr().err
+
+
 def test_the_report_needs_figures(tmp_path, capsys):
     assert main(["bench", "paper", "report"]) == 1
     assert "--json DIR" in capsys.readouterr().err
@@ -205,10 +215,18 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch, capsys, tmp_path
 
 def test_every_figure_has_cells_for_the_papers_models():
     request = command.Request(
-        "cpu", ("host", "torch:gloo"), command.PAPER_MODELS, "resnet152", (2, 4), 2, lengths={"resnet152": 64}
+        "cpu",
+        ("host", "torch:gloo"),
+        command.PAPER_MODELS,
+        "resnet152",
+        (2, 4),
+        2,
+        lengths={"resnet152": 64},
+        loss_iterations=80,
     )
     assert FIGURES["fig2"].cells(request)[-1].as_json()["length"] == 64
     assert FIGURES["fig6"].cells(request)[0].as_json()["length"] == 224
+    assert {cell.as_json()["iterations"] for cell in FIGURES["fig11"].cells(request)} == {80}
     for name, one in FIGURES.items():
         cells = one.cells(request)
         assert cells, name
