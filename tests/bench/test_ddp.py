@@ -14,6 +14,7 @@ from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
 from collectives.bench.training.models import MODELS, loss_of
 from collectives.cli import main
+from collectives.registry.backends import why_unavailable
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -133,6 +134,15 @@ def test_lanes_are_named_on_the_command_line(capsys):
     assert capsys.readouterr().out.count(" yes") == 2
     assert main([*words, "--peers", "ours:host:2"]) == 1
     assert "round_robin:LANES" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_ranks_over_mpi_are_started_by_mpirun(capsys):
+    if why_unavailable("mpi") is not None:
+        pytest.skip("needs an MPI and mpi4py")
+    words = ["bench", "ddp", "--models", "small", "--iters", "1", "--warmup", "2", "--batch", "1"]
+    assert main([*words, "--peers", "ours:mpi,ours:round_robin:2:mpi"]) == 0
+    assert capsys.readouterr().out.count(" yes") == 2
 
 
 @pytest.mark.full

@@ -104,6 +104,45 @@ def test_layers_that_all_ranks_drop_are_left_out_of_a_bucket(options) -> None:
         assert [whole - number for number in elements[2:]] == [12 * n for n in (0, 2, 1, 2, 3, 0)]
 
 
+def breaking(group, options):
+    """Rank 1's backward breaks off in a pass that leaves layers out; the pass after it is whole."""
+    before = gradients.IN_PLACE_BYTES
+    gradients.IN_PLACE_BYTES = 0
+    try:
+        ours = DistributedDataParallel(
+            Layers(), process_group=group, skip_all_reduce_unused_params=True, **options
+        )
+        for step in range(2):
+            ours(data(group.rank(), step), "03").sum().backward()
+        out = ours(data(group.rank(), 2), "03")
+        if group.rank() == 1:
+            broken = out.grad_fn.register_prehook(fail)
+        with pytest.raises(GradientSyncError if group.rank() == 0 else ZeroDivisionError) as caught:
+            out.sum().backward()
+        if group.rank() == 1:
+            broken.remove()
+        ours.zero_grad()
+        naive = Layers()
+        for model in (ours, naive):
+            model(data(group.rank(), 3), "03").sum().backward()
+        naive_average(naive.parameters(), group)
+    finally:
+        gradients.IN_PLACE_BYTES = before
+    reasons = getattr(caught.value, "reasons", {})
+    return same_gradients(ours.module, naive), list(reasons)
+
+
+def fail(_):
+    raise ZeroDivisionError("broken off")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_a_pass_that_breaks_off_where_layers_are_left_out(options) -> None:
+    (wrong, reasons), (wrong_there, _) = run_ranks(breaking, 2, options, backend="host")
+    assert wrong == wrong_there == []
+    assert reasons == [1]
+
+
 def test_a_hook_gets_whole_buckets() -> None:
     """What it averages is a flat tensor of the layout that it knows."""
     plan = [("0123", "0123"), ("03", "03"), ("03", "03")]
