@@ -126,12 +126,13 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """Returns what the command line asked for, by the names of its options."""
+    """Returns what the command line asked for, by the names of its options; ``None`` where it did not."""
     request = job.request
+    named = request.ready_model == request.models[0]  # else figure 2 would look at another one than it did
     return {
         "device": request.device,
         "backends": request.backends,
-        "models": request.models,
+        "models": request.models if named else None,
         "nproc": request.ranks,
         "batch": request.batch,
         "lengths": [f"{model}={length}" for model, length in request.lengths.items()],

@@ -16,6 +16,7 @@ from ports import free_port
 from collectives.bench.paper import command, running
 from collectives.bench.paper.figures import FIGURES, INTERVALS, LANES
 from collectives.bench.paper.iterations import PHASES
+from collectives.bench.paper.report.kept import KeptFigure
 from collectives.bench.paper.systems import SCHEMES, SYSTEMS
 from collectives.cli import main
 
@@ -233,6 +234,20 @@ def test_every_figure_has_cells_for_the_papers_models():
         keys = [json.dumps(cell.as_json(), sort_keys=True) for cell in cells]
         assert len(set(keys)) == len(keys), f"two cells of {name} are the same"
         assert {cell.ranks for cell in cells} <= {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("ready", "words"), [("resnet152", ""), ("resnet50", " --models resnet50,bert-base")]
+)
+def test_a_report_names_the_command_that_measures_the_same(ready, words):
+    """Without --models, figure 2 looks at another model than the first one of the others."""
+    request = command.Request("cpu", ("host",), command.PAPER_MODELS, ready, (2, 4), 2, lengths={"small": 8})
+    options = running._options(running.Job(request, [], 60.0, 1, None, None, None, None))
+    kept = KeptFigure([], {}, json.loads(json.dumps(options)))
+    assert kept.command("fig2") == (
+        f"collectives bench paper fig2 --device cpu --backends host{words} --nproc 2,4 --lengths small=8 "
+        "--budget 60 --json DIR"
+    )
 
 
 WORDS = ["bench", "paper", "fig12", *SMALL]
