@@ -142,6 +142,7 @@ class TCPStore(Store):
             trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
         self._trust = trust if self._server is None else self._server.trust
         self._port = port if self._server is None else self._server.port
+        self._ours: bool | None = None if self._server is None else True
         self._client = self._make_client()
         if wait_for_workers and world_size is not None and world_size > 0:
             self._wait_for_workers(world_size)
@@ -188,7 +189,7 @@ class TCPStore(Store):
         copy = TCPStore.__new__(TCPStore)
         Store.__init__(copy, self.timeout)
         copy._host, copy._port, copy._server = self._host, self._port, self._server
-        copy._trust = self._trust
+        copy._trust, copy._ours = self._trust, self._ours
         copy._client = copy._make_client()
         return copy
 
@@ -250,12 +251,19 @@ class TCPStore(Store):
         )
 
     def _add(self, key: str, amount: int) -> int:
-        if self._client.server is not None:
+        if self._is_of_ours():
             try:
                 return self._number("add", _requests("bkn", Command.ADD, _key(key), amount))
             except DistStoreError:
                 pass  # which has changed nothing, and below tells what is there
         return self._count(_stored(key), amount)
+
+    def _is_of_ours(self) -> bool:
+        """Returns whether the server is ours, which says why it refuses a request."""
+        if self._ours is None:
+            (version,) = self._replies("add", _requests("bv", Command.GET, SERVER_KEY), "v")
+            self._ours = bool(version)
+        return self._ours
 
     def _count(self, stored_key: bytes, amount: int) -> int:
         # All that a server can do about a sum that is none is to hang up. The value read just before tells
@@ -418,11 +426,10 @@ class TCPStore(Store):
 
     def _withdraw(self, key: str) -> int:
         """Takes this caller out of a barrier that it has cancelled; returns how many are left in it."""
-        requests = _requests("bvbk", Command.GET, SERVER_KEY, Command.GET, _key(key))
-        server, count = self._replies("barrier", requests, "vv")
-        if server:  # ours did it already
-            return int(count or b"0")
-        return self._count(_stored(key), -1)
+        if not self._is_of_ours():
+            return self._count(_stored(key), -1)
+        (count,) = self._replies("barrier", _requests("bk", Command.GET, _key(key)), "v")
+        return int(count or b"0")  # which the server has taken this caller out of
 
 
 def _trust() -> Trust:
