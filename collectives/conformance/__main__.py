@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)"
+    )
+    parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="module that registers the backend",
     )  # fmt: skip
@@ -141,12 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.ranks < 2:
         sys.exit("--ranks must be 2 or more: one rank has nobody to agree with")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            "--device cuda: torch finds no CUDA device here; leave the option out for tensors of the CPU"
+        )
     asked = questions(options.dtypes, options.functions)
     imports = ["collectives", *options.imports]
     found: dict[str, dict[Question, Answer]] = {}
     for backend in options.backends:
         try:
-            found[backend] = examine(backend, options.ranks, asked, options.timeout, imports)
+            found[backend] = examine(
+                backend, options.ranks, asked, options.timeout, imports, device=options.device
+            )
         except RuntimeError as error:
             sys.exit(_why(backend, error))
         if not options.markdown:

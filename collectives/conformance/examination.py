@@ -121,6 +121,8 @@ def examine(
     timeout_s: float = 20.0,
     imports: Sequence[str] = (),
     progress: Callable[[Question, Answer], object] = lambda *_: None,
+    device: str = "cpu",
+    prepare: Callable[[int, int], object] | None = None,
 ) -> dict[Question, Answer]:
     """Asks all questions; returns the answers.
 
@@ -131,6 +133,10 @@ def examine(
         timeout_s: seconds that a question may take; afterwards it hangs.
         imports: modules that register backends; imported by every rank.
         progress: called with every answer.
+        device: type of the device that the tensors are on.
+        prepare: called by every rank with its number and the number of ranks, before all else; a function at
+            the top level of a module. ``None`` gives the ranks the machine's CUDA devices in turn where
+            tensors are on those.
 
     Raises:
         RuntimeError: the ranks cannot make a group of the backend.
@@ -140,7 +146,7 @@ def examine(
     try:
         for question in asked:
             if examinees is None:
-                examinees = _Examinees(backend, ranks, timeout_s, imports)
+                examinees = _Examinees(backend, ranks, timeout_s, imports, device, prepare)
             answer, usable = examinees.ask(question)
             answers[question] = answer
             progress(question, answer)
@@ -164,10 +170,18 @@ _AT_ONCE_S = 1.0
 class _Examinees:
     """The ranks of one group."""
 
-    def __init__(self, backend: str, ranks: int, timeout_s: float, imports: Sequence[str]) -> None:
+    def __init__(
+        self,
+        backend: str,
+        ranks: int,
+        timeout_s: float,
+        imports: Sequence[str],
+        device: str,
+        prepare: Callable[[int, int], object] | None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="collectives-conformance-")
-        place = (backend, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports))
+        place = (backend, ranks, f"{self._folder.name}/store", timeout_s, tuple(imports), device, prepare)
         self._ranks = SpawnedRanks(ranks, _serve, place)
         try:
             first = self._ranks.collect(_START_S + timeout_s)
@@ -235,11 +249,17 @@ def _serve(
     path: str,
     timeout_s: float,
     imports: tuple[str, ...],
+    device: str,
+    prepare: Callable[[int, int], object] | None,
 ) -> None:
     """Body of a rank: answers until the connection closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of functions that torch renames, and the like; errors are reported
     try:
+        if prepare is not None:
+            prepare(rank, ranks)
+        elif device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         for module in imports:
             importlib.import_module(module)
         store = c10d.FileStore(path, ranks)
@@ -254,13 +274,14 @@ def _serve(
         return
     connection.send(_READY)
     for question, which in commands(connection):
-        connection.send(_reply(question, which, rank, ranks))
+        connection.send(_reply(question, which, rank, ranks, device))
 
 
-def _reply(question: Question, which: int, rank: int, ranks: int) -> tuple[Status, str, bool]:
+def _reply(question: Question, which: int, rank: int, ranks: int, device: str) -> tuple[Status, str, bool]:
     """Returns the status of this rank, why, and whether the group can be used further."""
     functions = {**PLAIN, **REDUCING, **MOVING}
-    call = Call(rank, ranks, question.dtype or torch.float32, question.ops[which], question.strided)
+    dtype = question.dtype or torch.float32
+    call = Call(rank, ranks, dtype, question.ops[which], question.strided, device)
     cases = functions[question.function](call)
     begun, started = False, time.monotonic()
     try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as torch_dist
 
-from collectives.conformance.oracle import BYTES_ONLY, Placed, close, place, reduced, same, values
+from collectives.conformance import oracle
+from collectives.conformance.oracle import BYTES_ONLY, Placed, close, reduced, same
 from collectives.core.types import ReduceOp
 
 __all__ = ["MOVING", "PLAIN", "REDUCING", "TAKING_LAYOUTS", "Call"]
@@ -32,6 +33,7 @@ class Call:
         dtype: data type of the tensors.
         op: the reduction, for functions that reduce.
         strided: whether tensors lie in memory with gaps or transposed.
+        device: where the tensors are.
         case: the case that is under way, in words.
     """
 
@@ -40,6 +42,7 @@ class Call:
     dtype: torch.dtype
     op: ReduceOp
     strided: bool = False
+    device: str = "cpu"
     case: str = ""
 
     def cases(self) -> Iterator[tuple[int, int, str, bool]]:
@@ -51,12 +54,16 @@ class Call:
             yield turn, count, layout, asynchronous
 
     def of(self, rank: int, count: int, salt: int = 0) -> torch.Tensor:
-        """Returns what a rank gives, flat."""
-        return values(self.dtype, rank, count, salt)
+        """Returns what a rank gives, flat, on the CPU."""
+        return oracle.values(self.dtype, rank, count, salt)
+
+    def place(self, flat: torch.Tensor, layout: str = "dense") -> Placed:
+        """Returns a tensor on the device with the values of a flat one."""
+        return oracle.place(flat, layout).on(self.device)
 
     def blank(self, count: int, layout: str = "dense") -> Placed:
         """Returns an output with values that none must get."""
-        return place(values(self.dtype, 77, count, salt=99), layout)
+        return self.place(oracle.values(self.dtype, 77, count, salt=99), layout)
 
     @property
     def torch_op(self) -> torch_dist.ReduceOp:
@@ -67,8 +74,14 @@ class Call:
         return op
 
     def differs(self, got: torch.Tensor, inputs: list[torch.Tensor]) -> str | None:
-        """Compares with the reduction of the ranks' inputs; backends may round and order as they like."""
-        return close(got, reduced(inputs, self.op), inputs, self.op)
+        """Compares with the reduction of the ranks' inputs; backends may round and order as they like.
+
+        The mean of integers may also be that of a sum that wrapped, as NCCL's is.
+        """
+        difference = close(got, reduced(inputs, self.op), inputs, self.op)
+        if difference is not None and self.op.name == "AVG" and self.dtype in oracle.INTS:
+            return difference if same(got, oracle.wrapped_mean(inputs)) else None
+        return difference
 
 
 Differences = Iterator[str | None]
@@ -82,7 +95,7 @@ def _done(work: torch_dist.Work | None) -> None:
 def _all_reduce(call: Call) -> Differences:
     for _, count, layout, asynchronous in call.cases():
         inputs = [call.of(rank, count) for rank in range(call.size)]
-        mine = place(inputs[call.rank], layout)
+        mine = call.place(inputs[call.rank], layout)
         _done(torch_dist.all_reduce(mine.tensor, call.torch_op, async_op=asynchronous))
         yield call.differs(mine.tensor, inputs)
         yield _margin(mine)
@@ -92,7 +105,7 @@ def _reduce(call: Call) -> Differences:
     for turn, count, layout, asynchronous in call.cases():
         root = turn % call.size
         inputs = [call.of(rank, count) for rank in range(call.size)]
-        mine = place(inputs[call.rank], layout)
+        mine = call.place(inputs[call.rank], layout)
         _done(torch_dist.reduce(mine.tensor, root, call.torch_op, async_op=asynchronous))
         if call.rank == root:  # torch leaves open what the others have then
             yield call.differs(mine.tensor, inputs)
@@ -101,7 +114,7 @@ def _reduce(call: Call) -> Differences:
 
 def _reduce_scatter(call: Call) -> Differences:
     for _, count, layout, asynchronous in call.cases():
-        given = [place(call.of(call.rank, count, part), layout) for part in range(call.size)]
+        given = [call.place(call.of(call.rank, count, part), layout) for part in range(call.size)]
         output = call.blank(count, layout)
         tensors = [one.tensor for one in given]
         _done(torch_dist.reduce_scatter(output.tensor, tensors, call.torch_op, async_op=asynchronous))
@@ -115,7 +128,7 @@ def _reduce_scatter_tensor(call: Call) -> Differences:
         output = call.blank(count)
         _done(
             torch_dist.reduce_scatter_tensor(
-                output.tensor, inputs[call.rank].clone(), call.torch_op, async_op=asynchronous
+                output.tensor, call.place(inputs[call.rank]).tensor, call.torch_op, async_op=asynchronous
             )
         )
         part = slice(call.rank * count, (call.rank + 1) * count)
@@ -125,7 +138,7 @@ def _reduce_scatter_tensor(call: Call) -> Differences:
 def _broadcast(call: Call) -> Differences:
     for turn, count, layout, asynchronous in call.cases():
         root = turn % call.size
-        mine = place(call.of(call.rank, count), layout)
+        mine = call.place(call.of(call.rank, count), layout)
         _done(torch_dist.broadcast(mine.tensor, root, async_op=asynchronous))
         yield same(mine.tensor, call.of(root, count))
         yield _margin(mine)
@@ -134,7 +147,7 @@ def _broadcast(call: Call) -> Differences:
 def _all_gather(call: Call) -> Differences:
     for _, count, layout, asynchronous in call.cases():
         outputs = [call.blank(count, layout) for _ in range(call.size)]
-        mine = place(call.of(call.rank, count), layout)
+        mine = call.place(call.of(call.rank, count), layout)
         tensors = [output.tensor for output in outputs]
         _done(torch_dist.all_gather(tensors, mine.tensor, async_op=asynchronous))
         for rank, output in enumerate(outputs):
@@ -144,7 +157,7 @@ def _all_gather(call: Call) -> Differences:
 
 def _all_gather_into_tensor(call: Call) -> Differences:
     for _, count, _, asynchronous in call.cases():
-        output, mine = call.blank(count * call.size), call.of(call.rank, count)
+        output, mine = call.blank(count * call.size), call.place(call.of(call.rank, count)).tensor
         _done(torch_dist.all_gather_into_tensor(output.tensor, mine, async_op=asynchronous))
         yield from _parts(output.tensor, [call.of(rank, count) for rank in range(call.size)])
 
@@ -153,7 +166,7 @@ def _gather(call: Call) -> Differences:
     for turn, count, layout, asynchronous in call.cases():
         root = turn % call.size
         outputs = [call.blank(count, layout) for _ in range(call.size)] if call.rank == root else []
-        mine = place(call.of(call.rank, count), layout)
+        mine = call.place(call.of(call.rank, count), layout)
         tensors = [output.tensor for output in outputs] or None
         _done(torch_dist.gather(mine.tensor, tensors, root, async_op=asynchronous))
         for rank, output in enumerate(outputs):
@@ -164,7 +177,7 @@ def _gather(call: Call) -> Differences:
 def _scatter(call: Call) -> Differences:
     for turn, count, layout, asynchronous in call.cases():
         root = turn % call.size
-        given = [place(call.of(root, count, rank), layout) for rank in range(call.size)]
+        given = [call.place(call.of(root, count, rank), layout) for rank in range(call.size)]
         output = call.blank(count, layout)
         tensors = [one.tensor for one in given] if call.rank == root else None
         _done(torch_dist.scatter(output.tensor, tensors, root, async_op=asynchronous))
@@ -175,7 +188,7 @@ def _scatter(call: Call) -> Differences:
 def _all_to_all(call: Call) -> Differences:
     for _, count, layout, asynchronous in call.cases():
         outputs = [call.blank(count, layout) for _ in range(call.size)]
-        given = [place(call.of(call.rank, count, rank), layout) for rank in range(call.size)]
+        given = [call.place(call.of(call.rank, count, rank), layout) for rank in range(call.size)]
         _done(
             torch_dist.all_to_all(
                 [output.tensor for output in outputs], [one.tensor for one in given], async_op=asynchronous
@@ -191,7 +204,7 @@ def _all_to_all_single(call: Call) -> Differences:
         uneven = turn % 2  # rank r sends r elements more to each rank
         counts = [count + uneven * rank for rank in range(call.size)]
         output = call.blank(sum(counts))
-        mine = call.of(call.rank, counts[call.rank] * call.size)
+        mine = call.place(call.of(call.rank, counts[call.rank] * call.size)).tensor
         received = counts if uneven else None
         sent = [counts[call.rank]] * call.size if uneven else None
         _done(torch_dist.all_to_all_single(output.tensor, mine, received, sent, async_op=asynchronous))
@@ -203,20 +216,49 @@ def _all_to_all_single(call: Call) -> Differences:
 
 
 def _send_recv(call: Call) -> Differences:
+    return _messages(call, lambda turn: 0)  # noqa: ARG005
+
+
+def _send_recv_tagged(call: Call) -> Differences:
+    return _messages(call, lambda turn: turn + 1)
+
+
+def _messages(call: Call, tag_of: Callable[[int], int]) -> Differences:
     following, previous = (call.rank + 1) % call.size, (call.rank - 1) % call.size
     for turn, count, layout, _ in call.cases():
         output = call.blank(count, layout)
-        outgoing = torch_dist.isend(place(call.of(call.rank, count), layout).tensor, following, tag=turn)
-        torch_dist.recv(output.tensor, previous, tag=turn)
+        tag = tag_of(turn)
+        outgoing = torch_dist.isend(call.place(call.of(call.rank, count), layout).tensor, following, tag=tag)
+        torch_dist.recv(output.tensor, previous, tag=tag)
         _done(outgoing)
         yield same(output.tensor, call.of(previous, count))
         yield _margin(output)
 
 
+def _first_from_any_rank(call: Call) -> None:
+    """Receives one message from any rank, or raises on all ranks: that it is refused, rank 0 alone sees."""
+    store, key = torch_dist.distributed_c10d._get_default_store(), f"any rank/{call.dtype}/{call.strided}"
+    if call.rank == 0:
+        try:
+            work = torch_dist.irecv(call.blank(1).tensor)
+        except Exception as error:
+            store.set(key, f"refused: {error}")
+            raise
+        store.set(key, "begun")
+        _done(work)
+        return
+    said = bytes(store.get(key)).decode()
+    if said != "begun":
+        raise NotImplementedError(said)
+    if call.rank == 1:
+        torch_dist.send(call.place(call.of(1, 1)).tensor, 0)
+
+
 def _recv_any_source(call: Call) -> Differences:
+    _first_from_any_rank(call)
     for _, count, layout, _ in call.cases():
         if call.rank:
-            torch_dist.send(place(call.of(call.rank, count), layout).tensor, 0)
+            torch_dist.send(call.place(call.of(call.rank, count), layout).tensor, 0)
         seen = set()
         for _ in range(call.size - 1 if call.rank == 0 else 0):
             output = call.blank(count, layout)
@@ -233,7 +275,7 @@ def _batch_isend_irecv(call: Call) -> Differences:
     following, previous = (call.rank + 1) % call.size, (call.rank - 1) % call.size
     for _, count, layout, _ in call.cases():
         output = call.blank(count, layout)
-        mine = place(call.of(call.rank, count), layout)
+        mine = call.place(call.of(call.rank, count), layout)
         operations = [
             torch_dist.P2POp(torch_dist.isend, mine.tensor, following),
             torch_dist.P2POp(torch_dist.irecv, output.tensor, previous),
@@ -293,6 +335,7 @@ MOVING: dict[str, Examine] = {
     "broadcast": _broadcast,
     "gather": _gather,
     "isend, recv": _send_recv,
+    "isend, recv, tagged": _send_recv_tagged,
     "recv from any rank": _recv_any_source,
     "scatter": _scatter,
 }

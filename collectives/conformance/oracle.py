@@ -35,6 +35,7 @@ __all__ = [
     "reduced",
     "same",
     "values",
+    "wrapped_mean",
 ]
 
 FLOAT8 = (
@@ -146,12 +147,23 @@ def _greater(total: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
 
 def _reduced_ints(inputs: list[np.ndarray], op: ReduceOp) -> torch.Tensor:
     if op.name == "AVG":
-        exact = functools.reduce(np.add, [array.astype(object) for array in inputs])
-        quotients = [abs(int(total)) // len(inputs) * (1 if total >= 0 else -1) for total in exact]
-        return torch.from_numpy(np.array(quotients, dtype=inputs[0].dtype))
+        return _quotients(functools.reduce(np.add, [array.astype(object) for array in inputs]), inputs)
     function = {"SUM": np.add, "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum,
                 "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op.name]  # fmt: skip
     return torch.from_numpy(functools.reduce(function, inputs).copy())
+
+
+def _quotients(totals: np.ndarray, inputs: list[np.ndarray]) -> torch.Tensor:
+    """Returns totals by the number of inputs, rounded towards zero."""
+    number = len(inputs)
+    quotients = [abs(int(total)) // number * (1 if total >= 0 else -1) for total in totals]
+    return torch.from_numpy(np.array(quotients, dtype=inputs[0].dtype))
+
+
+def wrapped_mean(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the mean of integers where the sum has wrapped around before it is divided, as NCCL's does."""
+    arrays = [tensor.numpy() for tensor in inputs]
+    return _quotients(functools.reduce(np.add, arrays), arrays)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,13 +181,22 @@ class Placed:
     tensor: torch.Tensor
     buffer: torch.Tensor
 
+    def on(self, device: str) -> Placed:
+        """Returns the same on a device, with the same places in memory; itself where it is there."""
+        if self.buffer.device.type == device:
+            return self
+        tensor, buffer = self.tensor, self.buffer.to(device)
+        whole = buffer.view(tensor.dtype)
+        there = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Placed(there, buffer)
+
     def margin_is_whole(self) -> bool:
         """Returns whether nothing but the tensor's elements was written."""
         mask = torch.zeros(self.buffer.numel() // self.tensor.element_size(), dtype=torch.bool)
         if self.tensor.numel():
             offset = self.tensor.storage_offset()
             mask.as_strided(self.tensor.shape, self.tensor.stride(), offset).fill_(True)
-        outside = self.buffer.view(-1, self.tensor.element_size())[~mask]
+        outside = self.buffer.cpu().view(-1, self.tensor.element_size())[~mask]
         return bool((outside == MARGIN).all())
 
 
@@ -207,7 +228,7 @@ def place(flat: torch.Tensor, layout: str) -> Placed:
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
     """Returns ``None`` where the bits are the same (any NaN equals any other), else the first difference."""
-    actual, expected = actual.detach().reshape(-1), expected.reshape(-1)
+    actual, expected = actual.detach().cpu().reshape(-1), expected.reshape(-1)
     if actual.numel() != expected.numel() or actual.dtype is not expected.dtype:
         return f"{actual.dtype}[{actual.numel()}] instead of {expected.dtype}[{expected.numel()}]"
     left, right = raw(actual), raw(expected)
@@ -229,6 +250,7 @@ def close(
     actual: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp
 ) -> str | None:
     """Returns ``None`` where floats agree up to order and rounding of steps, else the first difference."""
+    actual = actual.cpu()
     if actual.dtype in PARTS:
         part = PARTS[actual.dtype]
         inputs = [raw(tensor).view(part) for tensor in inputs]

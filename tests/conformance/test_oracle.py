@@ -16,6 +16,7 @@ from conformance.oracle import (
     reduced,
     same,
     values,
+    wrapped_mean,
 )
 
 from collectives import ReduceOp
@@ -127,3 +128,22 @@ def test_a_report_fails_for_each_reason() -> None:
     gloo = Group()
     gloo.name = lambda: "gloo"
     assert not Report(gloo).exact
+
+
+@pytest.mark.parametrize("layout", ["dense", "offset", "strided", "transposed"])
+def test_on_another_device_everything_lies_as_before(layout: str) -> None:
+    placed = place(values(torch.int16, 0, 60), layout)
+    there = placed.on("meta")
+    assert (there.tensor.device.type, there.buffer.device.type) == ("meta", "meta")
+    for what in ("shape", "dtype"):
+        assert getattr(there.tensor, what) == getattr(placed.tensor, what)
+    assert there.tensor.stride() == placed.tensor.stride()
+    assert there.tensor.storage_offset() == placed.tensor.storage_offset()
+    assert there.buffer.shape == placed.buffer.shape
+    assert placed.on("cpu") is placed
+
+
+def test_mean_of_a_sum_that_wrapped() -> None:
+    inputs = [torch.tensor([100, -7], dtype=torch.int8), torch.tensor([100, 2], dtype=torch.int8)]
+    assert wrapped_mean(inputs).tolist() == [-28, -2]  # (200 - 256) / 2, and -5 / 2 towards zero
+    assert reduced(inputs, ReduceOp.AVG).tolist() == [100, -2]

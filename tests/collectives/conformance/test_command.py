@@ -32,7 +32,7 @@ def test_ours_is_right_throughout(tmp_path, capsys):
     dtypes = [word for name in ("float32", "bfloat16", "bool", "complex64") for word in ("--dtype", name)]
     status, found = verdicts(tmp_path, "--backend", "collectives", *dtypes)
     assert status == 0
-    assert len(found) == 2 + (14 + 11) * 4
+    assert len(found) == 2 + (15 + 12) * 4
     assert {record["verdict"] for record in found.values()} == {"ok"}
     assert all(record["offered"] == record["asked"] for record in found.values())
     assert found["all_reduce", "torch.float32"]["asked"] == 6
