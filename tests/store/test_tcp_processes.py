@@ -264,3 +264,36 @@ def test_the_interpreter_ends_quietly_with_a_server():
     command = [sys.executable, "-X", "dev", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ENDS_WHILE_A_THREAD_WAITS = """
+import threading, time
+from datetime import timedelta
+from collectives.store import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def look():
+    while True:
+        try:
+            store.wait(["never"], timedelta(milliseconds=50))
+        except Exception:
+            begun.set()
+
+class TakesItsTime:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+
+begun = threading.Event()
+threading.Thread(target=look, daemon=True).start()
+begun.wait()
+late = TakesItsTime()
+late.itself = late  # goes when the interpreter ends
+"""
+
+
+def test_a_process_may_end_while_a_daemon_thread_waits():
+    """CPython before 3.14 ends a thread that asks for its lock then, which must not abort the process."""
+    command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,7 @@
 #include "bindings/interrupt.hpp"
 
+#include <unistd.h>
+
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -60,10 +62,48 @@ struct KnownSites {
   std::map<std::pair<const PyObject*, int>, Site> sites;
 };
 
+// Around a call that takes Python's lock. While the interpreter ends, CPython before 3.14 ends a thread that
+// asks for it, by unwinding its stack; nanobind's and our frames that may not throw would abort the process
+// for that. The thread sleeps until the process ends instead, as it does from 3.14 on.
+class SleepWhenUnwound {
+ public:
+  SleepWhenUnwound() = default;
+  SleepWhenUnwound(const SleepWhenUnwound&) = delete;
+  SleepWhenUnwound& operator=(const SleepWhenUnwound&) = delete;
+  ~SleepWhenUnwound() {
+    while (!taken_) pause();
+  }
+  void taken() { taken_ = true; }
+
+ private:
+  bool taken_ = false;
+};
+
+class PythonLock {
+ public:
+  PythonLock() : state_(take()) {}
+  PythonLock(const PythonLock&) = delete;
+  PythonLock& operator=(const PythonLock&) = delete;
+  ~PythonLock() { PyGILState_Release(state_); }
+
+ private:
+  static PyGILState_STATE take() {
+    SleepWhenUnwound guard;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    guard.taken();
+    return state;
+  }
+
+  PyGILState_STATE state_;
+};
+
 }  // namespace
 
 PythonInterrupt::~PythonInterrupt() {
-  if (released_ != nullptr) PyEval_RestoreThread(released_);
+  if (released_ == nullptr) return;
+  SleepWhenUnwound guard;
+  PyEval_RestoreThread(released_);
+  guard.taken();
 }
 
 void PythonInterrupt::blocks() {
@@ -71,31 +111,31 @@ void PythonInterrupt::blocks() {
 }
 
 bool PythonInterrupt::requested() {
-  const nb::gil_scoped_acquire acquire;
+  const PythonLock lock;
   return PyErr_CheckSignals() != 0;
 }
 
 std::string PythonInterrupt::site() {
-  const nb::gil_scoped_acquire acquire;
+  const PythonLock lock;
   const nb::object frame = calling_frame();
   return frame.is_valid() ? describe(code_of(frame), line_of(frame)) : "";
 }
 
 std::shared_ptr<const std::string> call_site() {
   static KnownSites& known = *new KnownSites();  // outlives the interpreter, which must not be called then
-  const nb::gil_scoped_acquire acquire;
+  const PythonLock lock;
   const nb::object frame = calling_frame();
   if (!frame.is_valid()) return nullptr;
   nb::object code = code_of(frame);
   const std::pair<const PyObject*, int> key{code.ptr(), line_of(frame)};
   {
-    const std::lock_guard lock(known.mutex);
+    const std::lock_guard guard(known.mutex);
     const auto found = known.sites.find(key);
     if (found != known.sites.end()) return found->second.text;
   }
   auto text = std::make_shared<const std::string>(describe(code, key.second));
   std::map<std::pair<const PyObject*, int>, KnownSites::Site> dropped;  // let go without the mutex
-  const std::lock_guard lock(known.mutex);
+  const std::lock_guard guard(known.mutex);
   if (known.sites.size() >= KnownSites::kMost) dropped.swap(known.sites);
   return known.sites.try_emplace(key, KnownSites::Site{std::move(code), std::move(text)}).first->second.text;
 }
