@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
+from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench import advice
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.options import available_backends
@@ -62,9 +63,19 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
         print(f"{mark:4}  {name}: {told}", flush=True)
     print(f"\n{failures} of the checks failed." if failures else "\nAll is well.")
     print()
-    for line in advice.advise(seconds, skipped):
+    for line in (*advice.advise(seconds, skipped), *_untested()):
         print(line)
     return 1 if failures else 0
+
+
+def _untested() -> Iterator[str]:
+    """Yields what was not tested here of the machine's GPUs, and the command that does."""
+    if why_no_cuda() is None:
+        yield (
+            f"Not tested here: the nccl backend on the {torch.cuda.device_count()} GPUs with every function "
+            "and data type, and what its ranks see when one dies, stops or leaves. This command does that:"
+        )
+        yield "    collectives accept --markdown report.md"
 
 
 def _settings() -> Iterator[str]:

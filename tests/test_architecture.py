@@ -37,7 +37,7 @@ MAY_USE = {
     "testing": {"ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},
     "integrations": {"ddp"},
-    "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "bench"},
+    "bench": _CONTRACTS | {"api", "collectives", "cli", "backends", "ddp", "ranks", "conformance", "bench"},
     "cli": {"errors", "secret", "_native", "registry", "core", "cli"},
     "__main__": {"cli"},
     "collectives_registration": {"torch_bridge"},

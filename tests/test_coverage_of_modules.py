@@ -73,6 +73,11 @@ TESTED_THROUGH = {
         "`collectives bench model`",
         "model",
     ),
+    "bench/acceptance": (
+        "bench/acceptance",
+        "parts of the command, and of its ranks",
+        "context rank sections",
+    ),
     "bench/comparison": (
         "bench/test_allreduce.py",
         "peers by name",

@@ -1,4 +1,4 @@
-"""The command ``collectives``: demo, bench, backends, doctor, ps, trace, tune.
+"""The command ``collectives``: accept, demo, bench, backends, doctor, ps, trace, tune.
 
 Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
 and only the one that is asked for is loaded, so that nothing here depends on them.
@@ -23,6 +23,10 @@ from collectives.secret import provided
 __all__ = ["CommandError", "main"]
 
 PROGRAMS = {
+    "accept": (
+        "collectives.bench.acceptance.command",
+        "check the nccl backend on the GPUs of this machine, and write a report",
+    ),
     "backends": (
         "collectives.cli.backends",
         "list the backends, why some cannot be used here, and what they can do",

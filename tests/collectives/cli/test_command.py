@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import bench_bodies
 import pytest
+import torch
 
 from collectives.bench import doctor
 from collectives.bench.core.records import Skipped
@@ -118,3 +119,12 @@ def test_doctor_tells_what_works_and_what_fails(capsys, monkeypatch):
     assert "all_reduce of 2 ranks, gloo: right" in out
     assert "FAIL  all_reduce of 2 ranks, faulty: RuntimeError: 3 elements of the results are wrong" in out
     assert "2 of the checks failed" in out
+
+
+def test_doctor_names_what_it_does_not_test_of_gpus(monkeypatch):
+    assert [*doctor._untested()] == [] or torch.cuda.is_available()
+    monkeypatch.setattr(doctor, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    first, command = doctor._untested()
+    assert "4 GPUs" in first
+    assert command.split() == ["collectives", "accept", "--markdown", "report.md"]

@@ -1,0 +1,118 @@
+"""Checks the nccl backend on the GPUs of this machine, and reports row by row what holds.
+
+Sections: preflight (driver, CUDA, one libnccl, both providers, topology), conformance (every function and
+data type beside torch's own NCCL) and failures (ranks that die, stop, do not come or leave). Ends with status
+1 where a row failed or was skipped. The files of --json and --markdown are the report to send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import collectives
+from collectives.bench.acceptance.platform import load
+from collectives.bench.acceptance.report import Report, Verdict
+from collectives.bench.acceptance.sections import SECTIONS, Plan
+from collectives.bench.core.arguments import parse_counts, parse_names
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import write_json
+from collectives.cli import CommandError
+
+__all__ = ["add_arguments", "run"]
+
+_CUDA = "collectives.bench.acceptance.cuda"
+_DOUBLE = "nccl_double.platform"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to a parser."""
+    parser.add_argument(
+        "--device", choices=("cuda",), default="cuda", help="where the tensors are (default: cuda)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=parse_counts(2),
+        metavar="N,...",
+        help="numbers of ranks (default: 2, 3 and one for each GPU, of those that have a GPU for each rank; "
+        "2 that share it where there is one GPU)",
+    )
+    parser.add_argument(
+        "--sections",
+        type=parse_names,
+        default=tuple(SECTIONS),
+        metavar="NAME,...",
+        help=f"only these, of {', '.join(SECTIONS)}",
+    )
+    parser.add_argument("--short", action="store_true", help="one data type and one provider stand for all")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run over the double of NCCL that the repository's tests have, without a GPU",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there as Markdown")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the checks, prints a row for each, and returns 0 where all passed, else 1.
+
+    Raises:
+        CommandError: there is nothing to check here, or no such section.
+    """
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        raise CommandError(f"unknown sections {', '.join(unknown)}; known are {', '.join(SECTIONS)}")
+    module = _DOUBLE if arguments.rehearse else _CUDA
+    if arguments.rehearse:
+        _find_double()
+    platform = load(module)
+    reason = platform.why_unavailable()
+    if reason is not None:
+        raise CommandError(f"accept: {reason}")
+    platform.prepare()
+    ranks = arguments.ranks or _usual_ranks(len(platform.gpus()))
+    plan = Plan(module, platform, ranks, arguments.short)
+    options = {"ranks": [*ranks], "sections": [*arguments.sections], "short": arguments.short}
+    report = Report("collectives accept", {"on": platform.title, **describe_machine()}, options)
+    print(f"# {report.program}: {platform.title}", flush=True)
+    for name in arguments.sections:
+        for row in SECTIONS[name](plan):
+            report.records.append(row)
+            print(row.line(), flush=True)
+            _write(report, arguments.json, arguments.markdown)  # what there is, should the machine go down
+    print(f"# {report.summary()}")
+    return int(report.count(Verdict.PASSED) < len(report.records))
+
+
+def _usual_ranks(gpus: int) -> Sequence[int]:
+    """Returns 2, 3 and one rank for each GPU, as far as each rank has one; else 2, which share."""
+    return sorted({ranks for ranks in (2, 3, gpus) if 2 <= ranks <= gpus}) or [2]
+
+
+def _find_double() -> None:
+    """Lets this process and the ranks import the double.
+
+    Raises:
+        CommandError: this is no checkout.
+    """
+    tests = Path(collectives.__file__).resolve().parents[1] / "tests"
+    if not (tests / "nccl_double" / "platform.py").is_file():
+        raise CommandError(
+            "accept --rehearse needs the double of NCCL, which is part of the repository and not of the "
+            "installed package; run it from a checkout that was installed with pip install -e '.[dev]'"
+        )
+    folders = [str(tests), str(tests / "support")]
+    sys.path[:0] = folders  # spawned ranks get this process's path, started ones the variable
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _write(report: Report, json: Path | None, markdown: Path | None) -> None:
+    if json is not None:
+        write_json(json, report.as_json())
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(report.markdown(), encoding="utf-8")

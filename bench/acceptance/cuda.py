@@ -1,0 +1,90 @@
+"""The CUDA devices of this machine, and NVIDIA's NCCL."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, Final
+
+import torch
+
+from collectives import ProcessGroup
+from collectives.backends import nccl
+from collectives.backends.nccl.device import why_no_cuda
+from collectives.bench.acceptance.platform import Platform
+from collectives.bench.core.devices import CudaDevice
+from collectives.registry.backends import GroupOptions
+
+__all__ = ["PLATFORM", "CudaPlatform"]
+
+_SPARE_BYTES = 64 << 20
+
+
+class CudaPlatform(Platform):
+    """One GPU for each rank where there are enough, else GPUs that ranks share."""
+
+    kind: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "collectives"
+    peer: ClassVar[str] = "nccl"
+    title: ClassVar[str] = "CUDA devices"
+
+    def why_unavailable(self) -> str | None:
+        """Returns why torch has no CUDA device here, and what can be done without one."""
+        reason = why_no_cuda()
+        return None if reason is None else f"{reason}; --rehearse runs all of it over a double of NCCL"
+
+    def prepare(self) -> None:
+        """Does nothing: the driver has."""
+
+    def gpus(self) -> Sequence[str]:
+        """Returns the names that the driver gives them."""
+        return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+    def versions(self) -> str:
+        """Returns the driver's version, and the CUDA that torch is built for."""
+        driver = CudaDevice().describe([1])["gpu_driver"]
+        if driver == "unknown":
+            raise RuntimeError("the version of NVIDIA's kernel module cannot be read")
+        return f"driver {driver}, CUDA {torch.version.cuda}"
+
+    def topology(self) -> str:
+        """Returns what ``nvidia-smi topo -m`` prints."""
+        command = shutil.which("nvidia-smi")
+        if command is None:
+            raise RuntimeError("there is no nvidia-smi here, which comes with the driver")
+        done = subprocess.run(
+            [command, "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"nvidia-smi topo -m ended with status {done.returncode}: {done.stderr.strip()}"
+            )
+        return done.stdout.strip()
+
+    def reaches(self, device: int, peer: int) -> bool:
+        """Returns what CUDA says."""
+        return torch.cuda.can_device_access_peer(device, peer)
+
+    def take(self, rank: int, size: int) -> None:
+        """Makes the rank's GPU the current one."""
+        CudaDevice().take(rank, size)
+        torch.zeros(1, device="cuda")  # the context, which stays
+
+    def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
+        """Returns a group of the nccl backend, by the provider that the environment names."""
+        return nccl.create(GroupOptions(store, rank, size, timeout=limit, group_name=name))
+
+    def held(self) -> int:
+        """Returns the bytes of this rank's GPU that are in use, by whomever."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    @property
+    def held_tolerance(self) -> int:
+        """Bytes that the allocators of torch and CUDA may keep."""
+        return _SPARE_BYTES
+
+
+PLATFORM: Final[Platform] = CudaPlatform()

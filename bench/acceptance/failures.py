@@ -1,0 +1,220 @@
+"""What ranks see when one of them dies, stops, does not come or leaves, and what remains afterwards.
+
+The last rank is the one that something happens to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from collectives.bench.acceptance.context import Context
+from collectives.bench.acceptance.processes import RankEnd
+from collectives.bench.acceptance.report import CheckFailedError
+from collectives.ddp import DistributedDataParallel
+
+__all__ = ["CASES", "Case"]
+
+_BLOCKS: Final = timedelta(seconds=25)
+"""Lets ``wait()`` block the host until the error is there."""
+_SHORT_S: Final = 3.0
+_TURNS: Final = 20
+_ERROR_WITHIN_S: Final = 20.0
+_EXIT_WITHIN_S: Final = 30.0
+
+Judge = Callable[[Sequence[RankEnd]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A failure.
+
+    Attributes:
+        title: what happens, in words.
+        body: what each rank runs.
+        judge: returns figures of how the ranks ended, or raises ``CheckFailedError``.
+        leaves: whether the last rank may never end by itself.
+    """
+
+    title: str
+    body: Callable[[Context], None]
+    judge: Judge
+    leaves: bool = False
+
+
+# ---- bodies --------------------------------------------------------------------------------------------
+
+
+def _reduce(context: Context, group: Any) -> None:
+    context.answer_error_of(lambda: group.allreduce(context.ones(3)).wait(_BLOCKS))
+    group.abort()
+
+
+def _killed(context: Context) -> None:
+    group = context.connected()
+    if context.last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _reduce(context, group)
+
+
+def _stopped(context: Context) -> None:
+    group = context.connected(_SHORT_S)
+    if context.last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _reduce(context, group)
+
+
+def _missing(context: Context) -> None:
+    group = context.group(_SHORT_S)
+    if context.last:
+        context.hear("gave up")
+        context.answer()
+    else:
+        context.answer_error_of(lambda: group.allreduce(context.ones(3)).wait(_BLOCKS))
+        context.tell("gave up")
+    group.abort()
+
+
+def _uncaught(context: Context) -> None:
+    group = context.connected()
+    if context.rank == 0:
+        group.send(context.ones(1), context.size - 1).wait()
+    elif context.last:
+        group.recv(context.ones(1), 0).wait()
+        context.kept.append(group.recv(context.ones(1), 0))
+        context.answer()
+        raise ValueError("nobody catches this")
+    _reduce(context, group)
+
+
+def _network(context: Context, group: Any) -> Any:
+    torch.manual_seed(7)
+    return DistributedDataParallel(torch.nn.Linear(4, 2).to(context.platform.kind), process_group=group)
+
+
+def _live_graph(context: Context) -> None:
+    module = _network(context, context.connected())
+    inputs = torch.ones(3, 4).to(context.platform.kind)
+    module(inputs).sum().backward()
+    context.kept += [context, module, module(inputs).sum()]
+    context.answer()
+
+
+def _loss_in_training(context: Context) -> None:
+    group = context.connected()
+    module = _network(context, group)
+    inputs = torch.ones(3, 4).to(context.platform.kind)
+    module(inputs).sum().backward()
+    loss = module(inputs).sum()
+    if context.last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.answer_error_of(loss.backward)
+    group.abort()
+
+
+def _abort_and_make_again(context: Context) -> None:
+    held, slowest = [], 0.0
+    for turn in range(_TURNS):
+        group = context.connected(name=f"group {turn}")
+        work = group.allreduce(context.ones(1000)) if context.rank == 0 else None
+        began = time.monotonic()
+        group.abort()
+        slowest = max(slowest, time.monotonic() - began)
+        del group, work
+        context.meet(f"aborted {turn}")
+        held.append(context.platform.held())
+        context.meet(f"looked {turn}")
+    context.answer(first=held[0], last=held[-1], spare=context.platform.held_tolerance, seconds=slowest)
+
+
+# ---- judges --------------------------------------------------------------------------------------------
+
+
+def _ended_well(ends: Sequence[RankEnd], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the answers of ranks that must have answered and exited with status 0, in time."""
+    answers = []
+    for rank in ranks:
+        end = ends[rank]
+        if end.status != 0 or end.answer is None:
+            how = "had to be killed" if end.status is None else f"ended with status {end.status}"
+            raise CheckFailedError(f"rank {rank} {how}; it said: {end.output.strip() or 'nothing'}")
+        _exits_in_time(rank, end)
+        answers.append(dict(end.answer.values))
+    return answers
+
+
+def _exits_in_time(rank: int, end: RankEnd) -> None:
+    if end.exit_seconds > _EXIT_WITHIN_S:
+        raise CheckFailedError(f"rank {rank} took {end.exit_seconds:.1f} s to exit")
+
+
+def _survivors(error: str, *, status: int | None, names: bool = True) -> Judge:
+    """Returns a judge: all but the last rank got an error that names it, and that one ended with a status."""
+
+    def judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+        last = len(ends) - 1
+        answers = _ended_well(ends, range(last))
+        for rank, answer in enumerate(answers):
+            found = answer["error"]
+            if found is None:
+                raise CheckFailedError(f"rank {rank} got no error, as if nothing had happened")
+            if error not in {found, ""} or (names and f"rank {last}" not in answer["said"]):
+                raise CheckFailedError(f"rank {rank} got {found}: {answer['said']}")
+            if answer["seconds"] > _ERROR_WITHIN_S:
+                raise CheckFailedError(f"rank {rank} got its error after {answer['seconds']:.1f} s")
+        if ends[last].status != status:
+            raise CheckFailedError(f"rank {last} ended with {ends[last].status} instead of {status}")
+        seconds = max(answer["seconds"] for answer in answers)
+        errors = sorted({answer["error"] for answer in answers})
+        how = "none, killed by the check" if status is None else status
+        return {"error": ", ".join(errors), "seconds_to_error": seconds, "exit_status": how}
+
+    return judge
+
+
+def _uncaught_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    figures = _survivors("", status=1, names=False)(ends)
+    if "ValueError: nobody catches this" not in ends[-1].output:
+        raise CheckFailedError(f"the exception was not shown; the rank said: {ends[-1].output}")
+    _exits_in_time(len(ends) - 1, ends[-1])
+    return {**figures, "seconds_to_exit": ends[-1].exit_seconds}
+
+
+def _exit_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    _ended_well(ends, range(len(ends)))
+    return {"seconds_to_exit": max(end.exit_seconds for end in ends)}
+
+
+def _memory_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    answers = _ended_well(ends, range(len(ends)))
+    for rank, answer in enumerate(answers):
+        grown = answer["last"] - answer["first"]
+        if grown > answer["spare"]:
+            raise CheckFailedError(f"rank {rank} holds {grown} more after {_TURNS} groups than after one")
+    grown = max(answer["last"] - answer["first"] for answer in answers)
+    return {"held_more": grown, "seconds_to_abort": max(answer["seconds"] for answer in answers)}
+
+
+CASES: Final[Mapping[str, Case]] = {
+    "killed": Case("SIGKILL", _killed, _survivors("PeerLostError", status=-signal.SIGKILL)),
+    "stopped": Case("SIGSTOP", _stopped, _survivors("CollectiveTimeoutError", status=None), leaves=True),
+    "missing": Case("a rank does not come", _missing, _survivors("CollectiveTimeoutError", status=0)),
+    "uncaught": Case("an uncaught exception with an open irecv", _uncaught, _uncaught_judge),
+    "live_graph": Case("exit with a live graph", _live_graph, _exit_judge),
+    "loss_in_training": Case(
+        "no backward() that succeeds after a loss",
+        _loss_in_training,
+        _survivors("PeerLostError", status=-signal.SIGKILL),
+    ),
+    "abort_and_make_again": Case(
+        f"{_TURNS} times abort and make again", _abort_and_make_again, _memory_judge
+    ),
+}
+"""The failures by the name of their body."""

@@ -1,0 +1,93 @@
+"""What the checks need to know of the devices that they run on."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from collectives import ProcessGroup
+
+__all__ = ["Platform", "load"]
+
+
+class Platform(ABC):
+    """Devices, and NCCL or what stands for it; its module calls the one object ``PLATFORM``."""
+
+    kind: ClassVar[str]
+    """Type of the device of tensors."""
+    backend: ClassVar[str]
+    """Name in torch of our backend on that device."""
+    peer: ClassVar[str]
+    """Backend of torch that the conformance stands beside."""
+    title: ClassVar[str]
+    """The platform in words."""
+
+    @abstractmethod
+    def why_unavailable(self) -> str | None:
+        """Returns why nothing can be checked here and the way out, or ``None``."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes this machine ready; called once, before all else but :meth:`why_unavailable`."""
+
+    @abstractmethod
+    def gpus(self) -> Sequence[str]:
+        """Returns the names of the devices."""
+
+    @abstractmethod
+    def versions(self) -> str:
+        """Returns the versions of driver and CUDA.
+
+        Raises:
+            RuntimeError: one cannot be told.
+        """
+
+    @abstractmethod
+    def topology(self) -> str:
+        """Returns how the devices are connected.
+
+        Raises:
+            RuntimeError: it cannot be told.
+        """
+
+    @abstractmethod
+    def reaches(self, device: int, peer: int) -> bool:
+        """Returns whether a device can access another one's memory."""
+
+    @abstractmethod
+    def take(self, rank: int, size: int) -> None:
+        """Gives this process the device of a rank; before anything of NCCL is called."""
+
+    def take_for_peer(self, rank: int, size: int) -> None:
+        """Gives this process the device of a rank of the peer."""
+        self.take(rank, size)
+
+    @abstractmethod
+    def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
+        """Returns a group over NCCL that connects when it is first used; :meth:`take` comes before.
+
+        Args:
+            store: shared by the ranks.
+            rank: the rank that this process is.
+            size: number of ranks.
+            limit: time limit of operations.
+            name: of the group.
+        """
+
+    @abstractmethod
+    def held(self) -> int:
+        """Returns how much of the device communicators hold now, in units of the platform."""
+
+    @property
+    @abstractmethod
+    def held_tolerance(self) -> int:
+        """How much more may be held at the end than at the beginning."""
+
+
+def load(module: str) -> Platform:
+    """Returns the platform of a module."""
+    platform: Platform = importlib.import_module(module).PLATFORM
+    return platform

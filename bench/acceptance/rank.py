@@ -1,0 +1,35 @@
+"""The program of a rank: ``python -m collectives.bench.acceptance.rank``, started by ``run_ranks``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from collectives.bench.acceptance import failures
+from collectives.bench.acceptance.context import Context
+from collectives.bench.acceptance.platform import load
+from collectives.bench.core.groups import LOCALHOST, TIMEOUT
+from collectives.store import TCPStore
+
+__all__ = ["main"]
+
+
+def main(words: list[str]) -> None:
+    """Runs the body.
+
+    Args:
+        words: module of the platform, name of the body, rank, number of ranks, port of the parent's store,
+            and folder for the answer.
+    """
+    module, body, rank, size, port, folder = words
+    torch.set_num_threads(1)
+    platform = load(module)
+    platform.take(int(rank), int(size))
+    store = TCPStore(LOCALHOST, int(port), is_master=False, timeout=TIMEOUT)
+    context = Context(platform, int(rank), int(size), store, folder)
+    failures.CASES[body].body(context)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,201 @@
+"""The sections of the report, each a function that yields its rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import Any, Final
+
+import torch
+
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
+from collectives.bench.acceptance.failures import CASES, Case
+from collectives.bench.acceptance.platform import Platform
+from collectives.bench.acceptance.processes import run_ranks
+from collectives.bench.acceptance.report import CheckFailedError, Row, checked
+from collectives.conformance.examination import Answer, Question, Status, examine, questions
+
+__all__ = ["SECTIONS", "Plan"]
+
+Found = tuple[str, Mapping[str, Any]]
+
+_SHORT_TYPES: Final = (torch.float32,)
+_LIMIT_S: Final = 120.0
+"""After which the ranks of a failure are killed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is checked.
+
+    Attributes:
+        module: of the platform.
+        platform: where.
+        ranks: numbers of ranks.
+        short: whether one data type and one provider stand for all.
+    """
+
+    module: str
+    platform: Platform
+    ranks: Sequence[int]
+    short: bool
+
+    @property
+    def providers(self) -> Sequence[str]:
+        """The providers that the rows are run with."""
+        return loading.PROVIDERS[:1] if self.short else loading.PROVIDERS
+
+
+# ---- preflight -----------------------------------------------------------------------------------------
+
+
+def _preflight(plan: Plan) -> Iterator[Row]:
+    platform = plan.platform
+    checks: dict[str, Callable[[], Found]] = {
+        "devices": lambda: (", ".join(platform.gpus()), {"gpus": [*platform.gpus()]}),
+        "driver and CUDA": lambda: (platform.versions(), {}),
+        **{f"provider {name}": partial(_provider, name) for name in loading.PROVIDERS},
+        "one libnccl": _one_file,
+        "topology": lambda: (platform.topology(), {}),
+        "peer access": partial(_peer_access, platform),
+        "ranks and devices": partial(_sharing, plan),
+    }
+    for name, check in checks.items():
+        yield checked("preflight", name, check)
+
+
+def _provider(name: str) -> Found:
+    reason = loading.unavailable(name)
+    if reason is not None:
+        raise CheckFailedError(reason)
+    return loading.describe(name), {}
+
+
+def _one_file() -> Found:
+    files = [file.path for file in loaded_files()]
+    if len(files) != 1:
+        raise CheckFailedError(f"{len(files)} copies are loaded: {', '.join(files) or 'none'}")
+    return files[0], {}
+
+
+def _peer_access(platform: Platform) -> Found:
+    pairs = [*permutations(range(len(platform.gpus())), 2)]
+    without = [pair for pair in pairs if not platform.reaches(*pair)]
+    said = f"{len(pairs) - len(without)} of {len(pairs)} pairs of devices"
+    return said, {"pairs": len(pairs), "without": without}
+
+
+def _sharing(plan: Plan) -> Found:
+    number = len(plan.platform.gpus())
+    shared = [ranks for ranks in plan.ranks if ranks > number]
+    said = f"runs of {', '.join(map(str, plan.ranks))} ranks on {number} devices"
+    if shared:
+        said += f"; those of {', '.join(map(str, shared))} share devices, which tells nothing of speed"
+    return said, {"ranks": [*plan.ranks], "shared": shared}
+
+
+# ---- conformance ---------------------------------------------------------------------------------------
+
+
+def _conformance(plan: Plan) -> Iterator[Row]:
+    asked = questions(_SHORT_TYPES if plan.short else None)
+    platform = plan.platform
+    for ranks in plan.ranks:
+        run = partial(examine, ranks=ranks, asked=asked, imports=["collectives"], device=platform.kind)
+        peers: dict[Question, Answer] = {}
+
+        def examine_peer(run: Any = run, peers: Any = peers) -> Found:
+            peers.update(run(platform.peer, prepare=platform.take_for_peer))
+            return f"{len(peers)} questions were answered", {}
+
+        yield checked("conformance", f"torch:{platform.peer}, {ranks} ranks", examine_peer)
+        for provider in plan.providers:
+            answers: dict[Question, Answer] = {}
+            where = f"{provider}, {ranks} ranks"
+
+            def examine_ours(run: Any = run, provider: str = provider, answers: Any = answers) -> Found:
+                with _provider_chosen(provider):
+                    answers.update(run(platform.backend, prepare=platform.take))
+                return f"{len(answers)} questions were answered", {}
+
+            yield checked("conformance", f"all, {where}", examine_ours)
+            for title in dict.fromkeys(question.title for question in answers):
+                some = {question: a for question, a in answers.items() if question.title == title}
+                yield checked("conformance", f"{title}, {where}", partial(_judged, some, peers))
+
+
+@contextmanager
+def _provider_chosen(provider: str) -> Iterator[None]:
+    before = os.environ.get(loading.PROVIDER_VARIABLE)
+    os.environ[loading.PROVIDER_VARIABLE] = provider
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[loading.PROVIDER_VARIABLE]
+        else:
+            os.environ[loading.PROVIDER_VARIABLE] = before
+
+
+def _judged(answers: Mapping[Question, Answer], peers: Mapping[Question, Answer]) -> Found:
+    """Returns how many data types of a function are right, and which the peer has beside them."""
+    bad = {Status.WRONG, Status.HANG}
+    wrong = [
+        f"{_data_type(question)} {answer.status.value}: {what}: {why}"
+        for question, answer in answers.items()
+        for what, why in answer.details.items()
+        if answer.status in bad
+    ]
+    if wrong:
+        raise CheckFailedError("\n".join(wrong))
+    by_status = {
+        status.value: [_data_type(question) for question, one in answers.items() if one.status is status]
+        for status in (Status.OK, Status.UNSUPPORTED)
+    }
+    peer = {status.value: sum(peers[q].status is status for q in answers if q in peers) for status in Status}
+    said = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
+    beside = ", ".join(f"{number} {status}" for status, number in peer.items() if number)
+    return f"{said}; torch's {beside or 'not known'}", {**by_status, "peer": peer}
+
+
+def _data_type(question: Question) -> str:
+    return "-" if question.dtype is None else str(question.dtype).removeprefix("torch.")
+
+
+# ---- failures ------------------------------------------------------------------------------------------
+
+
+def _failures(plan: Plan) -> Iterator[Row]:
+    for ranks in plan.ranks:
+        for provider in plan.providers:
+            for name, case in CASES.items():
+                title = f"{case.title}, {provider}, {ranks} ranks"
+                yield checked("failures", title, partial(_failure, plan, name, case, provider, ranks))
+
+
+def _failure(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:
+    ends = run_ranks(
+        plan.module,
+        name,
+        ranks,
+        _LIMIT_S,
+        environment={loading.PROVIDER_VARIABLE: provider},
+        without=[ranks - 1] if case.leaves else [],
+    )
+    figures = case.judge(ends)
+    words = (f"{value:.1f}" if isinstance(value, float) else str(value) for value in figures.values())
+    said = (f"{key.replace('_', ' ')} {word}" for key, word in zip(figures, words, strict=True))
+    return ", ".join(said), figures
+
+
+SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
+    "preflight": _preflight,
+    "conformance": _conformance,
+    "failures": _failures,
+}
+"""The sections by name, in order."""

@@ -1,0 +1,5 @@
+"""The double of NCCL for the tests of this folder."""
+
+from __future__ import annotations
+
+from nccl_double.fixtures import nccl_library  # noqa: F401 - a fixture

@@ -1,0 +1,140 @@
+"""``collectives accept``: what it prints, writes and returns, and its rehearsal over the double of NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nccl_double.platform import FILE_VARIABLE, DoublePlatform
+
+import collectives
+from collectives.bench.acceptance import command
+from collectives.bench.acceptance.cuda import CudaPlatform
+from collectives.bench.acceptance.failures import CASES
+from collectives.bench.acceptance.platform import load
+from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, checked
+from collectives.cli import main
+
+
+class NowhereRun(DoublePlatform):
+    """A platform that nothing is run on."""
+
+    def prepare(self) -> None:
+        pass
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load", lambda module: NowhereRun())
+
+
+def passes() -> tuple[str, Mapping[str, Any]]:
+    return "as it should be", {"seconds": 1.5}
+
+
+def fails() -> tuple[str, Mapping[str, Any]]:
+    raise CheckFailedError("rank 1 | got no error")
+
+
+def skips() -> tuple[str, Mapping[str, Any]]:
+    raise CheckSkippedError("there is one GPU")
+
+
+def breaks() -> tuple[str, Mapping[str, Any]]:
+    raise ZeroDivisionError("by zero")
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "said"),
+    [
+        (passes, 0, "ok    here: it: as it should be"),
+        (fails, 1, "FAIL  here: it: rank 1 | got no error"),
+        (skips, 1, "skip  here: it: there is one GPU"),
+        (breaks, 1, "FAIL  here: it: ZeroDivisionError: by zero"),
+    ],
+)
+def test_a_row_that_did_not_pass_is_named_and_makes_the_status_1(
+    check: Any,
+    status: int,
+    said: str,
+    nothing_runs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    rows = {"here": lambda plan: iter([checked("here", "first", passes), checked("here", "it", check)])}
+    monkeypatch.setattr(command, "SECTIONS", rows)
+    written, shown = tmp_path / "new" / "report.json", tmp_path / "report.md"
+    words = ["accept", "--sections", "here", "--json", str(written), "--markdown", str(shown)]
+    assert main(words) == status
+    assert said in capsys.readouterr().out.splitlines()
+    records = json.loads(written.read_text())["records"]
+    verdicts = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
+    assert [record["verdict"] for record in records] == ["passed", verdicts[said.partition(" ")[0]]]
+    assert records[0]["figures"] == {"seconds": 1.5}
+    row = shown.read_text().splitlines()[-1]
+    assert row.startswith(f"| here | it | {records[1]['verdict']} | ")
+    assert row.replace("\\|", "").count("|") == 6
+
+
+def test_unknown_sections_are_refused(nothing_runs: None, capsys: Any) -> None:
+    assert main(["accept", "--sections", "preflight,nothing"]) == 1
+    assert "unknown sections nothing; known are preflight" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_way_out_is_told(capsys: Any) -> None:
+    assert main(["accept"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "CUDA" in printed.err
+    assert "--rehearse runs all of it over a double of NCCL" in printed.err
+
+
+def test_an_installed_package_has_no_double(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(collectives, "__file__", str(tmp_path / "collectives" / "__init__.py"))
+    assert main(["accept", "--rehearse"]) == 1
+    assert "run it from a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, [2]), (2, [2]), (3, [2, 3]), (4, [2, 3, 4]), (8, [2, 3, 8])])
+def test_numbers_of_ranks(gpus: int, ranks: list[int]) -> None:
+    assert [*command._usual_ranks(gpus)] == ranks
+
+
+def test_platforms_by_module() -> None:
+    assert isinstance(load("collectives.bench.acceptance.cuda"), CudaPlatform)
+    assert isinstance(load("nccl_double.platform"), DoublePlatform)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
+    written = tmp_path / "report.json"
+    words = ["accept", "--rehearse", "--short", "--json", str(written)]
+    done = subprocess.run(
+        [sys.executable, "-m", "collectives", *words],
+        env={**os.environ, FILE_VARIABLE: str(nccl_library)},
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    records = json.loads(written.read_text())["records"]
+    assert {record["verdict"] for record in records} == {"passed"}
+    names = {section: set() for section in ("preflight", "conformance", "failures")}
+    for record in records:
+        names[record["section"]].add(record["name"])
+    assert {"provider cupy", "provider pynccl", "one libnccl", "peer access"} <= names["preflight"]
+    assert {"all_reduce, cupy, 2 ranks", "scatter, strided, cupy, 2 ranks"} <= names["conformance"]
+    assert names["failures"] == {f"{case.title}, cupy, 2 ranks" for case in CASES.values()}

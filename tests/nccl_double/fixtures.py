@@ -1,0 +1,20 @@
+"""The double of NCCL as a fixture, compiled where it has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def nccl_library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the double; ranks load it before a provider."""
+    from nccl_double import build
+
+    if torch.version.cuda is not None:
+        pytest.skip("torch is built for CUDA and has loaded NCCL, beside which no double can stand")
+    if pytestconfig.pluginmanager.has_plugin("cacheprovider"):
+        return build(pytestconfig.cache.mkdir("nccl_double"))
+    return build(tmp_path_factory.mktemp("nccl_double"))

@@ -1,0 +1,99 @@
+"""The double as a platform of ``collectives accept --rehearse``: ranks on tensors of the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from collectives import ProcessGroup
+from collectives.backends.nccl.libnccl import loading
+from collectives.bench.acceptance.platform import Platform
+from collectives.registry.backends import BackendSpec, register_backend_spec
+from collectives.torch_bridge import register_backend
+from nccl_double import build
+from nccl_double.device import DoubleDevice, tensors_on_device
+from nccl_double.groups import load, make_group
+
+__all__ = ["PLATFORM", "DoublePlatform"]
+
+FILE_VARIABLE = "COLLECTIVES_TEST_NCCL_DOUBLE"
+"""Environment variable with the file of the double, for the ranks."""
+
+
+def _file() -> Path:
+    return Path(os.environ[FILE_VARIABLE])
+
+
+_for_good = contextlib.ExitStack()
+"""What a rank has entered, and leaves with its process."""
+
+
+class DoublePlatform(Platform):
+    """Streams are threads, and NCCL is the double; see :mod:`nccl_double`."""
+
+    kind: ClassVar[str] = "cpu"
+    backend: ClassVar[str] = "over_double"
+    peer: ClassVar[str] = "gloo"
+    title: ClassVar[str] = "a rehearsal over the double of NCCL, without a GPU"
+
+    def why_unavailable(self) -> str | None:
+        if torch.version.cuda is not None:
+            return "torch is built for CUDA and has loaded NCCL, beside which no double can stand"
+        return None
+
+    def prepare(self) -> None:
+        folder = Path(__file__).parents[2] / "build" / "nccl_double"
+        file = os.environ.setdefault(FILE_VARIABLE, "") or str(build(folder))
+        os.environ[FILE_VARIABLE] = file
+        load(Path(file))
+
+    def gpus(self) -> Sequence[str]:
+        return ["double of a GPU", "double of a GPU"]
+
+    def versions(self) -> str:
+        return "no driver, no CUDA"
+
+    def topology(self) -> str:
+        return "unix sockets"
+
+    def reaches(self, device: int, peer: int) -> bool:
+        return True
+
+    def take(self, rank: int, size: int) -> None:
+        file = _file()
+        load(file)
+
+        def create(options: Any) -> Any:
+            provider = os.environ.get(loading.PROVIDER_VARIABLE)
+            fields = ("timeout", "group_name", "global_ranks", "device_id", "split_from")
+            about = {field: getattr(options, field) for field in fields}
+            return make_group(file, provider, options.rank, options.size, options.store, **about)
+
+        register_backend_spec(BackendSpec(self.backend, ("cpu",), create))
+        register_backend(self.backend, self.backend)
+        _for_good.enter_context(DoubleDevice.shared(torch.device("cpu")).activate())
+        _for_good.enter_context(tensors_on_device())
+
+    def take_for_peer(self, rank: int, size: int) -> None:
+        pass
+
+    def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
+        provider = os.environ.get(loading.PROVIDER_VARIABLE)
+        group: ProcessGroup = make_group(_file(), provider, rank, size, store, timeout=limit, group_name=name)
+        return group
+
+    def held(self) -> int:
+        return load(_file()).communicators()
+
+    @property
+    def held_tolerance(self) -> int:
+        return 0
+
+
+PLATFORM = DoublePlatform()
