@@ -267,18 +267,22 @@ def test_the_interpreter_ends_quietly_with_a_server():
 
 
 ENDS_WHILE_A_THREAD_WAITS = """
-import threading, time
+import sys, threading, time
 from datetime import timedelta
 from collectives.store import TCPStore
 
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = TCPStore("127.0.0.1", server.port)
 
 def look():
     while True:
         try:
-            store.wait(["never"], timedelta(milliseconds=50))
+            if sys.argv[1] == "expires":
+                store.wait(["never"], timedelta(milliseconds=50))
+            store.set("key", bytes(1_000_000))
         except Exception:
-            begun.set()
+            pass
+        begun.set()
 
 class TakesItsTime:
     def __del__(self, sleep=time.sleep):
@@ -292,8 +296,9 @@ late.itself = late  # goes when the interpreter ends
 """
 
 
-def test_a_process_may_end_while_a_daemon_thread_waits():
+@pytest.mark.parametrize("how", ["expires", "returns"])
+def test_a_process_may_end_while_a_daemon_thread_waits(how):
     """CPython before 3.14 ends a thread that asks for its lock then, which must not abort the process."""
-    command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS]
+    command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

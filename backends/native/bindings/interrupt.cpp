@@ -79,6 +79,13 @@ class SleepWhenUnwound {
   bool taken_ = false;
 };
 
+// Not in the destructor that calls it: what may not throw needs no cleanup before it ends the process.
+[[gnu::noinline]] void restore(PyThreadState* released) {
+  SleepWhenUnwound guard;
+  PyEval_RestoreThread(released);
+  guard.taken();
+}
+
 class PythonLock {
  public:
   PythonLock() : state_(take()) {}
@@ -87,7 +94,7 @@ class PythonLock {
   ~PythonLock() { PyGILState_Release(state_); }
 
  private:
-  static PyGILState_STATE take() {
+  [[gnu::noinline]] static PyGILState_STATE take() {
     SleepWhenUnwound guard;
     const PyGILState_STATE state = PyGILState_Ensure();
     guard.taken();
@@ -100,10 +107,7 @@ class PythonLock {
 }  // namespace
 
 PythonInterrupt::~PythonInterrupt() {
-  if (released_ == nullptr) return;
-  SleepWhenUnwound guard;
-  PyEval_RestoreThread(released_);
-  guard.taken();
+  if (released_ != nullptr) restore(released_);
 }
 
 void PythonInterrupt::blocks() {
