@@ -76,7 +76,7 @@ TESTED_THROUGH = {
     "bench/acceptance": (
         "bench/acceptance",
         "parts of the command, and of its ranks",
-        "context rank sections",
+        "cases context rank",
     ),
     "bench/comparison": (
         "bench/test_allreduce.py",

@@ -1,8 +1,9 @@
 """Checks the nccl backend on the GPUs of this machine, and reports row by row what holds.
 
 Sections: preflight (driver, CUDA, one libnccl, both providers, topology), conformance (every function and
-data type beside torch's own NCCL) and failures (ranks that die, stop, do not come or leave). Ends with status
-1 where a row failed or was skipped. The files of --json and --markdown are the report to send.
+data type beside torch's own NCCL), streams (late producers, memory that is given out again, no waiting on the
+host), failures (ranks that die, stop, do not come or leave) and tests (those of the repository). Ends with
+status 1 where a row failed or was skipped. The files of --json and --markdown are the report to send.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import collectives
+from collectives.bench.acceptance import repository
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
 from collectives.bench.acceptance.sections import SECTIONS, Plan
@@ -99,7 +100,7 @@ def _find_double() -> None:
     Raises:
         CommandError: this is no checkout.
     """
-    tests = Path(collectives.__file__).resolve().parents[1] / "tests"
+    tests = repository.root() / "tests"
     if not (tests / "nccl_double" / "platform.py").is_file():
         raise CommandError(
             "accept --rehearse needs the double of NCCL, which is part of the repository and not of the "

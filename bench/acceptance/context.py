@@ -59,7 +59,11 @@ class Context:
 
     def ones(self, count: int) -> torch.Tensor:
         """Returns a tensor on the device."""
-        return torch.ones(count, device=self.platform.kind)
+        return self.full(count, 1.0)
+
+    def full(self, count: int, value: float) -> torch.Tensor:
+        """Returns a tensor of equal values on the device."""
+        return torch.full((count,), value, device=self.platform.kind)
 
     def meet(self, name: str) -> None:
         """Waits for all ranks without communication; each name is used once."""

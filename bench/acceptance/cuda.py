@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -75,6 +76,24 @@ class CudaPlatform(Platform):
     def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
         """Returns a group of the nccl backend, by the provider that the environment names."""
         return nccl.create(GroupOptions(store, rank, size, timeout=limit, group_name=name))
+
+    def delay(self, seconds: float) -> None:
+        """Lets the current stream count cycles, at most 2 GHz."""
+        torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def refusing_to_wait(self) -> Iterator[None]:
+        """Lets torch raise where it synchronizes."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @property
+    def tests(self) -> Sequence[str]:
+        """Those with the mark."""
+        return ["-m", "gpu", "tests/gpu"]
 
     def held(self) -> int:
         """Returns the bytes of this rank's GPU that are in use, by whomever."""

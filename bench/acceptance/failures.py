@@ -8,45 +8,25 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 
+from collectives.bench.acceptance.cases import Case, Judge, answers_of, exits_in_time
 from collectives.bench.acceptance.context import Context
 from collectives.bench.acceptance.processes import RankEnd
 from collectives.bench.acceptance.report import CheckFailedError
 from collectives.ddp import DistributedDataParallel
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES"]
 
 _BLOCKS: Final = timedelta(seconds=25)
 """Lets ``wait()`` block the host until the error is there."""
 _SHORT_S: Final = 3.0
 _TURNS: Final = 20
 _ERROR_WITHIN_S: Final = 20.0
-_EXIT_WITHIN_S: Final = 30.0
-
-Judge = Callable[[Sequence[RankEnd]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A failure.
-
-    Attributes:
-        title: what happens, in words.
-        body: what each rank runs.
-        judge: returns figures of how the ranks ended, or raises ``CheckFailedError``.
-        leaves: whether the last rank may never end by itself.
-    """
-
-    title: str
-    body: Callable[[Context], None]
-    judge: Judge
-    leaves: bool = False
 
 
 # ---- bodies --------------------------------------------------------------------------------------------
@@ -137,30 +117,12 @@ def _abort_and_make_again(context: Context) -> None:
 # ---- judges --------------------------------------------------------------------------------------------
 
 
-def _ended_well(ends: Sequence[RankEnd], ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns the answers of ranks that must have answered and exited with status 0, in time."""
-    answers = []
-    for rank in ranks:
-        end = ends[rank]
-        if end.status != 0 or end.answer is None:
-            how = "had to be killed" if end.status is None else f"ended with status {end.status}"
-            raise CheckFailedError(f"rank {rank} {how}; it said: {end.output.strip() or 'nothing'}")
-        _exits_in_time(rank, end)
-        answers.append(dict(end.answer.values))
-    return answers
-
-
-def _exits_in_time(rank: int, end: RankEnd) -> None:
-    if end.exit_seconds > _EXIT_WITHIN_S:
-        raise CheckFailedError(f"rank {rank} took {end.exit_seconds:.1f} s to exit")
-
-
 def _survivors(error: str, *, status: int | None, names: bool = True) -> Judge:
     """Returns a judge: all but the last rank got an error that names it, and that one ended with a status."""
 
     def judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
         last = len(ends) - 1
-        answers = _ended_well(ends, range(last))
+        answers = answers_of(ends, range(last))
         for rank, answer in enumerate(answers):
             found = answer["error"]
             if found is None:
@@ -183,17 +145,17 @@ def _uncaught_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
     figures = _survivors("", status=1, names=False)(ends)
     if "ValueError: nobody catches this" not in ends[-1].output:
         raise CheckFailedError(f"the exception was not shown; the rank said: {ends[-1].output}")
-    _exits_in_time(len(ends) - 1, ends[-1])
+    exits_in_time(len(ends) - 1, ends[-1])
     return {**figures, "seconds_to_exit": ends[-1].exit_seconds}
 
 
 def _exit_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
-    _ended_well(ends, range(len(ends)))
+    answers_of(ends, range(len(ends)))
     return {"seconds_to_exit": max(end.exit_seconds for end in ends)}
 
 
 def _memory_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
-    answers = _ended_well(ends, range(len(ends)))
+    answers = answers_of(ends, range(len(ends)))
     for rank, answer in enumerate(answers):
         grown = answer["last"] - answer["first"]
         if grown > answer["spare"]:

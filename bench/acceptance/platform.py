@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -76,6 +77,19 @@ class Platform(ABC):
             limit: time limit of operations.
             name: of the group.
         """
+
+    @abstractmethod
+    def delay(self, seconds: float) -> None:
+        """Lets the current stream do nothing for about that long; does not block."""
+
+    @abstractmethod
+    def refusing_to_wait(self) -> AbstractContextManager[object]:
+        """Returns a ``with`` block in which an error is raised where this thread would wait for a stream."""
+
+    @property
+    @abstractmethod
+    def tests(self) -> Sequence[str]:
+        """Arguments of pytest for the repository's tests of the platform."""
 
     @abstractmethod
     def held(self) -> int:

@@ -76,7 +76,7 @@ def run_ranks(
 
     Args:
         platform: name of the platform's module.
-        body: name of a function of :mod:`collectives.bench.acceptance.failures`.
+        body: name of one of the cases.
         size: number of ranks.
         limit_s: seconds after which those that still run are killed.
         environment: what to add to theirs.

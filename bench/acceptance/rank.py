@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from collectives.bench.acceptance import failures
+from collectives.bench.acceptance import failures, streams
 from collectives.bench.acceptance.context import Context
 from collectives.bench.acceptance.platform import load
 from collectives.bench.core.groups import LOCALHOST, TIMEOUT
@@ -28,7 +28,7 @@ def main(words: list[str]) -> None:
     platform.take(int(rank), int(size))
     store = TCPStore(LOCALHOST, int(port), is_master=False, timeout=TIMEOUT)
     context = Context(platform, int(rank), int(size), store, folder)
-    failures.CASES[body].body(context)
+    {**failures.CASES, **streams.CASES}[body].body(context)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ import torch
 
 from collectives.backends.nccl.libnccl import loading
 from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
-from collectives.bench.acceptance.failures import CASES, Case
+from collectives.bench.acceptance import failures, streams
+from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, Row, checked
+from collectives.bench.acceptance.repository import run_tests
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 
 __all__ = ["SECTIONS", "Plan"]
@@ -167,18 +169,18 @@ def _data_type(question: Question) -> str:
     return "-" if question.dtype is None else str(question.dtype).removeprefix("torch.")
 
 
-# ---- failures ------------------------------------------------------------------------------------------
+# ---- what ranks run, and the repository's tests --------------------------------------------------
 
 
-def _failures(plan: Plan) -> Iterator[Row]:
+def _cases(section: str, cases: Mapping[str, Case], plan: Plan) -> Iterator[Row]:
     for ranks in plan.ranks:
         for provider in plan.providers:
-            for name, case in CASES.items():
+            for name, case in cases.items():
                 title = f"{case.title}, {provider}, {ranks} ranks"
-                yield checked("failures", title, partial(_failure, plan, name, case, provider, ranks))
+                yield checked(section, title, partial(_case, plan, name, case, provider, ranks))
 
 
-def _failure(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:
+def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:
     ends = run_ranks(
         plan.module,
         name,
@@ -193,9 +195,16 @@ def _failure(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Fo
     return ", ".join(said), figures
 
 
+def _tests(plan: Plan) -> Iterator[Row]:
+    words = plan.platform.tests
+    yield checked("tests", f"pytest {' '.join(words)}", partial(run_tests, words))
+
+
 SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "preflight": _preflight,
     "conformance": _conformance,
-    "failures": _failures,
+    "streams": partial(_cases, "streams", streams.CASES),
+    "failures": partial(_cases, "failures", failures.CASES),
+    "tests": _tests,
 }
 """The sections by name, in order."""

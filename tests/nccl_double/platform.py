@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
@@ -16,7 +18,7 @@ from collectives.backends.nccl.libnccl import loading
 from collectives.bench.acceptance.platform import Platform
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
-from nccl_double import build
+from nccl_double import build, device
 from nccl_double.device import DoubleDevice, tensors_on_device
 from nccl_double.groups import load, make_group
 
@@ -87,6 +89,27 @@ class DoublePlatform(Platform):
         provider = os.environ.get(loading.PROVIDER_VARIABLE)
         group: ProcessGroup = make_group(_file(), provider, rank, size, store, timeout=limit, group_name=name)
         return group
+
+    def delay(self, seconds: float) -> None:
+        shared = DoubleDevice.shared(torch.device("cpu"))
+        assert isinstance(shared, DoubleDevice)
+        shared.sleep(shared.current_stream(), seconds)
+
+    @contextlib.contextmanager
+    def refusing_to_wait(self) -> Iterator[None]:
+        do, thread = device._do, threading.get_ident()
+
+        def checked(name: str, *arguments: object) -> int:
+            if name == "stream_synchronize" and threading.get_ident() == thread:
+                raise RuntimeError("this thread would wait for a stream")
+            return do(name, *arguments)
+
+        with mock.patch.object(device, "_do", checked):
+            yield
+
+    @property
+    def tests(self) -> Sequence[str]:
+        return ["tests/backends/nccl/test_cuda_runtime.py", "tests/backends/nccl/test_rendezvous.py"]
 
     def held(self) -> int:
         return load(_file()).communicators()

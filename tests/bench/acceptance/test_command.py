@@ -7,19 +7,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
-from collectives.bench.acceptance import command
+from collectives.bench.acceptance import command, failures, repository, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
-from collectives.bench.acceptance.failures import CASES
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, checked
+from collectives.bench.acceptance.sections import SECTIONS
 from collectives.cli import main
 
 
@@ -111,9 +113,57 @@ def test_numbers_of_ranks(gpus: int, ranks: list[int]) -> None:
     assert [*command._usual_ranks(gpus)] == ranks
 
 
+def refused_by_the_double(rank: int, size: int, file: str) -> str:
+    os.environ[FILE_VARIABLE] = file
+    platform = DoublePlatform()
+    platform.take(rank, size)
+    tensor = torch.ones(3)
+    platform.delay(0.01)
+    with platform.refusing_to_wait():
+        tensor.add_(1.0)
+        try:
+            tensor.sum()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_the_double_refuses_to_wait(nccl_library: Path) -> None:
+    """As torch on CUDA in this mode: what is only put on a stream passes, what needs its end raises."""
+    said = run_ranks(refused_by_the_double, 1, str(nccl_library), isolated=True)
+    assert said == ["this thread would wait for a stream"]
+
+
 def test_platforms_by_module() -> None:
     assert isinstance(load("collectives.bench.acceptance.cuda"), CudaPlatform)
     assert isinstance(load("nccl_double.platform"), DoublePlatform)
+
+
+def checkout(folder: Path, body: str) -> Path:
+    """A repository with one test."""
+    (folder / "tests" / "gpu").mkdir(parents=True)
+    (folder / "tests" / "gpu" / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    {body}\n")
+    return folder
+
+
+def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, body in (("passes", "pass"), ("skips", "pytest.skip('no device')"), ("fails", "assert not 7")):
+        monkeypatch.setattr(repository, "root", lambda name=name, body=body: checkout(tmp_path / name, body))
+        run = partial(repository.run_tests, ["tests/gpu"])
+        if name == "passes":
+            assert run() == ("1 tests passed", {"tests": 1, "failures": 0, "errors": 0, "skipped": 0})
+        elif name == "skips":
+            with pytest.raises(CheckSkippedError, match="1 of 1 tests"):
+                run()
+        else:
+            with pytest.raises(CheckFailedError, match=r"(?s)status 1: .*assert not 7"):
+                run()
+    monkeypatch.setattr(repository, "root", lambda: tmp_path)
+    with pytest.raises(CheckSkippedError, match="part of the repository"):
+        repository.run_tests([])
+    monkeypatch.setattr(repository, "root", lambda: tmp_path / "passes")
+    with pytest.raises(CheckFailedError, match="status 4"):
+        repository.run_tests(["tests/no_such_file.py"])
 
 
 @pytest.mark.full
@@ -132,9 +182,11 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     records = json.loads(written.read_text())["records"]
     assert {record["verdict"] for record in records} == {"passed"}
-    names = {section: set() for section in ("preflight", "conformance", "failures")}
+    names: dict[str, set[str]] = {section: set() for section in SECTIONS}
     for record in records:
         names[record["section"]].add(record["name"])
     assert {"provider cupy", "provider pynccl", "one libnccl", "peer access"} <= names["preflight"]
     assert {"all_reduce, cupy, 2 ranks", "scatter, strided, cupy, 2 ranks"} <= names["conformance"]
-    assert names["failures"] == {f"{case.title}, cupy, 2 ranks" for case in CASES.values()}
+    for section, cases in (("streams", streams.CASES), ("failures", failures.CASES)):
+        assert names[section] == {f"{case.title}, cupy, 2 ranks" for case in cases.values()}
+    assert len(names["tests"]) == 1

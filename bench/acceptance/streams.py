@@ -1,0 +1,100 @@
+"""Whether the order of streams holds: late producers, memory that is given out again, no waiting host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from collectives.bench.acceptance.cases import Case, answers_of
+from collectives.bench.acceptance.context import Context
+from collectives.bench.acceptance.processes import RankEnd
+from collectives.bench.acceptance.report import CheckFailedError
+from collectives.core.types import AllreduceOptions
+
+__all__ = ["CASES"]
+
+_COUNT: Final = 1 << 14
+_LATE_S: Final = 1.0
+_TURNS: Final = 10
+
+
+def _values(tensor: torch.Tensor) -> list[float]:
+    return sorted(set(tensor.tolist()))
+
+
+def _late_producer(context: Context) -> None:
+    group, size = context.connected(), context.size
+    found, waited = [], 0.0
+    for asynchronous in (True, False):
+        tensor = context.full(_COUNT, 0.0)
+        group.barrier().wait()
+        began = time.monotonic()
+        context.platform.delay(_LATE_S)
+        tensor.fill_(context.rank + 1.0)
+        group.allreduce([tensor], AllreduceOptions(asyncOp=asynchronous)).wait()
+        tensor.mul_(2.0)  # behind the operation, on the current stream
+        waited = max(waited, time.monotonic() - began)
+        found += _values(tensor)
+    group.shutdown()
+    context.answer(found=found, wanted=[float(size * (size + 1))] * 2, seconds_of_the_host=waited)
+
+
+def _memory(context: Context) -> None:
+    group, size = context.connected(), context.size
+    results = []
+    for turn in range(_TURNS):
+        context.platform.delay(_LATE_S / _TURNS)
+        given = context.full(_COUNT, float(turn))
+        results.append(context.full(size * _COUNT, -2.0))
+        group.all_gather_single(results[-1], given)
+        del given
+        for _ in range(4):  # would take its memory
+            context.full(_COUNT, -1.0)
+    group.barrier().wait()
+    found = [value for result in results for value in _values(result)]
+    group.shutdown()
+    context.answer(found=found, wanted=[float(turn) for turn in range(_TURNS)])
+
+
+def _no_waiting(context: Context) -> None:
+    group, size = context.connected(), context.size
+    tensor, whole = context.ones(_COUNT), context.full(size * _COUNT, 0.0)
+    group.all_gather_single(whole, tensor).wait()
+    group.barrier().wait()
+    with context.platform.refusing_to_wait():
+        for asynchronous in (True, False):
+            group.allreduce([tensor], AllreduceOptions(asyncOp=asynchronous)).wait()
+            group.broadcast(tensor, root=0).wait()
+            group.all_gather_single(whole, tensor).wait()
+            group.reduce_scatter_single(tensor, whole).wait()
+            tensor.div_(size)
+    found = [*_values(tensor), *_values(whole)]
+    group.shutdown()
+    context.answer(found=found, wanted=[float(size * size)] * 2)
+
+
+def _right(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    answers = answers_of(ends, range(len(ends)))
+    for rank, answer in enumerate(answers):
+        if answer["found"] != answer["wanted"]:
+            raise CheckFailedError(f"rank {rank} has {answer['found']} instead of {answer['wanted']}")
+    return {"ranks": len(ends)}
+
+
+def _right_without_waiting(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    figures = _right(ends)
+    seconds = max(end.answer.values["seconds_of_the_host"] for end in ends if end.answer is not None)
+    if seconds >= _LATE_S:
+        raise CheckFailedError(f"the host waited: {seconds:.2f} s for a stream that is {_LATE_S} s late")
+    return {**figures, "seconds_of_the_host": seconds}
+
+
+CASES: Final[Mapping[str, Case]] = {
+    "late_producer": Case("a producer that is late", _late_producer, _right_without_waiting),
+    "memory": Case("tensors that nobody keeps", _memory, _right),
+    "no_waiting": Case("no call waits for a stream", _no_waiting, _right),
+}
+"""The checks by the name of their body."""
