@@ -38,8 +38,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from collectives.bench.core.arguments import (
+    add_files,
     add_iterations,
-    add_json,
     add_rank_options,
     add_ranks,
     at_least,
@@ -371,7 +371,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--static", action="store_true", help="static_graph=True for all wrappers")
     add_rank_options(parser)
-    add_json(parser)
+    add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -384,4 +384,4 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(Options, arguments, **renamed)
     with failing_as_command(RankFailedError, MemoryError):
         report = measure(options, show_progress)
-    return conclude(report, report_lines(report), lambda record: record.agrees, arguments.json)
+    return conclude(report, report_lines(report), lambda record: record.agrees, arguments)

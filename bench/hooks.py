@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from collectives.bench.core.arguments import (
-    add_json,
+    add_files,
     add_machines,
     add_ranks,
     at_least,
@@ -191,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", default="host", metavar="NAME", help="default: %(default)s")
     add_machines(parser)
-    add_json(parser)
+    add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -203,4 +203,4 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(Options, arguments, ranks="nproc")
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress)
-    return conclude(report, report_lines(report), lambda record: record.right, arguments.json)
+    return conclude(report, report_lines(report), lambda record: record.right, arguments)

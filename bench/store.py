@@ -23,7 +23,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from collectives.bench.core.arguments import (
-    add_json,
+    add_files,
     at_least,
     conclude,
     failing_as_command,
@@ -31,6 +31,7 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
+from collectives.bench.core.charts import Chart, Curve
 from collectives.bench.core.groups import LOCALHOST, TIMEOUT
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import BaseReport
@@ -159,6 +160,26 @@ class StoreReport(BaseReport[StoreRecord]):
     def record_as_json(self, record: StoreRecord) -> dict[str, Any]:
         """Returns a record as plain values."""
         return {**asdict(record), "over_torch": record.over_torch}
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns the calls in a second of both stores, for each place of the servers."""
+        return [
+            Chart(f"server: {server}", "", "calls/s, median and range", self._curves(server))
+            for server in dict.fromkeys(record.server for record in self.records)
+        ]
+
+    def _curves(self, server: str) -> list[Curve]:
+        records = [record for record in self.records if record.server == server]
+        return [
+            Curve(
+                store,
+                [record.operation for record in records],
+                [record.calls_per_s[store] for record in records],
+                [min(record.rounds[store]) for record in records],
+                [max(record.rounds[store]) for record in records],
+            )
+            for store in _KINDS
+        ]
 
 
 class _Counted:
@@ -291,7 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.2, metavar="S", help="least time of a turn (default: %(default)s)"
     )
-    add_json(parser)
+    add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -303,4 +324,4 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_from(Options, arguments)
     with failing_as_command(RankFailedError):
         report = measure(options, show_progress)
-    return conclude(report, _report_lines(report), lambda record: record.right, arguments.json)
+    return conclude(report, _report_lines(report), lambda record: record.right, arguments)

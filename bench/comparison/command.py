@@ -16,8 +16,8 @@ from collectives.bench.comparison.plot import plot
 from collectives.bench.comparison.records import Record
 from collectives.bench.comparison.table_columns import brief_line, report_lines
 from collectives.bench.core.arguments import (
+    add_files,
     add_iterations,
-    add_json,
     add_machines,
     add_rank_options,
     check_plot,
@@ -26,10 +26,10 @@ from collectives.bench.core.arguments import (
     parse_names,
     parse_sizes_argument,
     show_progress,
+    write_files,
 )
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.namespaces import NamespacesUnavailableError
-from collectives.bench.core.records import write_json
 from collectives.bench.core.sizes import parse_sizes
 from collectives.bench.core.text import header_lines, skipped_lines
 from collectives.cli import CommandError
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         metavar="GOAL",
         help="what a peer's time must not exceed; the summary tells which goals are met (see above)",
     )
-    add_json(parser)
+    add_files(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size into FILE (PNG)"
     )
@@ -185,8 +185,7 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
     verdicts, goals_met = goal_lines([parse_goal(goal) for goal in options.goals], report.records)
     if verdicts:
         print("\n".join(["", *verdicts]))
-    if arguments.json is not None:
-        write_json(arguments.json, report.as_json())
+    write_files(report, arguments)
     if arguments.plot is not None and any(record.size_bytes for record in report.records):
         plot(report, arguments.plot)
     is_right = report.records and not any(record.wrong_elements for record in report.records)

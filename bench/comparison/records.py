@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from collectives.bench.comparison.operations import bus_factor
-from collectives.bench.core.records import SCHEMA, BaseReport, Skipped, Timing
+from collectives.bench.core.charts import Chart
+from collectives.bench.core.records import SCHEMA, BaseReport, Skipped, Timing, curve_of
+from collectives.bench.core.text import number_of_ranks
 
 __all__ = ["KINDS", "Record", "Report", "read_report"]
 
@@ -99,6 +102,32 @@ class Report(BaseReport[Record]):
     def record_as_json(self, record: Record) -> dict[str, Any]:
         """Returns a record as plain values, with its bandwidths."""
         return record.as_json()
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns cold times over size, for each operation and number of ranks; a barrier has no size."""
+        sized = [record for record in self.records if record.size_bytes]
+        wheres = dict.fromkeys((record.compared_at, record.ranks) for record in sized)
+        return [
+            Chart(
+                f"{operation}, {number_of_ranks(ranks)}",
+                "size (bytes)",
+                "time (us), slowest rank, median and p10 to p90",
+                [
+                    curve_of(peer, ((record.size_bytes, record.cold) for record in group))
+                    for peer, group in _by_peer(
+                        one for one in sized if (one.compared_at, one.ranks) == (operation, ranks)
+                    ).items()
+                ],
+            )
+            for operation, ranks in wheres
+        ]
+
+
+def _by_peer(records: Iterable[Record]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.peer, []).append(record)
+    return groups
 
 
 def read_report(path: Path) -> Report:

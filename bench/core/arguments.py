@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from collectives.bench.core.page import write_page
 from collectives.bench.core.records import BaseReport, write_json
 from collectives.bench.core.sizes import parse_sizes
 from collectives.bench.core.text import header_lines
@@ -18,8 +20,8 @@ from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 
 __all__ = [
+    "add_files",
     "add_iterations",
-    "add_json",
     "add_machines",
     "add_rank_options",
     "add_ranks",
@@ -32,6 +34,7 @@ __all__ = [
     "parse_names",
     "parse_sizes_argument",
     "show_progress",
+    "write_files",
 ]
 
 _R = TypeVar("_R")
@@ -151,9 +154,22 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--json``."""
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json`` and ``--html``, which :func:`write_files` writes."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    parser.add_argument(
+        "--html",
+        type=_page_path,
+        metavar="FILE",
+        help="write the report as a page with zoomable charts, which a browser shows without a network",
+    )
+
+
+def _page_path(text: str) -> Path:
+    """Converts the argument of ``--html``, before anything is measured."""
+    if importlib.util.find_spec("plotly") is None:
+        raise argparse.ArgumentTypeError("needs Plotly; install it with: python -m pip install plotly")
+    return Path(text)
 
 
 def options_from(kind: type[_T], arguments: argparse.Namespace, **renamed: str) -> _T:
@@ -200,23 +216,33 @@ def failing_as_command(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def conclude(
-    report: BaseReport[_R], lines: Iterable[str], right: Callable[[_R], bool], file: Path | None
+    report: BaseReport[_R],
+    lines: Iterable[str],
+    right: Callable[[_R], bool],
+    arguments: argparse.Namespace,
 ) -> int:
-    """Prints a report and, where ``--json`` names a file, writes it there.
+    """Prints a report, and writes the files that the arguments name.
 
     Args:
         report: what the program found out.
         lines: its text, to stand below the header.
         right: whether the results of a record are.
-        file: the file.
+        arguments: those of :func:`add_files`.
 
     Returns:
         The command's status: 1 where a record is wrong, or where there is none.
     """
     print("\n".join([*header_lines(report), *lines]))
-    if file is not None:
-        write_json(file, report.as_json())
+    write_files(report, arguments)
     return 0 if report.records and all(map(right, report.records)) else 1
+
+
+def write_files(report: BaseReport[Any], arguments: argparse.Namespace) -> None:
+    """Writes a report to the files of :func:`add_files`."""
+    if arguments.json is not None:
+        write_json(arguments.json, report.as_json())
+    if arguments.html is not None:
+        write_page(arguments.html, report, shlex.join(["collectives", *sys.argv[1:]]))
 
 
 def show_progress(line: str) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["SCHEMA", "BaseReport", "Skipped", "Timing", "write_json"]
+from collectives.bench.core.charts import Chart, Curve
+
+__all__ = ["SCHEMA", "BaseReport", "Skipped", "Timing", "curve_of", "write_json"]
 
 SCHEMA = 1
 """Version of the JSON form; grows when a field changes its meaning or goes."""
@@ -67,6 +69,19 @@ class Skipped:
     operation: str = ""
 
 
+def curve_of(name: str, points: Iterable[tuple[float | str, Timing]], unit_us: float = 1.0) -> Curve:
+    """Returns medians as a curve, with the percentiles as their spread.
+
+    Args:
+        name: in the legend.
+        points: where each time belongs.
+        unit_us: microseconds of the unit that is shown.
+    """
+    at, times = zip(*points, strict=True)
+    values, low, high = zip(*((t.median_us, t.p10_us, t.p90_us) for t in times), strict=True)
+    return Curve(name, at, *([value / unit_us for value in some] for some in (values, low, high)))
+
+
 _R = TypeVar("_R")
 
 
@@ -98,6 +113,10 @@ class BaseReport(ABC, Generic[_R]):
             "records": [self.record_as_json(record) for record in self.records],
             "skipped": [asdict(skipped) for skipped in self.skipped],
         }
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns what a page shows as curves or bars; none where the table says it all."""
+        return ()
 
     @abstractmethod
     def record_as_json(self, record: _R) -> dict[str, Any]:

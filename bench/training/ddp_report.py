@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Timing
+from collectives.bench.core.charts import Chart
+from collectives.bench.core.records import BaseReport, Timing, curve_of
 from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
 from collectives.bench.training.ddp_peers import BASELINE, Peer
 
@@ -86,6 +87,22 @@ class TrainingReport(BaseReport[TrainingRecord]):
             "time_over_torch": record.iteration.median_us / base.iteration.median_us if base else None,
             "memory_over_torch": record.peak_memory_bytes / base.peak_memory_bytes if base else None,
         }
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns the iterations of all peers, for each model and number of ranks."""
+        return [
+            Chart(
+                f"{model}, {number_of_ranks(ranks)}",
+                "",
+                "iteration (ms), slowest rank, median and p10 to p90",
+                [
+                    curve_of(record.peer, [(record.peer, record.iteration)], 1e3)
+                    for record in self.records
+                    if (record.model, record.ranks) == (model, ranks)
+                ],
+            )
+            for model, ranks in dict.fromkeys((record.model, record.ranks) for record in self.records)
+        ]
 
     def _without_communication(self, record: TrainingRecord, peer: Peer) -> TrainingRecord | None:
         """Returns the record of a peer that does the same but for communication."""

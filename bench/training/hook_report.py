@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.bench.core.records import BaseReport, Timing
+from collectives.bench.core.charts import Chart
+from collectives.bench.core.records import BaseReport, Timing, curve_of
 from collectives.bench.core.text import Column, or_dash, skipped_lines, table_lines
 
 __all__ = ["HookRecord", "HookReport", "report_lines"]
@@ -61,6 +62,22 @@ class HookReport(BaseReport[HookRecord]):
     def record_as_json(self, record: HookRecord) -> dict[str, Any]:
         """Returns a record as plain values, with its ratio."""
         return {**asdict(record), "time_over_none": self.time_ratio(record)}
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns the iterations of all hooks, for each task."""
+        return [
+            Chart(
+                task,
+                "",
+                "iteration (ms), slowest rank, median and p10 to p90",
+                [
+                    curve_of(record.hook, [(record.hook, record.iteration)], 1e3)
+                    for record in self.records
+                    if record.task == task
+                ],
+            )
+            for task in dict.fromkeys(record.task for record in self.records)
+        ]
 
     def time_ratio(self, record: HookRecord) -> float | None:
         """Returns a record's iteration over that without a hook; ``None`` where that is missing."""

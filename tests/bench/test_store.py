@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -30,6 +31,27 @@ def test_the_command_measures_both_stores_at_both_places(tmp_path, capsys):
             f"{medians['collectives']:.0f}", f"{medians['torch']:.0f}", f"{record['over_torch']:.2f}",
         ]  # fmt: skip
         assert record["over_torch"] == medians["collectives"] / medians["torch"]
+
+
+ONE_TURN = ["--operations", "check", "--servers", "here", "--rounds", "1", "--seconds", "0.001"]
+
+
+def test_the_report_becomes_a_page(tmp_path):
+    pytest.importorskip("plotly")
+    path = tmp_path / "page.html"
+    assert main(["bench", "store", *ONE_TURN, "--html", str(path)]) == 0
+    text = path.read_text("utf-8")
+    assert text.count("Plotly.newPlot(") == 1
+    assert "<td>check</td>" in text
+
+
+def test_a_page_without_plotly_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = tmp_path / "page.html"
+    with pytest.raises(SystemExit):
+        main(["bench", "store", *ONE_TURN, "--html", str(path)])
+    assert "--html: needs Plotly; install it with: python -m pip install plotly" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_a_store_that_loses_a_call_is_found(monkeypatch, capsys):
