@@ -302,3 +302,43 @@ def test_a_process_may_end_while_a_daemon_thread_waits(how):
     command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+A_THOUSAND_CLIENTS = """
+import resource, sys, threading, time
+from collectives.store import TCPStore
+
+COUNT = 1000
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+if hard < 4 * COUNT:
+    sys.exit("skip")
+resource.setrlimit(resource.RLIMIT_NOFILE, (4 * COUNT, hard))
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+clients = [TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(COUNT)]
+seen = []
+
+def look(client):
+    client.add("arrived", 1)
+    client.wait(["go"])
+    seen.append(client.get("value"))
+
+threading.stack_size(256 * 1024)
+threads = [threading.Thread(target=look, args=(client,)) for client in clients]
+for thread in threads:
+    thread.start()
+while server.add("arrived", 0) < COUNT:
+    time.sleep(0.01)
+server.multi_set(["value", "go"], ["of all", ""])
+for thread in threads:
+    thread.join()
+assert seen == [b"of all"] * COUNT, seen
+"""
+
+
+@pytest.mark.full
+def test_a_thousand_clients_wait_for_one_key():
+    command = [sys.executable, "-c", A_THOUSAND_CLIENTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if done.stderr == "skip\n":
+        pytest.skip("no process here may have 4,000 descriptors")
+    assert done.returncode == 0, done.stderr
