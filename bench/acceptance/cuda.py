@@ -29,6 +29,8 @@ class CudaPlatform(Platform):
     kind: ClassVar[str] = "cuda"
     backend: ClassVar[str] = "collectives"
     peer: ClassVar[str] = "nccl"
+    compared: ClassVar[tuple[str, str]] = ("nccl", "torch:nccl")
+    times_tell: ClassVar[bool] = True
     title: ClassVar[str] = "CUDA devices"
 
     def why_unavailable(self) -> str | None:

@@ -23,6 +23,10 @@ class Platform(ABC):
     """Name in torch of our backend on that device."""
     peer: ClassVar[str]
     """Backend of torch that the conformance stands beside."""
+    compared: ClassVar[tuple[str, str]]
+    """Names in :mod:`collectives.bench.comparison` of ours and of torch's, whose times are compared."""
+    times_tell: ClassVar[bool]
+    """Whether times say something of a user's devices."""
     title: ClassVar[str]
     """The platform in words."""
 

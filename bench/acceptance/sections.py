@@ -20,6 +20,7 @@ from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, Row, checked
 from collectives.bench.acceptance.repository import run_tests
+from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 
 __all__ = ["SECTIONS", "Plan"]
@@ -195,6 +196,16 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
     return ", ".join(said), figures
 
 
+def _bandwidth(plan: Plan) -> Iterator[Row]:
+    for ranks in plan.ranks:
+        for provider in plan.providers:
+            yield from bandwidth_rows(plan.platform, ranks, provider, plan.short)
+
+
+def _host_cost(plan: Plan) -> Iterator[Row]:
+    yield from host_cost_rows(plan.platform, plan.short)
+
+
 def _tests(plan: Plan) -> Iterator[Row]:
     words = plan.platform.tests
     yield checked("tests", f"pytest {' '.join(words)}", partial(run_tests, words))
@@ -205,6 +216,8 @@ SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "conformance": _conformance,
     "streams": partial(_cases, "streams", streams.CASES),
     "failures": partial(_cases, "failures", failures.CASES),
+    "bandwidth": _bandwidth,
+    "host-cost": _host_cost,
     "tests": _tests,
 }
 """The sections by name, in order."""

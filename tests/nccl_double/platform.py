@@ -42,6 +42,8 @@ class DoublePlatform(Platform):
     kind: ClassVar[str] = "cpu"
     backend: ClassVar[str] = "over_double"
     peer: ClassVar[str] = "gloo"
+    compared: ClassVar[tuple[str, str]] = ("gloo", "torch:gloo")  # the double has no such time
+    times_tell: ClassVar[bool] = False
     title: ClassVar[str] = "a rehearsal over the double of NCCL, without a GPU"
 
     def why_unavailable(self) -> str | None:

@@ -17,7 +17,7 @@ from harness import run_ranks
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
-from collectives.bench.acceptance import command, failures, repository, streams
+from collectives.bench.acceptance import command, failures, repository, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, checked
@@ -189,4 +189,6 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     assert {"all_reduce, cupy, 2 ranks", "scatter, strided, cupy, 2 ranks"} <= names["conformance"]
     for section, cases in (("streams", streams.CASES), ("failures", failures.CASES)):
         assert names[section] == {f"{case.title}, cupy, 2 ranks" for case in cases.values()}
+    assert {"all_reduce of 8 B, cupy, 2 ranks", "all_reduce of 4 KiB, cupy, 2 ranks"} <= names["bandwidth"]
+    assert names["host-cost"] == set(speed.LIMITS_US)
     assert len(names["tests"]) == 1

@@ -1,0 +1,122 @@
+"""How long all-reduces take beside torch's own NCCL, and what one costs the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from collectives.bench import nccl_host_cost
+from collectives.bench.acceptance.platform import Platform
+from collectives.bench.acceptance.report import CheckFailedError, Row, checked
+from collectives.bench.comparison.goals import check, parse_goal
+from collectives.bench.comparison.measurement import measure
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import Record
+from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.sizes import format_bytes, parse_sizes
+
+__all__ = ["bandwidth_rows", "host_cost_rows"]
+
+Found = tuple[str, Mapping[str, Any]]
+
+GOAL: Final = "{ours} <= {theirs} * 1.1 + 10 us"
+"""Python's share of a call, and a tenth, which runs of NCCL with itself differ by."""
+LIMITS_US: Final[Mapping[str, float]] = {
+    "all_reduce, asynchronous": 15.0,
+    "all_reduce, synchronous": 15.0,
+    "all_reduce of 10, coalesced": 30.0,
+}
+"""Most microseconds of a call's host time, by the names of :mod:`collectives.bench.nccl_host_cost`."""
+
+_SIZES: Final = "8:4G:8"
+_SHORT_SIZES: Final = "8:4K:512"
+_BUFFERS: Final = 6
+"""At most so many tensors of a size are in memory while it is measured."""
+_BUDGET_S: Final = 60.0
+_SHORT_BUDGET_S: Final = 0.5
+_CALLS: Final = 5000
+_SHORT_CALLS: Final = 200
+
+
+def bandwidth_rows(platform: Platform, ranks: int, provider: str, short: bool) -> Iterator[Row]:
+    """Yields a row for each size of an all-reduce of float32, as far as there is memory for it.
+
+    Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        provider: package by which ours calls NCCL.
+        short: few sizes, a moment each.
+    """
+    where = f"{provider}, {ranks} ranks"
+    records: list[Record] = []
+
+    def run() -> Found:
+        room = DEVICES[platform.kind].memory_per_rank_bytes(ranks) // _BUFFERS
+        options = Options(
+            backends=platform.compared,
+            ranks=(ranks,),
+            sizes=tuple(size for size in parse_sizes(_SHORT_SIZES if short else _SIZES) if size <= room),
+            budget_s=_SHORT_BUDGET_S if short else _BUDGET_S,
+            device=platform.kind,
+            provider=provider if platform.kind == "cuda" else None,
+        )
+        report = measure(options)
+        if report.skipped:
+            raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+        records.extend(report.records)
+        largest = format_bytes(max(options.sizes))
+        return f"8 B to {largest}", {"records": [record.as_json() for record in records]}
+
+    yield checked("bandwidth", f"all, {where}", run)
+    judged = platform.times_tell and ranks <= len(platform.gpus())
+    for size in dict.fromkeys(record.size_bytes for record in records):
+        some = [record for record in records if record.size_bytes == size]
+        name = f"all_reduce of {format_bytes(size)}, {where}"
+        yield checked("bandwidth", name, partial(_judged, some, platform.compared, judged))
+
+
+def _judged(records: Sequence[Record], compared: tuple[str, str], times_tell: bool) -> Found:
+    said = []
+    for record in records:
+        rate = record.busbw_gb_per_s(record.cold)
+        said.append(f"{record.peer} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s")
+    found = "; ".join(said)
+    wrong = [
+        f"{record.peer}: {record.wrong_elements} wrong elements"
+        for record in records
+        if record.wrong_elements
+    ]
+    if wrong:
+        raise CheckFailedError("; ".join(wrong))
+    if not times_tell:
+        return f"{found}; no verdict on times here", {}
+    (goal,) = check(parse_goal(GOAL.format(ours=compared[0], theirs=compared[1])), records)
+    if not goal.is_met:
+        raise CheckFailedError(f"{found}; {goal.allowed_us:.1f} us are allowed")
+    return found, {"allowed_us": goal.allowed_us}
+
+
+def host_cost_rows(platform: Platform, short: bool) -> Iterator[Row]:
+    """Yields a row for each way to call an all-reduce, with CUDA and NCCL stubbed.
+
+    Args:
+        platform: says whether times tell.
+        short: a few calls.
+    """
+    costs = {cost.call: cost for cost in nccl_host_cost.measure(_SHORT_CALLS if short else _CALLS)}
+    for name, limit in LIMITS_US.items():
+        yield checked("host-cost", name, _cost(costs[name], limit if platform.times_tell else None))
+
+
+def _cost(cost: nccl_host_cost.Cost, limit: float | None) -> Callable[[], Found]:
+    def judge() -> Found:
+        found = f"{cost.microseconds:.1f} us, {cost.frames} frames of Python, {cost.c_calls} calls of C"
+        if limit is not None and cost.microseconds > limit:
+            raise CheckFailedError(f"{found}; {limit} us are allowed")
+        figures = {"microseconds": cost.microseconds, "frames": cost.frames, "c_calls": cost.c_calls}
+        return (found if limit is not None else f"{found}; no verdict on times here"), figures
+
+    return judge

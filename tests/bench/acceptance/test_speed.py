@@ -1,0 +1,80 @@
+"""Verdicts on times: right results always, times where they tell something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from nccl_double.platform import DoublePlatform
+
+from collectives.bench.acceptance import speed
+from collectives.bench.acceptance.report import Row, Verdict
+from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.records import Record, Report
+from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.nccl_host_cost import Cost
+
+
+class Devices(DoublePlatform):
+    """Devices whose times tell something."""
+
+    compared = ("nccl", "torch:nccl")
+    times_tell = True
+
+
+def record(peer: str, size: int, us: float, wrong: int = 0) -> Record:
+    times = Timing(10, us, us, us, us)
+    return Record("all_reduce", peer, 2, size, size // 4, "float32", "sum", True, times, wrong, times, 0)
+
+
+def rows(
+    monkeypatch: pytest.MonkeyPatch, records: Sequence[Record], skipped: Sequence[Skipped] = ()
+) -> list[Row]:
+    asked = []
+
+    def measure(options: Options) -> Report:
+        asked.append(options)
+        return Report("allreduce", {}, {}, list(records), list(skipped))
+
+    monkeypatch.setattr(speed, "measure", measure)
+    return [*speed.bandwidth_rows(Devices(), 2, "cupy", short=True)]
+
+
+@pytest.mark.parametrize(("us", "verdict"), [(31.0, Verdict.PASSED), (33.0, Verdict.FAILED)])
+def test_ours_may_take_a_tenth_and_10_us_more(
+    monkeypatch: pytest.MonkeyPatch, us: float, verdict: Verdict
+) -> None:
+    run, at_8 = rows(monkeypatch, [record("nccl", 8, us), record("torch:nccl", 8, 20.0)])
+    assert run.verdict is Verdict.PASSED
+    assert at_8.verdict is verdict
+    assert at_8.said.startswith(f"nccl {us} us")
+    assert ("32.0 us are allowed" in at_8.said) == (verdict is Verdict.FAILED)
+
+
+def test_a_fast_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, at_8 = rows(monkeypatch, [record("nccl", 8, 1.0, wrong=3), record("torch:nccl", 8, 20.0)])
+    assert at_8.verdict is Verdict.FAILED
+    assert at_8.said == "nccl: 3 wrong elements"
+
+
+def test_a_peer_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = rows(monkeypatch, [], [Skipped("nccl", "CuPy is not installed")])
+    assert (run.verdict, run.said) == (Verdict.FAILED, "nccl: CuPy is not installed")
+
+
+def test_ranks_that_share_a_device_get_no_verdict_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Devices, "gpus", lambda self: ["the only one"])
+    _, at_8 = rows(monkeypatch, [record("nccl", 8, 900.0), record("torch:nccl", 8, 20.0)])
+    assert at_8.verdict is Verdict.PASSED
+    assert at_8.said.endswith("no verdict on times here")
+
+
+def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(speed.LIMITS_US)
+    costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
+    monkeypatch.setattr(speed.nccl_host_cost, "measure", lambda calls: costs)
+    judged = [*speed.host_cost_rows(Devices(), short=True)]
+    assert [row.name for row in judged] == names
+    assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
+    assert "15.0 us are allowed" in judged[0].said
+    assert {row.verdict for row in speed.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
