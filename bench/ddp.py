@@ -50,8 +50,9 @@ from collectives.bench.core.arguments import (
     show_progress,
 )
 from collectives.bench.core.barrier import barrier_memory
-from collectives.bench.core.groups import parent_store, split_lanes
-from collectives.bench.core.machine import cores_of_ranks, describe_machine, memory_available_bytes
+from collectives.bench.core.devices import DEVICES, Device, check_device, why_not_on
+from collectives.bench.core.groups import lane_of, parent_store, split_lanes
+from collectives.bench.core.machine import cores_of_ranks, describe_machine
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.training.ddp_peers import Peer
 from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport, report_lines
@@ -65,11 +66,17 @@ from collectives.store import TCPStore
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 
-PEERS = (
-    "torch:gloo", "torch:gloo+noop", "torch:collectives", "ours:host", "ours:host+noop", "ours:mpi",
-    "ours:gloo", "ours:round_robin:3",
-)  # fmt: skip
-"""Both wrappers over all backends, and each without communication."""
+PEERS = {
+    "cpu": (
+        "torch:gloo", "torch:gloo+noop", "torch:collectives", "ours:host", "ours:host+noop", "ours:mpi",
+        "ours:gloo", "ours:round_robin:3",
+    ),
+    "cuda": (
+        "torch:nccl", "torch:nccl+noop", "torch:collectives", "ours:nccl", "ours:nccl+noop",
+        "ours:round_robin:3:nccl",
+    ),
+}  # fmt: skip
+"""By device both wrappers over all its backends, and each without communication."""
 
 FIELD = ("resnet50", "bert-base", "bert-mini")
 """Models where the user names none."""
@@ -99,7 +106,7 @@ class Options:
 
     Attributes:
         models: names of models; ``None`` for all of the field, or the small one where they cannot be built.
-        peers: names of peers.
+        peers: names of peers; ``None`` for those of :data:`PEERS`.
         ranks: number of ranks.
         batch: samples of each rank in an iteration; ``None`` for each model's own number.
         tokens: length of a sample of text; ``None`` for each model's own.
@@ -113,13 +120,14 @@ class Options:
         static: whether wrappers are promised a static graph.
         imports: modules that register further backends; imported here and on every rank.
         bind: whether each rank stays on a core of its own.
+        device: type of the device that models and data are on.
 
     Raises:
-        ValueError: a peer or a model is not known, or there are too few cores.
+        ValueError: a peer, a model or a device is not known, or there is none, or there are too few cores.
     """
 
     models: tuple[str, ...] | None = None
-    peers: tuple[str, ...] = PEERS
+    peers: tuple[str, ...] | None = None
     ranks: int = 2
     batch: int | None = None
     tokens: int | None = None
@@ -133,11 +141,13 @@ class Options:
     static: bool = False
     imports: tuple[str, ...] = ()
     bind: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for module in self.imports:
             importlib.import_module(module)
-        for peer in self.peers:
+        check_device(self.device)
+        for peer in self.peers or ():
             parsed = Peer.parse(peer)
             if parsed.kind == "ours":
                 split_lanes(parsed.backend)
@@ -193,7 +203,8 @@ def measure(options: Options, progress: Progress | None = None) -> TrainingRepor
         MemoryError: there is too little memory for all peers of a model that was named at once; others are
             skipped.
     """
-    report = TrainingReport("ddp", describe_machine(), asdict(options))
+    environment = {**describe_machine(), **DEVICES[options.device].describe((options.ranks,))}
+    report = TrainingReport("ddp", environment, asdict(options))
     models = _models(options, report.skipped)
     peers = _usable_peers(options, report.skipped)
     for model in models if peers else ():
@@ -223,9 +234,11 @@ def _models(options: Options, skipped: list[Skipped]) -> list[Model]:
 
 def _usable_peers(options: Options, skipped: list[Skipped]) -> list[Peer]:
     usable = []
-    for peer in dict.fromkeys(map(Peer.parse, options.peers)):
+    for peer in dict.fromkeys(map(Peer.parse, options.peers or PEERS[options.device])):
         backend = split_lanes(peer.backend)[0] if peer.kind == "ours" else ""
         reason = why_no_backend(backend) if backend else None
+        if backend and reason is None:
+            reason = why_not_on(options.device, lane_of(peer.backend))
         if reason is None:
             usable.append(peer)
         else:
@@ -252,6 +265,7 @@ def _measure_model(
                 options.wrapper_arguments(),
                 options.imports,
                 cores_of_ranks(options.ranks) if options.bind else (),
+                options.device,
             )
             memory = stack.enter_context(barrier_memory(options.ranks))
             store = parent_store()
@@ -259,7 +273,7 @@ def _measure_model(
             arguments = (options.ranks, given, memory, store.port)
             processes = start_ranks(needed, options.ranks, train, arguments)
             started.append(_Ranks(peer, stack.enter_context(processes), store))
-            _check_memory(model, started, len(peers))
+            _check_memory(model, started, len(peers), DEVICES[options.device])
         _run_rounds(started, model, options, say)
         ends: list[list[End]] = [ranks.processes.ask(0) for ranks in started]
     norms = _agreed_norms(started)
@@ -268,12 +282,12 @@ def _measure_model(
     ]
 
 
-def _check_memory(model: Model, started: Sequence[_Ranks], wanted: int) -> None:
+def _check_memory(model: Model, started: Sequence[_Ranks], wanted: int, device: Device) -> None:
     """Raises where the peers that are still to be started would not find the memory they need."""
     ready = started[0].ready
     # Parameters, gradients and buckets, and what the optimizer or a rebuild of the buckets needs.
     needed = (wanted - len(started)) * len(ready) * (BASE_BYTES + 5 * 4 * ready[0].parameters)
-    available = memory_available_bytes()
+    available = len(ready) * device.memory_per_rank_bytes(len(ready))
     if needed > available:
         raise MemoryError(
             f"{wanted} peers with {model.name} need {needed / 2**30:.1f} GiB more memory, but "
@@ -344,7 +358,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(MODELS)} (default: {','.join(FIELD)}, or small without transformers)",
     )
     parser.add_argument(
-        "--peers", type=parse_names, default=PEERS, metavar="PEER,...", help=f"default: {','.join(PEERS)}"
+        "--peers",
+        type=parse_names,
+        metavar="PEER,...",
+        help=f"default: {','.join(PEERS['cpu'])}; on cuda {','.join(PEERS['cuda'])}",
+    )
+    parser.add_argument(
+        "--device",
+        choices=tuple(DEVICES),
+        default="cpu",
+        help="where models and data are; on cuda, times are the stream's (default: %(default)s)",
     )
     add_ranks(parser)
     parser.add_argument(

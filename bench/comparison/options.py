@@ -15,7 +15,7 @@ from collectives.bench.comparison.mpi4py_peer import MPI4PY
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
 from collectives.bench.comparison.peers import split_name
 from collectives.bench.comparison.worker import Workload, memory_bytes
-from collectives.bench.core.devices import DEVICES
+from collectives.bench.core.devices import DEVICES, check_device, why_not_on
 from collectives.bench.core.machine import cores_of_ranks
 from collectives.bench.core.namespaces import check_machines
 from collectives.bench.core.records import Skipped
@@ -127,11 +127,7 @@ class Options:
             raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
 
     def _check_device(self) -> None:
-        if self.device not in DEVICES:
-            raise ValueError(f"unknown device {self.device!r}; known are {', '.join(DEVICES)}")
-        reason = DEVICES[self.device].why_unavailable()
-        if reason is not None:
-            raise ValueError(f"tensors on {self.device} cannot be measured here: {reason}")
+        check_device(self.device)
         if self.provider is not None and self.provider not in loading.PROVIDERS:
             raise ValueError(
                 f"unknown provider {self.provider!r} of NCCL; known are {', '.join(loading.PROVIDERS)}"
@@ -216,8 +212,8 @@ def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | N
     spec = backend_spec(backend)
     chosen = spec.name == "nccl" and provider is not None
     reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
-    if reason is None and device not in spec.devices:
-        reason = f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
+    if reason is None:
+        reason = why_not_on(device, spec)
     if reason is None and algorithm is not None and device != "cpu":
         reason = f"reduces tensors on the CPU, and this measures tensors on {here}"
     if reason is None and needs_mpirun(name):

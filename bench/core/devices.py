@@ -24,8 +24,18 @@ import torch
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.core.machine import memory_available_bytes
+from collectives.registry.backends import BackendSpec
 
-__all__ = ["DEVICES", "ON_ONE_GPU", "CpuDevice", "CudaDevice", "Device", "shared_gpu_environment"]
+__all__ = [
+    "DEVICES",
+    "ON_ONE_GPU",
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "check_device",
+    "shared_gpu_environment",
+    "why_not_on",
+]
 
 ON_ONE_GPU: Final[Mapping[str, str]] = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -84,6 +94,14 @@ class Device(ABC):
         """Returns the memory that the tensors of each of so many ranks may take."""
 
     @abstractmethod
+    def held_bytes(self) -> int:
+        """Returns the memory that this process has now where a rank's tensors are."""
+
+    @abstractmethod
+    def most_held_bytes(self) -> int:
+        """Returns the most that :meth:`held_bytes` has ever been."""
+
+    @abstractmethod
     def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Returns what the report's environment says of the devices, as plain values.
 
@@ -123,6 +141,14 @@ class CpuDevice(Device):
     def memory_per_rank_bytes(self, ranks: int) -> int:
         """Returns a share of what the kernel thinks can be had without swapping."""
         return memory_available_bytes() // ranks
+
+    def held_bytes(self) -> int:
+        """Returns what is resident."""
+        return _status_bytes("VmRSS")
+
+    def most_held_bytes(self) -> int:
+        """Returns what was resident at most."""
+        return _status_bytes("VmHWM")
 
     def describe(self, ranks: Sequence[int]) -> dict[str, Any]:  # noqa: ARG002
         """Returns nothing: the machine's description has it."""
@@ -167,6 +193,14 @@ class CudaDevice(Device):
         sharing = Counter(rank % gpus for rank in range(ranks))
         shares = (torch.cuda.mem_get_info(gpu)[0] // number for gpu, number in sharing.items())
         return max(0, min(shares) - CONTEXT_BYTES)
+
+    def held_bytes(self) -> int:
+        """Returns what torch's allocator has taken from the GPU."""
+        return torch.cuda.memory_reserved()
+
+    def most_held_bytes(self) -> int:
+        """Returns what torch's allocator had taken at most."""
+        return torch.cuda.max_memory_reserved()
 
     def describe(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Returns names of GPUs and driver, and the runs that share GPUs with the environment of those."""
@@ -214,6 +248,15 @@ class CudaDevice(Device):
         return int(first.elapsed_time(last) * 1e6)
 
 
+def _status_bytes(field: str) -> int:
+    """Returns what the kernel says of this process's memory: ``VmRSS`` for now, ``VmHWM`` for the peak."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no line {field}")
+
+
 def _driver_version() -> str:
     """Returns the version of NVIDIA's kernel module, as it says itself."""
     try:
@@ -222,6 +265,27 @@ def _driver_version() -> str:
         return "unknown"
     version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", said)
     return version[1] if version else "unknown"
+
+
+def check_device(kind: str) -> None:
+    """Checks that tensors can be on a device of this machine.
+
+    Raises:
+        ValueError: there is no such kind, or none here.
+    """
+    if kind not in DEVICES:
+        raise ValueError(f"unknown device {kind!r}; known are {', '.join(DEVICES)}")
+    reason = DEVICES[kind].why_unavailable()
+    if reason is not None:
+        raise ValueError(f"tensors on {kind} cannot be measured here: {reason}")
+
+
+def why_not_on(kind: str, spec: BackendSpec) -> str | None:
+    """Returns why a backend cannot serve tensors on a device; ``None`` where it can."""
+    if kind in spec.devices:
+        return None
+    here = "the CPU" if kind == "cpu" else kind
+    return f"serves tensors on {', '.join(spec.devices)}, and this measures tensors on {here}"
 
 
 DEVICES: Final[Mapping[str, Device]] = {device.kind: device for device in (CpuDevice(), CudaDevice())}

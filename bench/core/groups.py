@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 
 import collectives
-from collectives.registry.backends import backend_spec
+from collectives.registry.backends import BackendSpec, backend_spec
 from collectives.store import TCPStore
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "TIMEOUT",
     "initialize",
     "initialize_torch",
+    "lane_of",
     "new_group",
     "parent_store",
     "split_lanes",
@@ -58,6 +59,12 @@ def split_lanes(name: str) -> tuple[str, dict[str, Any] | None]:
         )
     lane = backend_spec(rest[1]).name if len(rest) == 2 else "host"
     return spec.name, {"lanes": int(rest[0]), "backend": lane}
+
+
+def lane_of(name: str) -> BackendSpec:
+    """Returns the backend that a name's tensors go through: that of the lanes, where it has some."""
+    backend, options = split_lanes(name)
+    return backend_spec(backend if options is None else options["backend"])
 
 
 def new_group(name: str, ranks: Sequence[int]) -> Any:

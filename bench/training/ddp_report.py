@@ -30,7 +30,8 @@ class TrainingRecord:
         forward: clearing gradients, forward and loss.
         backward: backward, communication included.
         step: the optimizer's step.
-        peak_memory_bytes: most memory that any rank held at any time, resident, shared memory included.
+        peak_memory_bytes: most memory of the device that any rank held at any time; on the CPU what was
+            resident, shared memory included.
         start_memory_bytes: what that rank held before it built the model.
         communicates: whether the ranks' gradients are averaged.
         ranks_identical: whether all ranks ended with bitwise the same parameters; expected of a peer that

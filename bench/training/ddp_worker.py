@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 
 import collectives
 from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.groups import initialize, initialize_torch
 from collectives.bench.core.machine import bind_to_core
 from collectives.bench.training.ddp_peers import Peer
@@ -54,6 +53,7 @@ class Assignment:
         arguments: keyword arguments of the wrapper, but for what the peer says itself.
         imports: modules to import first, which register further backends.
         cores: on which each rank stays with all its threads; empty where the kernel chooses.
+        device: type of the device that model and data are on.
     """
 
     peer: Peer
@@ -64,6 +64,7 @@ class Assignment:
     arguments: Mapping[str, Any]
     imports: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Ready:
         parameters: number of trained parameters.
         parameter_tensors: number of tensors they lie in.
         grad_norm: norm of all gradients.
-        start_memory_bytes: resident memory before the model was built.
+        start_memory_bytes: memory of the device that the rank held before the model was built.
     """
 
     parameters: int
@@ -99,7 +100,7 @@ class End:
 
     Attributes:
         checksum: of all parameters, bit for bit.
-        peak_memory_bytes: most memory that was resident at any time.
+        peak_memory_bytes: most memory of the device that the rank held at any time.
     """
 
     checksum: int
@@ -115,6 +116,7 @@ class Trainer:
         inputs: keyword arguments of forward.
         optimizer: name of the optimizer.
         barrier: lets all ranks go at the same time.
+        device: where model and inputs are.
     """
 
     def __init__(
@@ -124,30 +126,33 @@ class Trainer:
         inputs: dict[str, torch.Tensor],
         optimizer: str,
         barrier: Callable[[], None],
+        device: Device,
     ) -> None:
         self.model = model
         self._parallel = parallel
         self._inputs = inputs
-        self._barrier = barrier
+        self._barrier = device.starting(barrier)
+        self._device = device
         make = OPTIMIZERS[optimizer]
         self._optimizer = None if make is None else make(model.parameters())
 
     def iterate(self, times: Times) -> None:
         """Runs an iteration; called by all ranks, which begin together."""
         self._barrier()
-        begin = time.perf_counter_ns()
+        mark, between_ns = self._device.mark, self._device.between_ns
+        begin = mark()
         self.model.zero_grad()
         loss = loss_of(self._parallel(**self._inputs))
-        forward = time.perf_counter_ns()
+        forward = mark()
         loss.backward()  # type: ignore[no-untyped-call]
-        backward = time.perf_counter_ns()
+        backward = mark()
         if self._optimizer is not None:
             self._optimizer.step()
-        end = time.perf_counter_ns()
-        times.iteration_ns.append(end - begin)
-        times.forward_ns.append(forward - begin)
-        times.backward_ns.append(backward - forward)
-        times.step_ns.append(end - backward)
+        end = mark()
+        times.iteration_ns.append(between_ns(begin, end))
+        times.forward_ns.append(between_ns(begin, forward))
+        times.backward_ns.append(between_ns(forward, backward))
+        times.step_ns.append(between_ns(backward, end))
 
     def run(self, iterations: int) -> Times:
         """Runs some iterations without garbage collection within; returns their times."""
@@ -192,13 +197,16 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, memor
     spec = MODELS[given.model]
     if spec.package:
         importlib.import_module(spec.package)
-    start_bytes = _memory_bytes("VmRSS")
+    device = DEVICES[given.device]
+    device.take(rank, size)
+    start_bytes = device.held_bytes()
     torch.manual_seed(rank)  # every rank begins with other weights: the wrapper must bring them together
-    model = spec.build()
-    inputs = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
+    model = spec.build().to(device.kind)
+    made = spec.inputs(given.batch, given.length, torch.Generator().manual_seed(100 + rank))
+    inputs = {name: tensor.to(device.kind) for name, tensor in made.items()}
     wrap, leave = _join(given, rank, size, port)
     barrier = SpinBarrier(memory, rank, size)
-    trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier)
+    trainer = Trainer(model, wrap(model), inputs, given.optimizer, barrier, device)
     torch.manual_seed(200 + rank)  # the same dropout for all peers
     trainer.run(1)
     tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -208,7 +216,7 @@ def train(rank: int, connection: Connection, size: int, given: Assignment, memor
         if iterations:
             connection.send(trainer.run(iterations))
         else:
-            connection.send(End(checksum(model), _memory_bytes("VmHWM")))
+            connection.send(End(checksum(model), device.most_held_bytes()))
     barrier.close()
     del trainer
     leave()
@@ -254,12 +262,3 @@ def _hook(name: str, default: Any, debugging: Any) -> Callable[..., Any]:
     hook: Callable[..., Any]
     hook = debugging.noop_hook if name == "noop" else getattr(default, f"{name}_compress_hook")
     return hook
-
-
-def _memory_bytes(field: str) -> int:
-    """Returns what the kernel says of this process's memory: ``VmRSS`` for now, ``VmHWM`` for the peak."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/self/status has no line {field}")

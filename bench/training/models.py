@@ -83,7 +83,7 @@ def checksum(model: nn.Module) -> int:
     """Returns a checksum of all parameters, bit for bit."""
     value = 0
     for parameter in model.parameters():
-        value = zlib.crc32(parameter.detach().contiguous().numpy().data.cast("B"), value)
+        value = zlib.crc32(parameter.detach().cpu().contiguous().numpy().data.cast("B"), value)
     return value
 
 

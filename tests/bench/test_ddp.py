@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collectives.bench import ddp
+from collectives.bench.core import devices
 from collectives.bench.core.records import Timing
 from collectives.bench.training import models
 from collectives.bench.training.ddp_peers import Peer
@@ -181,8 +182,21 @@ def test_peers_that_disagree_are_told():
     assert not ddp._record(peers[0], MODELS["small"], (1, 64), other, norms).agrees
 
 
+def test_backends_of_another_device_are_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setattr(ddp, "why_no_backend", lambda name: None)
+    monkeypatch.setattr(devices.CudaDevice, "why_unavailable", lambda self: None)
+    skipped = []
+    usable = ddp._usable_peers(
+        ddp.Options(peers=("ours:nccl", "ours:round_robin:3", "torch:nccl"), device="cuda"), skipped
+    )
+    assert [str(peer) for peer in usable] == ["ours:nccl", "torch:nccl"]
+    assert [(one.peer, one.reason) for one in skipped] == [
+        ("ours:round_robin:3", "serves tensors on cpu, and this measures tensors on cuda")
+    ]
+
+
 def test_too_little_memory_is_said_before_it_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(ddp, "memory_available_bytes", lambda: 2**20)
+    monkeypatch.setattr(devices, "memory_available_bytes", lambda: 2**20)
     words = ["bench", "ddp", "--models", "small", "--peers", "alone,torch:gloo", "--nproc", "1"]
     assert main(words) == 1
     assert "name fewer at once by --peers" in capsys.readouterr().err

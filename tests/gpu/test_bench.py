@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from gpu.cuda_ranks import needs_device
 
 from collectives.bench.comparison.records import read_report
+from collectives.bench.ddp import PEERS
 from collectives.cli import main
 
 pytestmark = needs_device
@@ -49,3 +51,18 @@ def test_both_peers_at_two_sizes(
     assert ("gpus_shared_by_ranks" in described) == (torch.cuda.device_count() < 2)
     assert "by way of" in described["peers"]["nccl"]
     assert "by way of torch" in described["peers"]["torch:nccl"]
+
+
+def test_training_with_both_wrappers(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "out.json"
+    words = ["--device", "cuda", "--models", "small", "--iters", "4", "--warmup", "2", "--json", str(path)]
+    status = main(["bench", "ddp", *words])
+    assert status == 0, capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert report["skipped"] == []
+    assert [record["peer"] for record in report["records"]] == [*PEERS["cuda"]]
+    for record in report["records"]:
+        assert record["agrees"]
+        assert record["iteration"]["min_us"] > record["forward"]["min_us"] > 0
+        assert record["peak_memory_bytes"] > record["start_memory_bytes"]
+    assert report["environment"]["gpus"][0] == torch.cuda.get_device_name(0)
