@@ -3,8 +3,9 @@
 Sections: preflight (driver, CUDA, one libnccl, both providers, topology), conformance (every function and
 data type beside torch's own NCCL), streams (late producers, memory that is given out again, no waiting on the
 host), failures (ranks that die, stop, do not come or leave), bandwidth (all-reduces beside torch's own NCCL),
-host-cost (of a call, with CUDA and NCCL stubbed) and tests (those of the repository). Ends with status 1
-where a row failed or was skipped. The files of --json and --markdown are the report to send.
+training (beside torch's DistributedDataParallel), host-cost (of a call, with CUDA and NCCL stubbed) and tests
+(those of the repository). Ends with status 1 where a row failed or was skipped. The files of --json and
+--markdown are the report to send.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ class CudaPlatform(Platform):
     backend: ClassVar[str] = "collectives"
     peer: ClassVar[str] = "nccl"
     compared: ClassVar[tuple[str, str]] = ("nccl", "torch:nccl")
+    trained: ClassVar[tuple[str, str]] = ("ours:nccl", "torch:nccl")
     times_tell: ClassVar[bool] = True
     title: ClassVar[str] = "CUDA devices"
 

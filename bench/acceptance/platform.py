@@ -25,6 +25,8 @@ class Platform(ABC):
     """Backend of torch that the conformance stands beside."""
     compared: ClassVar[tuple[str, str]]
     """Names in :mod:`collectives.bench.comparison` of ours and of torch's, whose times are compared."""
+    trained: ClassVar[tuple[str, str]]
+    """Names in :mod:`collectives.bench.ddp` of our wrapper and torch's, each over its NCCL."""
     times_tell: ClassVar[bool]
     """Whether times say something of a user's devices."""
     title: ClassVar[str]

@@ -20,7 +20,7 @@ from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, Row, checked
 from collectives.bench.acceptance.repository import run_tests
-from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows
+from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, training_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 
 __all__ = ["SECTIONS", "Plan"]
@@ -202,6 +202,13 @@ def _bandwidth(plan: Plan) -> Iterator[Row]:
             yield from bandwidth_rows(plan.platform, ranks, provider, plan.short)
 
 
+def _training(plan: Plan) -> Iterator[Row]:
+    for ranks in plan.ranks:
+        for provider in plan.providers:
+            with _provider_chosen(provider):
+                yield from training_rows(plan.platform, ranks, provider, plan.short)
+
+
 def _host_cost(plan: Plan) -> Iterator[Row]:
     yield from host_cost_rows(plan.platform, plan.short)
 
@@ -217,6 +224,7 @@ SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "streams": partial(_cases, "streams", streams.CASES),
     "failures": partial(_cases, "failures", failures.CASES),
     "bandwidth": _bandwidth,
+    "training": _training,
     "host-cost": _host_cost,
     "tests": _tests,
 }

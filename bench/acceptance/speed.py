@@ -1,4 +1,4 @@
-"""How long all-reduces take beside torch's own NCCL, and what one costs the host."""
+"""How long all-reduces and training take beside torch's own NCCL, and what a call costs the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from collectives.bench import nccl_host_cost
+from collectives.bench import ddp, nccl_host_cost
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.report import CheckFailedError, Row, checked
 from collectives.bench.comparison.goals import check, parse_goal
@@ -16,7 +16,7 @@ from collectives.bench.comparison.records import Record
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.sizes import format_bytes, parse_sizes
 
-__all__ = ["bandwidth_rows", "host_cost_rows"]
+__all__ = ["bandwidth_rows", "host_cost_rows", "training_rows"]
 
 Found = tuple[str, Mapping[str, Any]]
 
@@ -28,6 +28,9 @@ LIMITS_US: Final[Mapping[str, float]] = {
     "all_reduce of 10, coalesced": 30.0,
 }
 """Most microseconds of a call's host time, by the names of :mod:`collectives.bench.nccl_host_cost`."""
+
+SLOWER: Final = 1.05
+"""What an iteration of training may take, of that of torch's wrapper."""
 
 _SIZES: Final = "8:4G:8"
 _SHORT_SIZES: Final = "8:4K:512"
@@ -97,6 +100,49 @@ def _judged(records: Sequence[Record], compared: tuple[str, str], times_tell: bo
     if not goal.is_met:
         raise CheckFailedError(f"{found}; {goal.allowed_us:.1f} us are allowed")
     return found, {"allowed_us": goal.allowed_us}
+
+
+def training_rows(platform: Platform, ranks: int, provider: str, short: bool) -> Iterator[Row]:
+    """Yields a row for each model that is trained with our wrapper and with torch's.
+
+    Gradients must agree and ranks end with the same parameters. Times are judged by :data:`SLOWER` where each
+    rank has a device of its own.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        provider: package by which ours calls NCCL.
+        short: a small model, few iterations.
+    """
+    judged = platform.times_tell and ranks <= len(platform.gpus())
+    for model in ("small",) if short else ddp.FIELD:
+        options = ddp.Options(
+            models=(model,),
+            peers=platform.trained,
+            ranks=ranks,
+            iterations=4 if short else None,
+            budget_s=_BUDGET_S,
+            device=platform.kind,
+        )
+        name = f"{model}, {provider}, {ranks} ranks"
+        yield checked("training", name, partial(_trained, options, judged))
+
+
+def _trained(options: ddp.Options, times_tell: bool) -> Found:
+    report = ddp.measure(options)
+    if report.skipped:
+        raise CheckFailedError("; ".join(f"{one.peer}: {one.reason}" for one in report.skipped))
+    ours, theirs = report.records
+    times = [record.iteration.median_us / 1e3 for record in (ours, theirs)]
+    found = f"{ours.peer} {times[0]:.1f} ms, {theirs.peer} {times[1]:.1f} ms"
+    figures = {"records": [report.record_as_json(record) for record in report.records]}
+    if wrong := [record.peer for record in report.records if not record.agrees]:
+        raise CheckFailedError(f"{found}; ranks or gradients differ: {', '.join(wrong)}")
+    if not times_tell:
+        return f"{found}; no verdict on times here", figures
+    if times[0] > SLOWER * times[1]:
+        raise CheckFailedError(f"{found}; {SLOWER} times torch's are allowed")
+    return found, figures
 
 
 def host_cost_rows(platform: Platform, short: bool) -> Iterator[Row]:

@@ -43,6 +43,7 @@ class DoublePlatform(Platform):
     backend: ClassVar[str] = "over_double"
     peer: ClassVar[str] = "gloo"
     compared: ClassVar[tuple[str, str]] = ("gloo", "torch:gloo")  # the double has no such time
+    trained: ClassVar[tuple[str, str]] = ("ours:gloo", "torch:gloo")
     times_tell: ClassVar[bool] = False
     title: ClassVar[str] = "a rehearsal over the double of NCCL, without a GPU"
 

@@ -7,18 +7,21 @@ from collections.abc import Sequence
 import pytest
 from nccl_double.platform import DoublePlatform
 
+from collectives.bench import ddp
 from collectives.bench.acceptance import speed
 from collectives.bench.acceptance.report import Row, Verdict
 from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.nccl_host_cost import Cost
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
 
 
 class Devices(DoublePlatform):
     """Devices whose times tell something."""
 
     compared = ("nccl", "torch:nccl")
+    trained = ("ours:nccl", "torch:nccl")
     times_tell = True
 
 
@@ -67,6 +70,32 @@ def test_ranks_that_share_a_device_get_no_verdict_on_times(monkeypatch: pytest.M
     _, at_8 = rows(monkeypatch, [record("nccl", 8, 900.0), record("torch:nccl", 8, 20.0)])
     assert at_8.verdict is Verdict.PASSED
     assert at_8.said.endswith("no verdict on times here")
+
+
+@pytest.mark.parametrize(
+    ("ms", "agrees", "verdict", "said"),
+    [
+        (10.4, True, Verdict.PASSED, "ours:nccl 10.4 ms, torch:nccl 10.0 ms"),
+        (10.6, True, Verdict.FAILED, "1.05 times torch's are allowed"),
+        (9.0, False, Verdict.FAILED, "ranks or gradients differ: ours:nccl"),
+    ],
+)
+def test_training_may_take_a_twentieth_more_and_must_agree(
+    monkeypatch: pytest.MonkeyPatch, ms: float, agrees: bool, verdict: Verdict, said: str
+) -> None:
+    def trained(peer: str, ms: float, agrees: bool) -> TrainingRecord:
+        time = Timing(4, 1e3 * ms, 1e3 * ms, 1e3 * ms, 1e3 * ms)
+        return TrainingRecord(peer, "small", 2, 1, 1, 1, 1, *[time] * 4, 1, 1, True, agrees, 1.0, agrees)
+
+    def measure(options: ddp.Options) -> TrainingReport:
+        assert options.peers == ("ours:nccl", "torch:nccl")
+        records = [trained("ours:nccl", ms, agrees), trained("torch:nccl", 10.0, True)]
+        return TrainingReport("ddp", {}, {}, records)
+
+    monkeypatch.setattr(speed.ddp, "measure", measure)
+    (row,) = speed.training_rows(Devices(), 2, "cupy", short=True)
+    assert row.verdict is verdict
+    assert said in row.said
 
 
 def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
