@@ -113,7 +113,7 @@ def _facts(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
     if isinstance(value, Mapping):
         return "; ".join(f"{name}: {_shown(one)}" for name, one in value.items())
     if isinstance(value, (list, tuple)):
