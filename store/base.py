@@ -413,7 +413,11 @@ def _key(key: str) -> str:
 def _keys(keys: Sequence[str]) -> list[str]:
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys must be a list of str, not one {type(keys).__name__}: {keys!r}")
-    return [_key(key) for key in keys]
+    keys = list(keys)
+    for key in keys:
+        if type(key) is not str:
+            _key(key)
+    return keys
 
 
 def _value(value: str | bytes) -> bytes:

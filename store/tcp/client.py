@@ -64,9 +64,10 @@ class Client:
         self.server = server
         self._idle: list[Connection] = []
         self._idle_local: list[LocalConnection] = []
-        self._in_use: set[Connection | LocalConnection] = set()
+        self._connections: set[Connection | LocalConnection] = set()
         self._failure: str | None = None
         self._idle.append(self._connector.connect(timeout))
+        self._connections.update(self._idle)
         call_in_forked_children(self, Client._after_fork)
         _open.add(self)
 
@@ -91,19 +92,16 @@ class Client:
         try:
             yield connection
         except BaseException as error:
-            with self._lock:
-                self._in_use.discard(connection)
-            connection.close()
+            self._drop(connection)
             if isinstance(error, OSError):
                 self._raise_broken(operation, connection, error)
             raise
         with self._lock:
-            self._in_use.discard(connection)
-            if self._failure is None and self._keeps(connection):
-                return
-        connection.close()
+            self._put_back(connection, isinstance(connection, LocalConnection))
 
-    def at_once(self, operation: str, requests: bytes, form: str, deadline: float) -> list[Any] | None:
+    def at_once(
+        self, operation: str, form: str, fields: tuple[Any, ...], replies: str, limit: float
+    ) -> list[Any] | None:
         """Returns the replies to requests that the server answers at once.
 
         A short way round :meth:`connection`, without its lock: Python's methods of lists and sets are single
@@ -111,9 +109,10 @@ class Client:
 
         Args:
             operation: name for error messages.
-            requests: what the server carries out.
-            form: which replies there will be.
-            deadline: until when, by ``time.monotonic()``.
+            form: of the fields of the requests.
+            fields: of what the server carries out.
+            replies: which replies there will be.
+            limit: seconds until the server must have answered.
 
         Returns:
             The replies; ``None``, with nothing carried out, where :meth:`connection` is needed.
@@ -121,29 +120,28 @@ class Client:
         Raises:
             DistStoreError: as :meth:`connection`.
             DistNetworkError: as :meth:`connection`.
+            ValueError: a field cannot be; nothing is sent.
         """
         connection: Connection | LocalConnection
+        is_local = self.server is not None
         try:
-            connection = (self._idle if self.server is None else self._idle_local).pop()
+            connection = (self._idle_local if is_local else self._idle).pop()
         except IndexError:
             return None
-        self._in_use.add(connection)
-        if self._failure is not None:  # by now close() has seen the connection, or this sees its failure
-            self._in_use.discard(connection)
-            connection.close()
+        if (
+            self._failure is not None
+        ):  # by now close() has seen the connection in use, or this sees its failure
+            self._drop(connection)
             return None
         try:
-            replies = connection.exchange(requests, form, deadline)
+            found = connection.ask(form, fields, replies, limit)
         except BaseException as error:
-            self._in_use.discard(connection)
-            connection.close()
+            self._drop(connection)
             if isinstance(error, OSError):
                 self._raise_broken(operation, connection, error)
             raise
-        self._in_use.discard(connection)
-        if self._failure is not None or not self._keeps(connection):
-            connection.close()
-        return replies
+        self._put_back(connection, is_local)
+        return found
 
     def close(self) -> None:
         """Closes all connections; calls that use one in another thread raise. Idempotent."""
@@ -153,10 +151,10 @@ class Client:
             self.server = None
             self._idle_local = []
             idle, self._idle = self._idle, []
-            for connection in tuple(self._in_use):
+            for connection in self._connections.difference(idle):
                 connection.abort()
         for connection in idle:
-            connection.close()
+            self._drop(connection)
 
     def __del__(self) -> None:  # at the end of the interpreter
         for connection in getattr(self, "_idle", ()):
@@ -169,27 +167,26 @@ class Client:
                 raise DistNetworkError(f"{operation}: {self._failure}")
             if self.server is not None and not waits:
                 connection = self._idle_local.pop() if self._idle_local else LocalConnection(self.server)
-                self._in_use.add(connection)
+                self._connections.add(connection)
                 return connection
             if self._idle:
-                connection = self._idle.pop()
-                self._in_use.add(connection)
-                return connection
+                return self._idle.pop()
         connection = self._connector.connect(max(timeout, ANSWER_S), again=True)
         with self._lock:
-            self._in_use.add(connection)
+            self._connections.add(connection)
         return connection
 
-    def _keeps(self, connection: Connection | LocalConnection) -> bool:
-        """Puts a connection aside for the next exchange, unless there are enough."""
-        if isinstance(connection, LocalConnection):
-            if len(self._idle_local) < _IDLE_KEPT:
-                self._idle_local.append(connection)
-                return True
-        elif len(self._idle) < _IDLE_KEPT:
-            self._idle.append(connection)
-            return True
-        return False
+    def _put_back(self, connection: Any, is_local: bool) -> None:
+        """Puts a connection aside for the next exchange, unless there are enough, or after a failure."""
+        idle: list[Any] = self._idle_local if is_local else self._idle
+        if self._failure is None and len(idle) < _IDLE_KEPT:
+            idle.append(connection)
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection | LocalConnection) -> None:
+        self._connections.discard(connection)
+        connection.close()
 
     def _raise_broken(
         self, operation: str, connection: Connection | LocalConnection, error: OSError
@@ -228,9 +225,9 @@ class Client:
     def _after_fork(self) -> None:
         """Forgets the parent's connections; the lock may have been held by a thread that is not here."""
         self._lock = threading.RLock()
-        for connection in (*self._idle, *self._in_use):
+        for connection in self._connections:
             connection.close()
         self.server = None
         self._idle = []
         self._idle_local = []
-        self._in_use = set()
+        self._connections = set()

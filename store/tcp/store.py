@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
 from collectives.secret import derived_key, is_insecure
-from collectives.store.base import DEFAULT_TIMEOUT, Store
+from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
 from collectives.store.tcp.client import Client
 from collectives.store.tcp.connector import Trust
 from collectives.store.tcp.limits import max_server_bytes
@@ -24,8 +23,6 @@ from collectives.store.tcp.wire import (
     INIT_KEY,
     KEY_PREFIX,
     MAX_KEY_BYTES,
-    MAX_KEYS,
-    MAX_REQUEST_BYTES,
     MAX_VALUE_BYTES,
     READY,
     SERVER_KEY,
@@ -39,9 +36,8 @@ __all__ = ["TCPStore"]
 _GRACE_S = 10.0
 """Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
 _KEYS_PROBED = 64
-_SHORT_KEY = MAX_KEY_BYTES // 4
-"""Keys of fewer characters are never too long in bytes."""
 _requests = _native.store_requests
+_timeout_of = TorchStore.timeout.fget  # type: ignore[attr-defined] # of its C++ half
 _DECIMAL = re.compile(rb"-?[0-9]{1,19}")
 
 
@@ -224,36 +220,24 @@ class TCPStore(Store):
     # seen by everybody, when the call returns.
 
     def _set(self, key: str, value: bytes) -> None:
-        self._acknowledged(
-            "set", _requests("bkvbu", Command.SET, _key(key), _value(key, value), Command.PING, 0)
-        )
+        self._ask("set", "bkvbu", (Command.SET, key, _value(key, value), Command.PING, 0), "u")
 
     def _append(self, key: str, value: bytes) -> None:
-        self._acknowledged(
-            "append", _requests("bkvbu", Command.APPEND, _key(key), _value(key, value), Command.PING, 0)
-        )
+        self._ask("append", "bkvbu", (Command.APPEND, key, _value(key, value), Command.PING, 0), "u")
 
     def _multi_set(self, pairs: list[tuple[str, bytes]]) -> None:
         for key, value in pairs:
-            _value(_key(key), value)
-        _check_count(len(pairs))
-        request = _requests("bPbu", Command.MULTI_SET, pairs, Command.PING, 0)
-        if len(request) > MAX_REQUEST_BYTES:
-            raise ValueError(
-                f"multi_set of {len(request)} bytes is more than a server takes: {MAX_REQUEST_BYTES}"
-            )
-        self._acknowledged("multi_set", request)
+            _value(key, value)
+        self._ask("multi_set", "bPbu", (Command.MULTI_SET, pairs, Command.PING, 0), "u")
 
     def _queue_push(self, key: str, value: bytes) -> None:
-        self._acknowledged(
-            "queue_push",
-            _requests("bkvbu", Command.QUEUE_PUSH, _key(key), _value(key, value), Command.PING, 0),
-        )
+        fields = (Command.QUEUE_PUSH, key, _value(key, value), Command.PING, 0)
+        self._ask("queue_push", "bkvbu", fields, "u")
 
     def _add(self, key: str, amount: int) -> int:
         if self._is_of_ours():
             try:
-                return self._number("add", _requests("bkn", Command.ADD, _key(key), amount))
+                return int(self._ask("add", "bkn", (Command.ADD, key, amount), "n")[0])
             except DistStoreError:
                 pass  # which has changed nothing, and below tells what is there
         return self._count(_stored(key), amount)
@@ -261,7 +245,7 @@ class TCPStore(Store):
     def _is_of_ours(self) -> bool:
         """Returns whether the server is ours, which says why it refuses a request."""
         if self._ours is None:
-            (version,) = self._replies("add", _requests("bv", Command.GET, SERVER_KEY), "v")
+            (version,) = self._ask("add", "bv", (Command.GET, SERVER_KEY), "v")
             self._ours = bool(version)
         return self._ours
 
@@ -285,25 +269,23 @@ class TCPStore(Store):
             self._raise_not_a_counter(key, amount, value)
 
     def _check(self, keys: list[str]) -> bool:
-        return self._number("check", _requests("bK", Command.CHECK, _keys(keys)), "b") == READY
+        return bool(self._ask("check", "bK", (Command.CHECK, keys), "b")[0] == READY)
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        request = _requests(
-            "bkvv", Command.COMPARE_SET, _key(key), _value(key, expected), _value(key, desired)
-        )
-        return bytes(self._replies("compare_set", request, "v")[0])
+        fields = (Command.COMPARE_SET, key, _value(key, expected), _value(key, desired))
+        return bytes(self._ask("compare_set", "bkvv", fields, "v")[0])
 
     def _delete_key(self, key: str) -> bool:
-        return self._number("delete_key", _requests("bk", Command.DELETE_KEY, _key(key))) > 0
+        return bool(self._ask("delete_key", "bk", (Command.DELETE_KEY, key), "n")[0] > 0)
 
     def _num_keys(self) -> int:
-        return self._number("num_keys", _requests("b", Command.GETNUMKEYS))
+        return int(self._ask("num_keys", "b", (Command.GETNUMKEYS,), "n")[0])
 
     def _queue_len(self, key: str) -> int:
-        return self._number("queue_len", _requests("bk", Command.QUEUE_LEN, _key(key)))
+        return int(self._ask("queue_len", "bk", (Command.QUEUE_LEN, key), "n")[0])
 
     def _list_keys(self) -> list[str]:
-        (stored,) = self._replies("list_keys", _requests("b", Command.LIST_KEYS), "l")
+        (stored,) = self._ask("list_keys", "b", (Command.LIST_KEYS,), "l")
         return [
             key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
             for key in stored
@@ -313,8 +295,8 @@ class TCPStore(Store):
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         # Values that are there take one round trip; those of a request with a key that is not are left alone.
         form = "v" * len(keys)
-        requests = _requests("bKbK", Command.CHECK, _keys(keys), Command.MULTI_GET, keys)
-        there, *values = self._replies("get", requests, "b" + form)
+        fields = (Command.CHECK, keys, Command.MULTI_GET, keys)
+        there, *values = self._ask("get", "bKbK", fields, "b" + form)
         if there == READY:
             return values
         request = _requests("bK", Command.MULTI_GET, keys)
@@ -323,13 +305,13 @@ class TCPStore(Store):
             return connection.exchange(request, form, self._answer_by())
 
     def _wait(self, keys: list[str], limit: float) -> None:
-        if self._number("wait", _requests("bK", Command.CHECK, _keys(keys)), "b") == READY:
+        if self._ask("wait", "bK", (Command.CHECK, keys), "b")[0] == READY:
             return
         with self._client.connection("wait", limit, waits=True) as connection:
             self._await_keys(connection, "wait", keys, limit)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
-        request = _requests("bk", Command.QUEUE_POP, _key(key))
+        request = _requests("bk", Command.QUEUE_POP, key)
         with self._client.connection("queue_pop", limit or 0.0) as connection:
             value = self._popped(connection, request)
         if value is None and limit is not None:
@@ -349,7 +331,7 @@ class TCPStore(Store):
         return bytes(connection.replies("v", deadline)[0]) if length > 0 else None
 
     def _barrier(self, key: str, world_size: int, limit: float) -> None:
-        request = _requests("bkn", Command.BARRIER, _key(key), world_size)
+        request = _requests("bkn", Command.BARRIER, key, world_size)
         with self._client.connection("barrier", limit, waits=True) as connection:
             connection.send(request, time.monotonic() + limit + _GRACE_S)
             if self._answered(connection, limit):
@@ -362,21 +344,22 @@ class TCPStore(Store):
         """Returns when a request that the server answers at once must have been answered."""
         return time.monotonic() + self._seconds(None) + _GRACE_S
 
-    def _replies(self, operation: str, requests: bytes, form: str) -> list[Any]:
-        """Returns the replies to requests that the server answers at once."""
-        deadline = self._answer_by() if self._client.server is None else math.inf  # where nothing waits
-        replies = self._client.at_once(operation, requests, form, deadline)
-        if replies is not None:
-            return replies
+    def _ask(self, operation: str, form: str, fields: tuple[Any, ...], replies: str) -> list[Any]:
+        """Returns the replies to requests that the server answers at once.
+
+        Args:
+            operation: name for error messages.
+            form: of the fields, as of ``store_requests`` in the core.
+            fields: of all requests.
+            replies: a letter for each reply.
+        """
+        limit = _timeout_of(self).total_seconds()
+        limit = limit + _GRACE_S if limit > 0 else _GRACE_S
+        found = self._client.at_once(operation, form, fields, replies, limit)
+        if found is not None:
+            return found
         with self._client.connection(operation, self._seconds(None)) as connection:
-            return connection.exchange(requests, form, deadline)
-
-    def _acknowledged(self, operation: str, request: bytes) -> None:
-        self._replies(operation, request, "u")
-
-    def _number(self, operation: str, request: bytes, form: str = "n") -> int:
-        (number,) = self._replies(operation, request, form)
-        return int(number)
+            return connection.ask(form, fields, replies, limit)
 
     def _await_keys(
         self,
@@ -428,7 +411,7 @@ class TCPStore(Store):
         """Takes this caller out of a barrier that it has cancelled; returns how many are left in it."""
         if not self._is_of_ours():
             return self._count(_stored(key), -1)
-        (count,) = self._replies("barrier", _requests("bk", Command.GET, _key(key)), "v")
+        (count,) = self._ask("barrier", "bk", (Command.GET, key), "v")
         return int(count or b"0")  # which the server has taken this caller out of
 
 
@@ -473,24 +456,6 @@ def _stored(key: str) -> bytes:
             f"{key[:32]!r}..."
         )
     return stored
-
-
-def _key(key: str) -> str:
-    if len(key) >= _SHORT_KEY:
-        _stored(key)
-    return key
-
-
-def _keys(keys: list[str]) -> list[str]:
-    _check_count(len(keys))
-    for key in keys:
-        _key(key)
-    return keys
-
-
-def _check_count(count: int) -> None:
-    if count > MAX_KEYS:
-        raise ValueError(f"a TCPStore takes at most {MAX_KEYS} keys in one call, not {count}")
 
 
 def _value(key: str, value: bytes) -> bytes:

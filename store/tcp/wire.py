@@ -52,9 +52,7 @@ __all__ = [
     "INIT_KEY",
     "KEY_PREFIX",
     "MAGIC",
-    "MAX_KEYS",
     "MAX_KEY_BYTES",
-    "MAX_REQUEST_BYTES",
     "MAX_VALUE_BYTES",
     "READY",
     "REFUSAL_KEY",
@@ -85,10 +83,6 @@ MAX_KEY_BYTES = 8 * 1024
 """Longest key a server accepts, the ``/`` in front included."""
 MAX_VALUE_BYTES = 8 * 1024 * 1024
 """Longest value a server accepts in one request; :meth:`Store.append` may grow a value beyond it."""
-MAX_KEYS = 128 * 1024
-"""Most keys in one request."""
-MAX_REQUEST_BYTES = 256 * 1024 * 1024
-"""Longest request that our server accepts."""
 
 
 class Command(enum.IntEnum):

@@ -64,17 +64,28 @@ void put_bytes(std::string& requests, std::string_view prefix, std::string_view 
   requests += content;
 }
 
+void put_key_bytes(std::string& requests, std::string_view key) {
+  constexpr std::size_t kMost = store::kMaxKeyBytes - store::kPrefixOfUsers.size();
+  if (key.size() > kMost) {
+    constexpr std::size_t kShown = 32;
+    throw nb::value_error(("a key of a TCPStore may have " + std::to_string(kMost) + " bytes, this one has " +
+                           std::to_string(key.size()) + ": '" + std::string(key.substr(0, kShown)) + "'...")
+                              .c_str());
+  }
+  put_bytes(requests, store::kPrefixOfUsers, key);
+}
+
 // A user's key as it is stored. What came of bytes that are no text goes back to them.
 void put_key(std::string& requests, nb::handle key) {
   Py_ssize_t size = 0;
   if (const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size)) {
-    return put_bytes(requests, store::kPrefixOfUsers, {text, static_cast<std::size_t>(size)});
+    return put_key_bytes(requests, {text, static_cast<std::size_t>(size)});
   }
   if (!PyUnicode_Check(key.ptr())) throw nb::python_error();
   PyErr_Clear();
   const auto encoded = nb::steal<nb::bytes>(PyUnicode_AsEncodedString(key.ptr(), "utf-8", "surrogateescape"));
   if (!encoded.is_valid()) throw nb::python_error();
-  put_bytes(requests, store::kPrefixOfUsers, view(encoded));
+  put_key_bytes(requests, view(encoded));
 }
 
 // A member of an enumeration, too, which nanobind would convert first.
@@ -86,6 +97,11 @@ std::uint8_t command_from(nb::handle field) {
 
 nb::list listed(std::string& requests, nb::handle fields) {
   auto items = nb::cast<nb::list>(fields);
+  if (nb::len(items) > store::kMaxKeys) {
+    throw nb::value_error(("a TCPStore takes at most " + std::to_string(store::kMaxKeys) +
+                           " keys in one call, not " + std::to_string(nb::len(items)))
+                              .c_str());
+  }
   put<std::uint64_t>(requests, nb::len(items));
   return items;
 }
@@ -118,10 +134,20 @@ void put_field(std::string& requests, char kind, nb::handle field) {
   }
 }
 
-nb::bytes requests_of(std::string_view form, const nb::args& fields) {
+std::string encoded(std::string_view form, const nb::tuple& fields) {
   if (form.size() != fields.size()) throw nb::value_error("a request needs one field for each letter");
   std::string requests;
   for (std::size_t i = 0; i < form.size(); ++i) put_field(requests, form[i], fields[i]);
+  if (requests.size() > store::kMaxRequestBytes) {
+    throw nb::value_error(("a request of " + std::to_string(requests.size()) +
+                           " bytes is more than a server takes: " + std::to_string(store::kMaxRequestBytes))
+                              .c_str());
+  }
+  return requests;
+}
+
+nb::bytes requests_of(std::string_view form, const nb::args& fields) {
+  const std::string requests = encoded(form, fields);
   return nb::bytes(requests.data(), requests.size());
 }
 
@@ -155,13 +181,24 @@ nb::list await(Connection& connection, std::string_view form, double deadline) {
   return taken(*replies);
 }
 
-nb::list exchange(Connection& connection, const nb::bytes& requests, std::string_view form, double deadline) {
+nb::list exchanged(Connection& connection, std::string_view requests, std::string_view form,
+                   double deadline) {
   Replies* replies = nullptr;
   call(requests.size(), [&](Interrupt& interrupt) {
-    connection.send(view(requests), moment(deadline), interrupt);
+    connection.send(requests, moment(deadline), interrupt);
     replies = &connection.await(form, moment(deadline), interrupt);
   });
   return taken(*replies);
+}
+
+nb::list exchange(Connection& connection, const nb::bytes& requests, std::string_view form, double deadline) {
+  return exchanged(connection, view(requests), form, deadline);
+}
+
+nb::list ask(Connection& connection, std::string_view form, const nb::tuple& fields, std::string_view replies,
+             double limit) {
+  const double now = static_cast<double>(now_ns()) / static_cast<double>(kSecond);
+  return exchanged(connection, encoded(form, fields), replies, now + limit);
 }
 
 void send_bytes(Connection& connection, const nb::bytes& requests, double deadline) {
@@ -188,6 +225,9 @@ void bind_store_client(nb::module_& module) {
                          "One connection to a store's server, used by one thread at a time.")
       .def("exchange", &exchange, nb::arg("requests"), nb::arg("form"), nb::arg("deadline"),
            "Sends requests; returns their replies as `replies` does.")
+      .def("ask", &ask, nb::arg("form"), nb::arg("fields"), nb::arg("replies"), nb::arg("limit"),
+           "Sends requests of `store_requests`; returns their replies as `replies` does, within so many "
+           "seconds. Nothing is sent where a field cannot be.")
       .def("send", &send_bytes, nb::arg("data"), nb::arg("deadline"))
       .def(
           "replies", &await, nb::arg("form"), nb::arg("deadline"),
