@@ -16,18 +16,19 @@ __all__ = ["Calls", "Groups"]
 
 
 class Calls:
-    """The calls that use one communicator, until it ends. Any thread may use it."""
+    """The calls that use one communicator, until it ends. Any thread may use it.
+
+    Attributes:
+        end: why new calls are refused: this rank has ``"aborted"`` or ``"destroyed"`` the communicator, or is
+            about to; empty before.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._inside = 0
-        self._end = ""
+        self.end = ""
         self._taken = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether new calls are refused."""
-        return bool(self._end)
 
     def enter(self, function: str) -> None:
         """Announces a call; :meth:`leave` must follow.
@@ -35,18 +36,18 @@ class Calls:
         Raises:
             NcclError: the communicator ends or has ended.
         """
-        with self._changed:
-            if self._end:
+        with self._lock:
+            if self.end:
                 raise NcclError(
-                    NcclStatus.INVALID_USAGE, function, f"this rank has {self._end} the communicator"
+                    NcclStatus.INVALID_USAGE, function, f"this rank has {self.end} the communicator"
                 )
             self._inside += 1
 
     def leave(self) -> None:
         """Tells that a call is over."""
-        with self._changed:
+        with self._lock:
             self._inside -= 1
-            if self._end:
+            if self.end:
                 self._changed.notify_all()
 
     @contextmanager
@@ -69,13 +70,13 @@ class Calls:
         Returns:
             Whether the caller is the one to end the communicator.
         """
-        with self._changed:
-            if self._end in ("aborted", end):
+        with self._lock:
+            if self.end in ("aborted", end):
                 return False
-            self._end = end
+            self.end = end
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._inside <= own or self._end != end, patience)
-            if self._end != end or self._taken:
+            self._changed.wait_for(lambda: self._inside <= own or self.end != end, patience)
+            if self.end != end or self._taken:
                 return False
             self._taken = True
             return True
@@ -103,16 +104,22 @@ class Groups:
             for calls in held:
                 calls.leave()
 
-    def hold(self, calls: Calls, function: str) -> None:
-        """Counts a communicator as in use until this thread's open group, if any, is closed.
+    def enter(self, calls: Calls, function: str) -> bool:
+        """Announces a call, and in a group counts the communicator as in use until the group is closed.
+
+        Returns:
+            Whether :meth:`Calls.leave` must follow the call; the end of a group sees to it otherwise.
 
         Raises:
             NcclError: the communicator ends or has ended.
         """
         mine = self._of_thread
-        if mine.depth and calls not in mine.held:
-            calls.enter(function)
+        if calls in mine.held and not calls.end:
+            return False
+        calls.enter(function)
+        if mine.depth:
             mine.held.append(calls)
+        return not mine.depth
 
     def held(self, calls: Calls) -> int:
         """Returns how often this thread's open group counts the communicator: 0 or 1."""

@@ -312,7 +312,7 @@ class Communicator(ABC):
     @property
     def ended(self) -> bool:
         """Whether the communicator has been aborted or destroyed, or that is under way."""
-        return self._calls.closed
+        return bool(self._calls.end)
 
     def abort(self) -> None:
         """Ends the communicator at once: operations under way stop, and calls that are blocked return.
@@ -337,12 +337,12 @@ class Communicator(ABC):
     def _issue(self, function: str, count: int, arguments: Sequence[int], stream: int) -> None:
         if not 0 <= count < 1 << 63:
             raise ValueError(f"{function}: count must be from 0 to 2**63 - 1, but is {count}")
-        self._groups.hold(self._calls, function)
-        self._calls.enter(function)
+        leaves = self._groups.enter(self._calls, function)
         try:
             self._call(function, arguments, stream)
         finally:
-            self._calls.leave()
+            if leaves:
+                self._calls.leave()
 
     @abstractmethod
     def _call(self, function: str, arguments: Sequence[int], stream: int) -> None:
