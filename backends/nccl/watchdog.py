@@ -57,7 +57,8 @@ class Watchdog:
         self._name = name
         self._log = log
         self._pending: list[PendingOperation] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._slow_reported = False
@@ -65,7 +66,7 @@ class Watchdog:
 
     def watch(self, pending: PendingOperation) -> None:
         """Begins to watch an operation."""
-        with self._changed:
+        with self._lock:
             self._pending.append(pending)
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -75,12 +76,12 @@ class Watchdog:
 
     def pending(self) -> list[PendingOperation]:
         """Returns the operations that are not known to have ended, oldest first."""
-        with self._changed:
+        with self._lock:
             return list(self._pending)
 
     def stop(self) -> None:
         """Lets the thread end by itself, within a moment."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify()
 
@@ -97,7 +98,7 @@ class Watchdog:
 
     def _wait(self) -> bool:
         """Waits for the next check; returns whether there is to be one."""
-        with self._changed:
+        with self._lock:
             while not self._pending and not self._stopped:
                 self._changed.wait()
             if not self._stopped:
@@ -112,7 +113,7 @@ class Watchdog:
                 group.note_device_error(pending, error)
                 ended = True
             if ended:
-                with self._changed, contextlib.suppress(ValueError):
+                with self._lock, contextlib.suppress(ValueError):
                     self._pending.remove(pending)
             elif time.monotonic() >= pending.deadline:
                 group.expire(pending)

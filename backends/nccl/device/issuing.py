@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 __all__ = ["Issuing"]
 
@@ -25,65 +26,60 @@ class Issuing:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._inside: dict[_Turn, float] = {}
+        self._numbers = itertools.count()
+        self._inside: dict[int, tuple[int, Sequence[object], float]] = {}
         self._waiting = 0
 
-    def turn(self, *communicators: object) -> AbstractContextManager[None]:
-        """Returns what waits for this thread's turn, which lasts as long as the ``with`` block.
+    @contextmanager
+    def turn(self, *communicators: object) -> Iterator[None]:
+        """Waits for this thread's turn, which lasts as long as the ``with`` block.
 
         A thread may take another one within: what it issues may run code of the user's.
 
         Args:
             communicators: those that it calls.
         """
-        return _Turn(self, communicators)
+        turn = self.begin(communicators)
+        try:
+            yield
+        finally:
+            self.end(turn)
 
-    def begin(self, turn: _Turn) -> None:
-        """Waits until a turn may begin."""
+    def begin(self, communicators: Sequence[object]) -> int:
+        """Waits for a turn as :meth:`turn` does; returns its number, for :meth:`end`, which must follow."""
+        thread = threading.get_ident()
         with self._lock:
             if self._inside:
-                self._wait(turn)
-            self._inside[turn] = time.monotonic()
+                self._wait(thread, communicators)
+            turn = next(self._numbers)
+            self._inside[turn] = thread, communicators, time.monotonic()
+        return turn
 
-    def end(self, turn: _Turn) -> None:
+    def end(self, turn: int) -> None:
         """Ends a turn."""
         with self._lock:
             del self._inside[turn]
             if self._waiting:
                 self._changed.notify_all()
 
-    def _wait(self, turn: _Turn) -> None:
+    def _wait(self, thread: int, communicators: Sequence[object]) -> None:
         self._waiting += 1
         try:
             while self._inside:
-                seconds = self._seconds_to_wait(turn)
+                seconds = self._seconds_to_wait(thread, communicators)
                 if seconds is not None and seconds <= 0.0:
                     return
                 self._changed.wait(seconds)
         finally:
             self._waiting -= 1
 
-    def _seconds_to_wait(self, turn: _Turn) -> float | None:
+    def _seconds_to_wait(self, thread: int, communicators: Sequence[object]) -> float | None:
         """Returns after what time those inside may be passed; ``None`` where they must leave before."""
-        mine = set(turn.communicators)
-        others = {other: since for other, since in self._inside.items() if other.thread != turn.thread}
-        if any(not mine.isdisjoint(other.communicators) for other in others):
-            return None
-        return max(others.values(), default=-math.inf) + _PATIENCE - time.monotonic()
-
-
-class _Turn:
-    """One turn."""
-
-    __slots__ = ("_turns", "communicators", "thread")
-
-    def __init__(self, turns: Issuing, communicators: Sequence[object]) -> None:
-        self._turns = turns
-        self.communicators = communicators
-        self.thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._turns.begin(self)
-
-    def __exit__(self, *_: object) -> None:
-        self._turns.end(self)
+        latest = -math.inf
+        for other, used, since in self._inside.values():
+            if other == thread:
+                continue
+            if not set(communicators).isdisjoint(used):
+                return None
+            latest = max(latest, since)
+        return latest + _PATIENCE - time.monotonic()
