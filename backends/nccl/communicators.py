@@ -107,7 +107,11 @@ class Communicators:
             return self._all_ranks[device.device]
 
     def pair(
-        self, device: Device, peer: int, limit: timedelta, connecting: AbstractContextManager[object]
+        self,
+        device: Device,
+        peer: int,
+        limit: timedelta,
+        connecting: Callable[[], AbstractContextManager[object]],
     ) -> Pair:
         """Returns the communicators with another rank; the first call blocks until that one calls.
 
@@ -115,7 +119,8 @@ class Communicators:
             device: the device.
             peer: the other rank.
             limit: time limit for that one to come.
-            connecting: entered around the calls of NCCL that make the connections; handles their errors.
+            connecting: returns what is entered around the calls of NCCL that make the connections, and
+                handles their errors.
         """
         found = self._pairs.get((device.device, peer))
         if found is not None:
@@ -127,7 +132,7 @@ class Communicators:
                 from_low, from_high = self._make(device, key, ranks, 2, limit)
                 made = [self._with_stream(device, one) for one in (from_low, from_high)]
                 pair = Pair(*(made if self._rank == ranks[0] else reversed(made)))
-                with connecting:
+                with connecting():
                     self._connect(device, pair)
                 self._pairs[device.device, peer] = pair
             return self._pairs[device.device, peer]

@@ -114,7 +114,7 @@ class Failures:
         """Returns what to raise for a call of NCCL that failed; it breaks the group."""
         with self._lock:
             if pending.error is None and self._cause is not None:
-                pending.error = self.stopped_error(pending.operation, self._cause)
+                pending.fail(self.stopped_error(pending.operation, self._cause))
         if pending.error is None:
             self._fail(pending, f"{self._where} {pending.operation}:", error)
         return pending.error or error
@@ -225,7 +225,7 @@ class Failures:
                 return
             self._cause = cause
             if pending is not None and pending.error is None:
-                pending.error = cause
+                pending.fail(cause)
         with self._ending(cause):
             if lost is not None:
                 self._liveness.publish_lost(lost)

@@ -98,8 +98,8 @@ class ProcessGroupNCCL(ProcessGroup):
         super().__init__(**options.membership())
         self._library = library
         self._make_device = devices
-        self._devices: dict[torch.device, Device] = {}
-        self._first_device: Device | None = None
+        self._devices = _Devices(devices)
+        self._operation = partial(Operation, self._flight_record)
         self._numbers = itertools.count(1)
         self._message_numbers = itertools.count(1)
         self._capabilities: Capabilities | None = None
@@ -230,7 +230,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         device = self._device_of_barrier(opts)
-        operation = self._operation("barrier", next(self._numbers), (), opts.timeout, "")
+        operation = self._operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
         return self._enqueuer.submit(
             Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
         )
@@ -263,9 +263,9 @@ class ProcessGroupNCCL(ProcessGroup):
                 size.
         """
         tensors = shown or outputs
-        operation = self._operation(name, next(self._numbers), tensors, opts.timeout, detail)
+        operation = self._operation(name, next(self._numbers), tensors, opts.timeout or self._timeout, detail)
         request = Request(
-            operation, self._device(tensors[0].device), add_calls, outputs, async_op=opts.asyncOp
+            operation, self._devices[tensors[0].device], add_calls, outputs, async_op=opts.asyncOp
         )
         return self._enqueuer.submit(request)
 
@@ -280,59 +280,48 @@ class ProcessGroupNCCL(ProcessGroup):
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
-        operation = self._operation("send", next(self._message_numbers), [tensor], None, f"to rank {dst}")
-        device = self._device(tensor.device)
+        operation = self._operation(
+            "send", next(self._message_numbers), [tensor], self._timeout, f"to rank {dst}"
+        )
+        device = self._devices[tensor.device]
         if dst == self._rank:
             self._failures.refuse(operation)
             return self._loopback.send(device, tensor)
         add_calls = partial(nccl_calls.send, tensor=tensor, peer=1)
-        return self._enqueuer.submit(Request(operation, device, add_calls, (), peer=dst, sends=True))
+        return self._enqueuer.submit(Request(operation, device, add_calls, (), peer=dst))
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
-        operation = self._operation("recv", next(self._message_numbers), [tensor], None, f"from rank {src}")
-        device = self._device(tensor.device)
+        operation = self._operation(
+            "recv", next(self._message_numbers), [tensor], self._timeout, f"from rank {src}"
+        )
+        device = self._devices[tensor.device]
         if src == self._rank:
             self._failures.refuse(operation)
             return self._loopback.receive(self, device, tensor)
         add_calls = partial(nccl_calls.receive, tensor=tensor, peer=0)
-        return self._enqueuer.submit(Request(operation, device, add_calls, [tensor], peer=src))
+        return self._enqueuer.submit(Request(operation, device, add_calls, [tensor], peer=src, source=src))
 
     # ---- devices -------------------------------------------------------------------------------------------
-
-    def _operation(
-        self,
-        name: str,
-        number: int,
-        tensors: Sequence[torch.Tensor],
-        timeout: timedelta | None,
-        detail: str,
-    ) -> Operation:
-        return Operation(self._flight_record, name, number, tensors, timeout or self._timeout, detail)
-
-    def _device(self, device: torch.device) -> Device:
-        found = self._devices.get(device)
-        if found is None:
-            found = self._devices.setdefault(device, self._make_device.shared(device))
-            self._first_device = self._first_device or found
-        return found
 
     def _device_of_barrier(self, opts: BarrierOptions) -> Device:
         """Returns the device that the user names, the group's, the first one used, or that of the rank."""
         kind = self._make_device.kind
         if opts.device is not None and opts.device.index is not None:
-            return self._device(opts.device)
+            return self._devices[opts.device]
         if opts.device_ids:
-            return self._device(torch.device(kind, opts.device_ids[0]))
+            return self._devices[torch.device(kind, opts.device_ids[0])]
         if self._bound is not None:
-            return self._device(self._bound)
-        return self._first_device or self._device(self._make_device.of_rank(self._global_ranks[self._rank]))
+            return self._devices[self._bound]
+        for device in self._devices.values():
+            return device
+        return self._devices[self._make_device.of_rank(self._global_ranks[self._rank])]
 
     def _bind_device(self, bound: torch.device, parent: ProcessGroup | None = None) -> None:
         """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
         if bound.type != self._make_device.kind or self._bound is not None:
             return
         self._bound = bound
-        device = self._device(bound)
+        device = self._devices[bound]
         try:
             if isinstance(parent, ProcessGroupNCCL) and parent._bound == bound:
                 color = min(parent._global_ranks.index(rank) for rank in self._global_ranks)
@@ -353,7 +342,7 @@ class ProcessGroupNCCL(ProcessGroup):
             return None
         self._failures.refuse("splitting the communicator")
         self._drain()
-        return self._communicators.split(self._device(self._bound), color, key, limit, config)
+        return self._communicators.split(self._devices[self._bound], color, key, limit, config)
 
     def _decline_split(self) -> None:
         self._split(-1, 0, self._timeout, None)
@@ -421,7 +410,7 @@ class ProcessGroupNCCL(ProcessGroup):
         """Fails all pending operations and stops NCCL, which has ended after the ``with`` block."""
         for pending in self._watchdog.pending():
             if pending.error is None and not _has_completed(pending):
-                pending.error = self._failures.stopped_error(pending.operation, cause)
+                pending.fail(self._failures.stopped_error(pending.operation, cause))
         self._loopback.clear()
         self._communicators.ends.begin_abort()
         yield
@@ -456,6 +445,17 @@ class ProcessGroupNCCL(ProcessGroup):
             self._failures.publish_shutdown()
             self._communicators.ends.destroy()
         self._finalizer.detach()
+
+
+class _Devices(dict[torch.device, Device]):
+    """The devices that a group has used, in order; what is asked for is used."""
+
+    def __init__(self, kind: type[Device]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __missing__(self, device: torch.device) -> Device:
+        return self.setdefault(device, self._kind.shared(device))
 
 
 def _has_completed(pending: PendingOperation) -> bool:

@@ -86,7 +86,6 @@ class NcclWork(Work):
             pending.block_stream(stream)
         if pending.error is not None:
             raise pending.error
-        pending.waited(stream)
         self._waited = True
 
     def _block(self, limit: float) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,6 +25,9 @@ from collectives.core.work import CompletedWork, Work
 
 __all__ = ["Enqueuer", "Request"]
 
+_Direction = tuple[int | None, int | None]
+"""The other rank of messages, ``None`` for collectives, and the sender where that is it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -36,7 +40,7 @@ class Request:
         outputs: its outputs.
         async_op: whether it runs apart from the current stream.
         peer: the other rank of a message; ``None`` for a collective.
-        sends: whether the message goes out.
+        source: the sender of a receive.
         blocks: whether its Work's ``wait`` blocks the host.
     """
 
@@ -46,13 +50,12 @@ class Request:
     outputs: Sequence[torch.Tensor]
     async_op: bool = True
     peer: int | None = None
-    sends: bool = False
+    source: int | None = None
     blocks: bool = False
 
-    @property
-    def source(self) -> int | None:
-        """The sender of a receive."""
-        return None if self.sends else self.peer
+
+_Placed = tuple[StreamedCommunicator, list[Request]]
+"""Requests of one direction, and where they go."""
 
 
 class Enqueuer:
@@ -84,12 +87,12 @@ class Enqueuer:
         self._blocking = blocking
         self._unreleased: dict[tuple[Stream, ...], deque[PendingOperation]] = {}
         self._releasing = threading.Lock()
-        self._coalescing = threading.local()
+        self._region = _Region()
 
     def submit(self, request: Request) -> Work:
         """Enqueues a request, or keeps it back in the coalescing region that is open on this thread."""
         self._failures.refuse(request.operation)
-        kept: list[tuple[Request, CoalescedOperationWork]] | None = getattr(self._coalescing, "kept", None)
+        kept = self._region.kept
         if kept is None:
             return self._enqueue([request])
         work = CoalescedOperationWork(request.operation.name, request.device)
@@ -106,16 +109,15 @@ class Enqueuer:
         Raises:
             ValueError: the requests are on different devices.
         """
-        if getattr(self._coalescing, "kept", None) is not None:
+        if self._region.kept is not None:
             yield []
             return
-        kept: list[tuple[Request, CoalescedOperationWork]] = []
-        self._coalescing.kept = kept
+        kept = self._region.kept = []
         result: list[Work] = []
         try:
             yield result
         finally:
-            self._coalescing.kept = None
+            self._region.kept = None
         if not kept:
             result.append(CompletedWork())
             return
@@ -127,110 +129,132 @@ class Enqueuer:
     def _enqueue(self, requests: list[Request]) -> NcclWork:
         first = requests[0]
         device = first.device
-        if any(request.device is not device for request in requests):
-            named = ", ".join(sorted({str(request.device.device) for request in requests}))
-            raise ValueError(
-                f"{self._owner.where()} operations that start together are on several devices: {named}"
-            )
+        outputs: list[torch.Tensor] = []
+        blocks, on_current = self._blocking, True
+        directions: dict[_Direction, list[Request]] = {}
+        for request in requests:
+            if request.device is not device:
+                named = ", ".join(sorted({str(request.device.device) for request in requests}))
+                raise ValueError(
+                    f"{self._owner.where()} operations that start together are on several devices: {named}"
+                )
+            outputs += request.outputs
+            blocks = blocks or request.blocks
+            on_current = on_current and not request.async_op
+            directions.setdefault((request.peer, request.source), []).append(request)
         captured = device.capturing()
         if not captured:
             self._release_completed()
-        peers = {request.peer for request in requests}
-        communicators = self._communicators_for(requests)
+        placed = self._placed(directions)
         pending = PendingOperation(
             first.operation,
             device,
-            None if None in peers else frozenset(peer for peer in peers if peer is not None),
+            None
+            if (None, None) in directions
+            else frozenset(peer for peer, _ in directions if peer is not None),
             captured,
             [request.operation.begin() for request in requests],
         )
-        turn = device.issuing.turn(*[chosen.communicator for chosen in communicators])
-        with self._watched(pending), turn, device.activate():
-            self._failures.refuse(first.operation)
-            self._issue(requests, communicators, pending)
-        with self._releasing:
-            self._unreleased.setdefault(pending.streams, deque()).append(pending)
-        outputs = [tensor for request in requests for tensor in request.outputs]
-        blocks = self._blocking or any(request.blocks for request in requests)
-        return NcclWork(self._owner, pending, outputs, blocks, first.source)
-
-    @contextmanager
-    def _watched(self, pending: PendingOperation) -> Iterator[None]:
-        """Lets the watchdog watch calls of NCCL, which may block; an error of theirs breaks the group."""
         self._watchdog.watch(pending)
         try:
-            yield
-        except NcclError as error:
-            failure = pending.error = self._failures.call_failed(pending, error)
-            raise failure from error
+            turn = device.issuing.begin([chosen.communicator for chosen, _ in placed])
+            try:
+                with device.activate():
+                    self._failures.refuse(first.operation)
+                    self._issue(placed, on_current, pending)
+            finally:
+                device.issuing.end(turn)
         except BaseException as error:
-            if pending.error is None:
-                pending.error = RuntimeError(f"{pending.operation}: not issued, because {error}")
+            self._note_failure(pending, error)
             raise
+        with self._releasing:
+            self._unreleased.setdefault(pending.streams, deque()).append(pending)
+        return NcclWork(self._owner, pending, outputs, blocks, first.source)
+
+    def _note_failure(self, pending: PendingOperation, error: BaseException) -> None:
+        """Fails an operation that was not issued.
+
+        Raises:
+            Exception: for an error of NCCL, which breaks the group.
+        """
+        if isinstance(error, NcclError):
+            failure = self._failures.call_failed(pending, error)
+            pending.fail(failure)
+            raise failure from error
+        if pending.error is None:
+            pending.fail(RuntimeError(f"{pending.operation}: not issued, because {error}"))
 
     @contextmanager
     def _connecting(self, request: Request, peer: int) -> Iterator[None]:
-        """Watches the calls that connect this rank with another one for a message."""
+        """Watches the calls that connect this rank with another one for a message; they may block."""
         pending = PendingOperation(request.operation, request.device, frozenset({peer}), False)
-        with self._watched(pending):
+        self._watchdog.watch(pending)
+        try:
             yield
             pending.issued(None, (), [])
+        except BaseException as error:
+            self._note_failure(pending, error)
+            raise
 
-    def _communicators_for(self, requests: list[Request]) -> list[StreamedCommunicator]:
-        """Returns the communicator of each request; makes missing ones in an order that all ranks keep."""
-        found: dict[tuple[int | None, bool], StreamedCommunicator] = {}
-
-        def order(request: Request) -> tuple[int, int]:
-            if request.peer is None:
-                return -1, -1
-            low, high = sorted((self._owner.rank(), request.peer))
-            return low, high
-
-        for request in sorted(requests, key=order):
-            key = request.peer, request.sends
-            limit = request.operation.timeout
-            if key in found:
-                continue
-            if request.peer is None:
-                found[key] = self._communicators.all_ranks(request.device, limit)
+    def _placed(self, directions: dict[_Direction, list[Request]]) -> list[_Placed]:
+        """Returns the communicator of each direction; makes missing ones in an order that all ranks keep."""
+        placed: list[_Placed] = []
+        ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
+        for (peer, source), requests in ordered:
+            device, limit = requests[0].device, requests[0].operation.timeout
+            if peer is None:
+                chosen = self._communicators.all_ranks(device, limit)
             else:
-                connecting = self._connecting(request, request.peer)
-                pair = self._communicators.pair(request.device, request.peer, limit, connecting)
-                found[key] = pair.outgoing if request.sends else pair.incoming
-        return [found[request.peer, request.sends] for request in requests]
+                pair = self._communicators.pair(
+                    device, peer, limit, partial(self._connecting, requests[0], peer)
+                )
+                chosen = pair.outgoing if source is None else pair.incoming
+            placed.append((chosen, requests))
+        return placed
 
-    def _issue(
-        self, requests: list[Request], communicators: list[StreamedCommunicator], pending: PendingOperation
-    ) -> None:
-        """Puts the requests on their streams; at this thread's turn."""
+    def _order(self, item: tuple[_Direction, list[Request]]) -> tuple[int, int]:
+        peer, own = item[0][0], self._owner.rank()
+        return (-1, -1) if peer is None else (min(own, peer), max(own, peer))
+
+    def _issue(self, placed: list[_Placed], on_current: bool, pending: PendingOperation) -> None:
+        """Puts requests on their streams, or on the current one; at this thread's turn."""
         device = pending.device
         current = device.current_stream()
-        on_current = not any(request.async_op for request in requests)
-        placed: list[tuple[Stream, CallSequence]] = []
-        for chosen in communicators:
+        start = None if on_current else device.record(current)
+        streams: list[Stream] = []
+        sequences: list[CallSequence] = []
+        for chosen, requests in placed:
             stream = current if on_current else chosen.stream
-            placed.append((stream, CallSequence(device, stream, chosen.communicator)))
-        streams = list(dict.fromkeys(stream for stream, _ in placed))
-        if not on_current:
-            start = device.record(current)
-            for stream in streams:
+            if start is not None:
                 device.wait(stream, start)
-        for request, (_, sequence) in zip(requests, placed, strict=True):
-            request.add_calls(sequence)
-        for stream, sequence in placed:
-            _run(device, stream, sequence.before)
-        self._call([sequence for _, sequence in placed])
-        for stream, sequence in placed:
-            _run(device, stream, sequence.after)
-        pending.issued(current, streams, [tensor for _, sequence in placed for tensor in sequence.kept])
+            if stream not in streams:
+                streams.append(stream)
+            sequence = CallSequence(device, stream, chosen.communicator)
+            for request in requests:
+                request.add_calls(sequence)
+            sequences.append(sequence)
+        calls: list[Callable[[], object]] = []
+        kept: list[torch.Tensor] = []
+        for sequence in sequences:
+            if sequence.before:
+                _run(device, sequence.stream, sequence.before)
+            calls += sequence.calls
+            kept += sequence.kept
+        if len(calls) == 1:
+            calls[0]()
+        elif calls:
+            self._call_together(calls)
+        for sequence in sequences:
+            for op in sequence.made_ops:
+                sequence.communicator.destroy_op(op)
+            if sequence.after:
+                _run(device, sequence.stream, sequence.after)
+        pending.issued(current, streams, kept)
 
-    def _call(self, placed: list[CallSequence]) -> None:
-        calls = [call for sequence in placed for call in sequence.calls]
-        with self._library.group() if len(calls) > 1 else nullcontext():
+    def _call_together(self, calls: list[Callable[[], object]]) -> None:
+        with self._library.group():
             for call in calls:
                 call()
-        for sequence in placed:
-            sequence.clean()
 
     def _release_completed(self) -> None:
         """Releases the tensors of completed operations that no stream waited for.
@@ -242,7 +266,9 @@ class Enqueuer:
             for streams, queue in list(self._unreleased.items()):
                 try:
                     while queue and (queue[0].released or queue[0].completed()):
-                        completed.append(queue.popleft())
+                        pending = queue.popleft()
+                        if not pending.released:
+                            completed.append(pending)
                 except RuntimeError:  # the device's error: the watchdog sees to it
                     pass
                 if not queue:
@@ -251,6 +277,11 @@ class Enqueuer:
             pending.release(pending.streams[0])
 
 
+class _Region(threading.local):
+    """The coalescing region that is open on a thread."""
+
+    kept: list[tuple[Request, CoalescedOperationWork]] | None = None
+
+
 def _run(device: Device, stream: Stream, functions: list[Callable[[], object]]) -> None:
-    if functions:
-        device.run(stream, lambda: [function() for function in functions])
+    device.run(stream, lambda: [function() for function in functions])

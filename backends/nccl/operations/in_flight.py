@@ -32,6 +32,10 @@ class PendingOperation:
         captured: whether they are recorded into a graph, to run when that is replayed: then their events
             tell nothing.
         recorded: their entries in the flight record.
+
+    Attributes:
+        error: why the operations failed, once they have.
+        released: whether no tensors are kept any more.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class PendingOperation:
         self.streams: tuple[Stream, ...] = ()
         self._origin: Stream | None = None
         self._recorded = recorded
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        self.released = False
         self.began = time.monotonic()
         self._kept: list[torch.Tensor] = []
         self._events: tuple[Event, ...] = ()
@@ -67,17 +72,13 @@ class PendingOperation:
         self._origin = origin
         self.streams = tuple(streams)
         self._kept = kept
-        self._events = tuple(self.device.record(stream) for stream in self.streams)
+        self.released = not kept
+        self._events = tuple(map(self.device.record, self.streams))
         self._issued = True
 
-    @property
-    def error(self) -> Exception | None:
-        """Why the operations failed, once they have."""
-        return self._error
-
-    @error.setter
-    def error(self, error: Exception) -> None:
-        self._error = error
+    def fail(self, error: Exception) -> None:
+        """Notes why the operations failed."""
+        self.error = error
         for operation in self._recorded:
             operation.end(error)
 
@@ -105,21 +106,14 @@ class PendingOperation:
         return self.error is not None or self.completed()
 
     def block_stream(self, stream: Stream) -> None:
-        """Makes a stream wait for the operations, unless they are on it."""
+        """Makes a stream wait for the operations, unless they are on it.
+
+        Drops the tensors kept if they belong to the stream. Another stream's wait says nothing about the one
+        that they would be given out to again.
+        """
         for own, event in zip(self.streams, self._events, strict=True):
             if own != stream:
                 self.device.wait(stream, event)
-
-    @property
-    def released(self) -> bool:
-        """Whether no tensors are kept any more."""
-        return self._issued and not self._kept
-
-    def waited(self, stream: Stream) -> None:
-        """Drops the tensors kept if they belong to ``stream``, which waits for the operations.
-
-        Another stream's wait says nothing about the one that they would be given out to again.
-        """
         if stream == self._origin:
             self.release(stream)
 
@@ -127,4 +121,5 @@ class PendingOperation:
         """Drops the tensors kept, in the order of a stream; the operations come before, or have completed."""
         if self._kept:
             kept, self._kept = self._kept, []
+            self.released = True
             self.device.drop(stream, kept)

@@ -43,7 +43,7 @@ _BYTE = NcclDataType.UINT8
 
 
 class CallSequence:
-    """The copies and calls of NCCL of one operation.
+    """The copies and calls of NCCL of operations on one stream.
 
     Args:
         device: the device.
@@ -51,22 +51,25 @@ class CallSequence:
         communicator: what NCCL's calls go to.
 
     Attributes:
+        stream: where they run.
         communicator: the communicator.
         before: copies into temporaries.
         calls: calls of NCCL.
         after: copies out of temporaries.
-        kept: tensors that must live until the stream has passed the operation.
+        kept: tensors that must live until the stream has passed the operations.
+        made_ops: reductions that were made for the calls, to be given back after they were started.
     """
 
     def __init__(self, device: Device, stream: Stream, communicator: Communicator) -> None:
+        self.stream = stream
         self.communicator = communicator
         self.before: list[Callable[[], object]] = []
         self.calls: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
         self.kept: list[torch.Tensor] = []
+        self.made_ops: list[int] = []
         self._device = device
-        self._stream = stream
-        self._made_ops: list[int] = []
+        self._handle = device.handle(stream)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor to be read: this one, or a copy."""
@@ -94,8 +97,8 @@ class CallSequence:
         return stand_in
 
     def temporary(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns a flat tensor that lives until the stream has passed the operation."""
-        made = self._device.empty(self._stream, count, dtype)
+        """Returns a flat tensor that lives until the stream has passed the operations."""
+        made = self._device.empty(self.stream, count, dtype)
         self.kept.append(made)
         return made
 
@@ -108,20 +111,15 @@ class CallSequence:
             *arguments: its arguments but the stream, which is the last.
         """
         if count:
-            self.calls.append(partial(function, *arguments, self._device.handle(self._stream)))
+            self.calls.append(partial(function, *arguments, self._handle))
 
     def op(self, reduction: Reduction) -> int:
-        """Returns the code of a reduction, good until :meth:`clean`."""
+        """Returns the code of a reduction, good until it is given back."""
         if reduction.factor is None:
             return reduction.op
         made = self.communicator.premul_sum(reduction.factor, reduction.dtype)
-        self._made_ops.append(made)
+        self.made_ops.append(made)
         return made
-
-    def clean(self) -> None:
-        """Gives back what the calls needed; after they were started."""
-        for op in self._made_ops:
-            self.communicator.destroy_op(op)
 
 
 def _copy(output: torch.Tensor, flat: torch.Tensor) -> None:

@@ -51,13 +51,19 @@ class Reduction:
     factor: float | None = None
 
 
+_WITHOUT_FACTOR = {
+    (dtype, op.name): Reduction(DATA_TYPES[_PARTS.get(dtype, dtype)], 2 if dtype in _PARTS else 1, code)
+    for dtype in (*DATA_TYPES, *_PARTS)
+    for op, code in REDUCTIONS.items()
+} | {(torch.bool, name): Reduction(NcclDataType.UINT8, 1, code) for name, code in _OF_BOOLS.items()}
+
+
 def reduction_of(dtype: torch.dtype, op: ReduceOp) -> Reduction:
     """Returns a reduction that the capabilities offer."""
-    if dtype is torch.bool:
-        return Reduction(NcclDataType.UINT8, 1, _OF_BOOLS[op.name])
+    if op.factor is None:
+        return _WITHOUT_FACTOR[dtype, op.name]
     real = _PARTS.get(dtype, dtype)
-    code = NcclRedOp.SUM if op.factor is not None else REDUCTIONS[op]
-    return Reduction(DATA_TYPES[real], 2 if dtype in _PARTS else 1, code, op.factor)
+    return Reduction(DATA_TYPES[real], 2 if dtype in _PARTS else 1, NcclRedOp.SUM, op.factor)
 
 
 def capabilities_on(device: str, float8: bool) -> Capabilities:
