@@ -240,10 +240,11 @@ class Membership(BackendInterface):
         """Raises unless the group can run the operation on such a tensor; remembers what it admitted."""
         if limit is not None:
             check.check_limit(self, operation, limit)
-        if op is not None:
-            check.check_factor(self, operation, op)
-        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, None if op is None else op.code)
+        reduction = None if op is None else (op.code, op.factor is None)
+        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, reduction)
         if key not in self._admitted:
+            if op is not None:
+                check.check_factor(self, operation, op)
             check.check_offered(self, operation, tensor, op)
             self._admitted.add(key)
 

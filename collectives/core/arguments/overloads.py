@@ -46,10 +46,12 @@ def with_reduction(
     """
     if type(opts) is kind:
         return opts
-    opts = record(opts)
-    if hasattr(opts, "reduceOp"):
-        return kind(opts.timeout, opts.asyncOp, opts.reduceOp)
-    return kind(timeout=timeout, reduceOp=ReduceOp.of(first_given(opts, op, ReduceOp.SUM)))
+    if opts is not None:
+        opts = record(opts)
+        if hasattr(opts, "reduceOp"):
+            return kind(opts.timeout, opts.asyncOp, opts.reduceOp)
+        op = opts
+    return kind(timeout=timeout) if op is None else kind(timeout=timeout, reduceOp=ReduceOp.of(op))
 
 
 def with_limit(kind: type[_Limited], opts: Any, timeout: timedelta | None) -> _Limited:

@@ -41,8 +41,10 @@ def clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     bounds = []
     for i, tensor in enumerate(tensors):
         if tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            elements = 1 + sum((size - 1) * stride for size, stride in steps)
+            elements = tensor.numel()
+            if not tensor.is_contiguous():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                elements = 1 + sum((size - 1) * stride for size, stride in steps)
             first = tensor.data_ptr()
             bounds.append((first, first + elements * tensor.element_size(), i))
     bounds.sort()
