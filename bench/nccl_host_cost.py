@@ -24,7 +24,6 @@ import torch
 import collectives
 from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.backends.nccl.device import Device, Event, Stream
-from collectives.backends.nccl.libnccl.calls_in_progress import Groups
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
@@ -139,7 +138,7 @@ class _Library(NcclLibrary):
         pass
 
     def _init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> Communicator:  # noqa: ARG002
-        return _Communicator(self._symbols, Groups(), rank, size)
+        return _Communicator(self._symbols, self._groups, rank, size)
 
     def _group_start(self) -> None:
         pass

@@ -41,7 +41,7 @@ from collectives.core.types import (
     ReduceScatterOptions,
     ScatterOptions,
 )
-from collectives.core.work import Work
+from collectives.core.work import CoalescedWork, Work
 from collectives.errors import DistError
 from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
@@ -276,6 +276,12 @@ class ProcessGroupNCCL(ProcessGroup):
         """Enqueues the operations that this thread issues inside as one, at the end."""
         with self._enqueuer.coalescing():
             yield
+
+    def _issue_together(self, issue: Callable[[], list[Work]]) -> Work:
+        """Returns one Work for what ``issue`` issues, so that one wait serves it; see the base class."""
+        with self._enqueuer.coalescing() as whole:
+            works = issue()
+        return whole[0] if whole else CoalescedWork(works)
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ _Direction = tuple[int | None, int | None]
 """The other rank of messages, ``None`` for collectives, and the sender where that is it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """An operation that a member has called.
 
@@ -104,7 +104,8 @@ class Enqueuer:
         """Keeps requests of this thread back, enqueues them as one at the end, and drops them after an error.
 
         Yields:
-            A list that holds the Work of the whole after the end. An inner region belongs to the outer one.
+            A list that holds the Work of the whole after the end; for an inner region, which belongs to the
+            outer one, it stays empty.
 
         Raises:
             ValueError: the requests are on different devices.
@@ -169,7 +170,8 @@ class Enqueuer:
             raise
         with self._releasing:
             self._unreleased.setdefault(pending.streams, deque()).append(pending)
-        return NcclWork(self._owner, pending, outputs, blocks, first.source)
+        source = first.source if len(requests) == 1 else None
+        return NcclWork(self._owner, pending, outputs, blocks, source)
 
     def _note_failure(self, pending: PendingOperation, error: BaseException) -> None:
         """Fails an operation that was not issued.
