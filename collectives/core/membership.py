@@ -241,7 +241,7 @@ class Membership(BackendInterface):
         if limit is not None:
             check.check_limit(self, operation, limit)
         reduction = None if op is None else (op.code, op.factor is None)
-        key = (operation, tensor.dtype, tensor.device.type, tensor.layout, reduction)
+        key = (operation, tensor.dtype, tensor.device, tensor.layout, reduction)
         if key not in self._admitted:
             if op is not None:
                 check.check_factor(self, operation, op)

@@ -135,3 +135,5 @@ def test_a_reduction_with_a_factor_needs_it(group: Any) -> None:
             call()
     group.allreduce(x, collectives.make_premul_sum(3.0)).wait()
     assert x.tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match=r"PREMUL_SUM.*make_premul_sum"):  # after one that was taken, too
+        group.allreduce(x, premul)
