@@ -222,6 +222,35 @@ def test_a_rank_leaves_too_early(nccl_library: Path) -> None:
     run_over_double(left, 2, nccl_library)
 
 
+def needs_of_operations(group: ProcessGroup) -> None:
+    """Over a slow collective the group looks after all ranks, over a message after its peer."""
+
+    def message() -> collectives.Work:
+        one = torch.ones(1)
+        return group.send(one, 0) if group.rank() == 1 else group.recv(one, 1)
+
+    def collective() -> collectives.Work:
+        return group.allreduce(torch.ones(1))
+
+    for call, needed in ((collective, None), (message, {1})):
+        call().wait()  # makes the connections
+        if group.rank() == 1:
+            gate(call.__name__, group)
+            call().wait()
+            continue
+        slow: list[Any] = []
+        with mock.patch.object(group, "check_peers", slow.append):
+            work = call()
+            assert eventually(lambda slow=slow: any(slow))
+        assert slow[-1].peers == needed
+        gate(call.__name__, group)
+        work.wait()
+
+
+def test_needs_of_operations(nccl_library: Path) -> None:
+    run_over_double(needs_of_operations, 2, nccl_library)
+
+
 def errors_of_nccl(group: Any, path: Path) -> None:
     double = load(path)
     group.allreduce(torch.ones(1)).wait()
