@@ -128,9 +128,8 @@ class Client:
             connection = (self._idle_local if is_local else self._idle).pop()
         except IndexError:
             return None
-        if (
-            self._failure is not None
-        ):  # by now close() has seen the connection in use, or this sees its failure
+        # By now close() has seen the connection in use, or this sees its failure.
+        if self._failure is not None:
             self._drop(connection)
             return None
         try:
@@ -149,8 +148,8 @@ class Client:
         with self._lock:
             self._failure = self._failure or f"the store on {self._shown_as} was closed in this process"
             self.server = None
-            self._idle_local = []
-            idle, self._idle = self._idle, []
+            idle: set[Connection | LocalConnection] = {*self._idle, *self._idle_local}
+            self._idle, self._idle_local = [], []
             for connection in self._connections.difference(idle):
                 connection.abort()
         for connection in idle:

@@ -389,6 +389,17 @@ class TestLimits:
         server.set("k" * 8191, "")
         assert server.check(["k" * 8191])
 
+    @pytest.mark.parametrize("letter", ["é", "\udcff", "\0"])
+    def test_the_beginning_of_any_key_that_is_too_long_is_shown(self, server, letter):
+        key = "a" + letter * 8192
+        for call in (lambda: server.set(key, ""), lambda: server.check(["b", key])):
+            with pytest.raises(ValueError, match=r"8191 bytes") as raised:
+                call()
+            assert type(raised.value) is ValueError
+            assert str(raised.value).endswith(f": {key[:32]!r}...")
+        server.set("key", "value")  # nothing was sent
+        assert server.get("key") == b"value"
+
     def test_value(self, server):
         largest = 8 * 2**20
         with pytest.raises(ValueError, match=f"{largest} bytes, that for key 'big' has {largest + 1}"):

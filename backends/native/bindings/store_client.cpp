@@ -64,28 +64,30 @@ void put_bytes(std::string& requests, std::string_view prefix, std::string_view 
   requests += content;
 }
 
-void put_key_bytes(std::string& requests, std::string_view key) {
+void put_key_bytes(std::string& requests, std::string_view bytes, nb::handle key) {
   constexpr std::size_t kMost = store::kMaxKeyBytes - store::kPrefixOfUsers.size();
-  if (key.size() > kMost) {
-    constexpr std::size_t kShown = 32;
+  if (bytes.size() > kMost) {
+    constexpr Py_ssize_t kShown = 32;
+    const auto shown = nb::steal(PyUnicode_Substring(key.ptr(), 0, kShown));
+    if (!shown.is_valid()) throw nb::python_error();
     throw nb::value_error(("a key of a TCPStore may have " + std::to_string(kMost) + " bytes, this one has " +
-                           std::to_string(key.size()) + ": '" + std::string(key.substr(0, kShown)) + "'...")
+                           std::to_string(bytes.size()) + ": " + nb::repr(shown).c_str() + "...")
                               .c_str());
   }
-  put_bytes(requests, store::kPrefixOfUsers, key);
+  put_bytes(requests, store::kPrefixOfUsers, bytes);
 }
 
 // A user's key as it is stored. What came of bytes that are no text goes back to them.
 void put_key(std::string& requests, nb::handle key) {
   Py_ssize_t size = 0;
   if (const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &size)) {
-    return put_key_bytes(requests, {text, static_cast<std::size_t>(size)});
+    return put_key_bytes(requests, {text, static_cast<std::size_t>(size)}, key);
   }
   if (!PyUnicode_Check(key.ptr())) throw nb::python_error();
   PyErr_Clear();
   const auto encoded = nb::steal<nb::bytes>(PyUnicode_AsEncodedString(key.ptr(), "utf-8", "surrogateescape"));
   if (!encoded.is_valid()) throw nb::python_error();
-  put_key_bytes(requests, view(encoded));
+  put_key_bytes(requests, view(encoded), key);
 }
 
 // A member of an enumeration, too, which nanobind would convert first.
@@ -140,7 +142,8 @@ std::string encoded(std::string_view form, const nb::tuple& fields) {
   for (std::size_t i = 0; i < form.size(); ++i) put_field(requests, form[i], fields[i]);
   if (requests.size() > store::kMaxRequestBytes) {
     throw nb::value_error(("a request of " + std::to_string(requests.size()) +
-                           " bytes is more than a server takes: " + std::to_string(store::kMaxRequestBytes))
+                           " bytes is more than a server takes: " + std::to_string(store::kMaxRequestBytes) +
+                           "; pass fewer keys in one call")
                               .c_str());
   }
   return requests;
