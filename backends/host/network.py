@@ -1,4 +1,4 @@
-"""Where a rank runs, and whether others still listen."""
+"""Where a rank runs and listens, and whether others still do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import collectives._native as _native
 from collectives.store.process import system
+from collectives.store.tcp.ports import ports_to_try
 
-__all__ = ["place", "refuses"]
+__all__ = ["listen", "place", "refuses"]
 
 _LABEL = "COLLECTIVES_HOST_MACHINE"
+
+
+def listen(addresses: Sequence[str], size: int) -> _native.HostListeners:
+    """Listens for the ranks of a group.
+
+    Args:
+        addresses: numeric addresses of this machine.
+        size: number of ranks.
+
+    Raises:
+        DistNetworkError: the system refuses, or all ports of ``COLLECTIVES_PORT_RANGE`` are in use.
+        ValueError: that variable is no range of ports.
+    """
+    return _native.HostListeners(addresses, min(max(4 * size, 64), 4096), ports_to_try())
 
 
 def refuses(address: Sequence[Any], limit_s: float) -> bool:

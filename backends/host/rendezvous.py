@@ -31,7 +31,7 @@ from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends.host import rendezvous_records as records
 from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
 from collectives.backends.host.known_listeners import KnownListeners
-from collectives.backends.host.network import place
+from collectives.backends.host.network import listen, place
 from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.core.types import nanoseconds
@@ -48,7 +48,6 @@ from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
 from collectives.store.records import Checked, as_text, read, written
 from collectives.store.tcp.interfaces import choose_addresses
-from collectives.store.tcp.ports import ports_to_try
 from collectives.store.waiting import delete_keys, wait_for_keys
 
 __all__ = ["form"]
@@ -285,7 +284,7 @@ class _Attempt:
         self.members = membership
         self._await([self._key("plan")], [0], "did not say who shares memory with whom")
         chosen = choose_addresses(self.store, self._get_plan()["one_system"])
-        listeners = _native.HostListeners(chosen.addresses, min(max(4 * self.size, 64), 4096), ports_to_try())
+        listeners = listen(chosen.addresses, self.size)
         mine = {"leader": leader, "host": socket.gethostname(), "places": listeners.places}
         self._set(self._key("listener", self.rank), mine)
         if self.rank == 0:

@@ -38,19 +38,19 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
     ports = [port] if port else ports_to_try()
     if ports == [ANY_PORT]:
         ports *= _PORT_ATTEMPTS  # what the system chose for one address family may be taken in the other
+    in_use: OSError | None = None
     for attempt in ports:
         try:
             return _open(host, attempt)
         except OSError as error:  # noqa: PERF203
-            if port or error.errno != errno.EADDRINUSE:
+            if error.errno != errno.EADDRINUSE:
                 raise _listen_error(host, attempt, error) from error
+            in_use = error
+    if in_use is not None and (port or ports[0] == ANY_PORT):
+        raise _listen_error(host, port, in_use) from in_use
     raise DistNetworkError(
-        f"cannot listen on {host}: all of the {len(ports)} ports that were tried are in use"
-        + (
-            ""
-            if ports[0] == ANY_PORT
-            else f"; make {PORT_RANGE_VARIABLE}={os.environ[PORT_RANGE_VARIABLE]} wider"
-        )
+        f"cannot listen on {host}: all of the {len(ports)} ports of "
+        f"{PORT_RANGE_VARIABLE}={os.environ[PORT_RANGE_VARIABLE]} are in use; make the range wider"
     )
 
 

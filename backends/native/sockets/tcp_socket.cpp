@@ -97,7 +97,7 @@ Listener listen_tcp(const std::string& address, int backlog, std::span<const std
     if (port != 0) set(socket, SOL_SOCKET, SO_REUSEADDR, 1);
     // Two sockets may be bound to one port until one of them listens.
     if (::bind(socket.get(), name.get(), name.size) == 0 && ::listen(socket.get(), backlog) == 0) break;
-    if (errno != EADDRINUSE) {
+    if (errno != EADDRINUSE || port == 0) {
       throw Error(ErrorKind::network,
                   with_errno("cannot listen on " + Endpoint{address, port}.text(), errno));
     }
