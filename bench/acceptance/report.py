@@ -11,7 +11,10 @@ from typing import Any
 
 from collectives.bench.core.records import BaseReport
 
-__all__ = ["CheckFailedError", "CheckSkippedError", "Report", "Row", "Verdict", "checked"]
+__all__ = ["CheckFailedError", "CheckSkippedError", "Found", "Report", "Row", "Verdict", "checked"]
+
+Found = tuple[str, Mapping[str, Any]]
+"""What a check found, in words and as figures."""
 
 
 class CheckFailedError(Exception):
@@ -56,7 +59,7 @@ class Row:
         return f"{mark:4}  {self.section}: {self.name}: {self.said}"
 
 
-def checked(section: str, name: str, check: Callable[[], tuple[str, Mapping[str, Any]]]) -> Row:
+def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
     """Carries out a check; returns its row.
 
     Args:

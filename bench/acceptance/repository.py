@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from xml.etree import ElementTree as ET
 
 import collectives
-from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError
+from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Found
 
 __all__ = ["root", "run_tests"]
 
@@ -24,7 +24,7 @@ def root() -> Path:
     return Path(collectives.__file__).resolve().parents[1]
 
 
-def run_tests(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+def run_tests(words: Sequence[str]) -> Found:
     """Runs tests of the repository; returns their numbers in words and as figures.
 
     Args:

@@ -18,14 +18,12 @@ from collectives.bench.acceptance import failures, streams
 from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
-from collectives.bench.acceptance.report import CheckFailedError, Row, checked
+from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
 from collectives.bench.acceptance.repository import run_tests
 from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, training_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 
 __all__ = ["SECTIONS", "Plan"]
-
-Found = tuple[str, Mapping[str, Any]]
 
 _SHORT_TYPES: Final = (torch.float32,)
 _LIMIT_S: Final = 120.0

@@ -102,8 +102,22 @@ def test_host_cost_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(speed.LIMITS_US)
     costs = [Cost(names[0], 20, 10, 15.1), Cost(names[1], 20, 10, 14.9), Cost(names[2], 20, 10, 30.0)]
     monkeypatch.setattr(speed.nccl_host_cost, "measure", lambda calls: costs)
-    judged = [*speed.host_cost_rows(Devices(), short=True)]
+    whole, *judged = speed.host_cost_rows(Devices(), short=True)
+    assert whole.verdict is Verdict.PASSED
     assert [row.name for row in judged] == names
     assert [row.verdict for row in judged] == [Verdict.FAILED, Verdict.PASSED, Verdict.PASSED]
     assert "15.0 us are allowed" in judged[0].said
     assert {row.verdict for row in speed.host_cost_rows(DoublePlatform(), short=True)} == {Verdict.PASSED}
+
+
+def test_a_measurement_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> list[Cost]:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(speed.nccl_host_cost, "measure", breaks)
+    monkeypatch.setattr(speed.ddp, "Options", breaks)
+    rows = [
+        *speed.host_cost_rows(Devices(), short=True),
+        *speed.training_rows(Devices(), 2, "cupy", short=True),
+    ]
+    assert [(row.verdict, row.said) for row in rows] == [(Verdict.FAILED, "RuntimeError: no driver")] * 2
