@@ -21,7 +21,6 @@ _PAGE = """<!DOCTYPE html>
 <title>{{ report.program }}</title>
 <style>
   body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
-  body { color: #222; }
   code { background: #f2f2f2; padding: .1rem .3rem; }
   .wide { overflow-x: auto; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -67,7 +66,8 @@ def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
     import markupsafe
 
     plain = report.as_json()
-    columns, rows, common = _split([_flat(record) for record in plain["records"]])
+    records = [_flat(record) for record in plain["records"]]
+    columns, common = _split(records)
     drawn = [markupsafe.Markup(_drawn(chart, first=i == 0)) for i, chart in enumerate(report.charts())]  # noqa: S704 - Plotly's
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text = page.render(
@@ -75,7 +75,7 @@ def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
         command=command,
         charts=drawn,
         columns=columns,
-        rows=[[_shown(row.get(name)) for name in columns] for row in rows],
+        rows=[[_shown(row.get(name)) for name in columns] for row in records],
         tables=[
             ("The same in all measurements", _facts(common)),
             ("Options", _facts(plain["options"])),
@@ -96,15 +96,13 @@ def _flat(record: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _split(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[list[str], Sequence[Mapping[str, Any]], dict[str, Any]]:
-    """Returns the names of what differs between records, the records, and what does not differ."""
+def _split(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the names of what differs between records, and what does not differ."""
     names = list(dict.fromkeys(name for record in records for name in record))
     varied = [name for name in names if len({str(record.get(name)) for record in records}) > 1]
     columns = varied or names
     common = {name: records[0].get(name) for name in names if name not in columns} if records else {}
-    return columns, records, common
+    return columns, common
 
 
 def _facts(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
