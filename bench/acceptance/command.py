@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the checks, prints a row for each, and returns 0 where all passed, else 1.
+    """Runs the checks, prints a row for each, and returns 0 where there were some and all passed, else 1.
 
     Raises:
         CommandError: there is nothing to check here, or no such section.
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(row.line(), flush=True)
             _write(report, arguments.json, arguments.markdown)  # what there is, should the machine go down
     print(f"# {report.summary()}")
-    return int(report.count(Verdict.PASSED) < len(report.records))
+    return int(not 0 < report.count(Verdict.PASSED) == len(report.records))
 
 
 def _usual_ranks(gpus: int) -> Sequence[int]:

@@ -86,6 +86,13 @@ def test_a_row_that_did_not_pass_is_named_and_makes_the_status_1(
     assert row.replace("\\|", "").count("|") == 6
 
 
+def test_nothing_checked_is_no_success(
+    nothing_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "SECTIONS", {"here": lambda _plan: iter(())})
+    assert main(["accept", "--sections", "here"]) == 1
+
+
 def test_unknown_sections_are_refused(nothing_runs: None, capsys: Any) -> None:
     assert main(["accept", "--sections", "preflight,nothing"]) == 1
     assert "unknown sections nothing; known are preflight" in capsys.readouterr().err
