@@ -22,6 +22,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
 #include "bindings/fast_path.hpp"
+#include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
 #include "bindings/owned_group.hpp"
 #include "bindings/tensor_view.hpp"
@@ -83,7 +84,7 @@ std::shared_ptr<Task> send(OwnedGroup& group, Address data, std::size_t count, s
                            std::uint32_t tag, Nanoseconds timeout) {
   const DType checked = dtype_from(dtype);
   const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   return usable(group).send(envelope, pointer_from(data), timeout);
 }
 
@@ -91,7 +92,7 @@ std::shared_ptr<Task> receive(OwnedGroup& group, Address data, std::size_t count
                               int peer, std::uint32_t tag, Nanoseconds timeout) {
   const DType checked = dtype_from(dtype);
   const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   return usable(group).receive(envelope, pointer_from(data), timeout);
 }
 
@@ -106,7 +107,7 @@ bool wait_for(Task& task, std::optional<double> seconds) {
 
 template <class Function>
 auto without_gil(Function&& function) {
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   return function();
 }
 
@@ -250,7 +251,7 @@ void bind_bootstrap(nb::module_& module) {
       .def(
           "__init__",
           [](BootstrapFollower* follower, const std::string& address, int rank, int size, double seconds) {
-            const nb::gil_scoped_release release;
+            const ReleasedLock released;
             new (follower) BootstrapFollower(address, rank, size, deadline_in(seconds));
           },
           nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))

@@ -110,6 +110,8 @@ PythonInterrupt::~PythonInterrupt() {
   if (released_ != nullptr) restore(released_);
 }
 
+ReleasedLock::~ReleasedLock() { restore(released_); }
+
 void PythonInterrupt::blocks() {
   if (released_ == nullptr) released_ = PyEval_SaveThread();
 }

@@ -34,6 +34,19 @@ class PythonInterrupt final : public Interrupt {
   PyThreadState* released_ = nullptr;
 };
 
+// Gives up the GIL for its lifetime. In place of nanobind's, with which a daemon thread that comes back while
+// the interpreter ends would abort the process.
+class ReleasedLock {
+ public:
+  ReleasedLock() : released_(PyEval_SaveThread()) {}
+  ReleasedLock(const ReleasedLock&) = delete;
+  ReleasedLock& operator=(const ReleasedLock&) = delete;
+  ~ReleasedLock();
+
+ private:
+  PyThreadState* released_;
+};
+
 // The source line that issues an operation which the calling thread does not wait for: as
 // `PythonInterrupt::site`. Texts are kept, so that a line that issues many costs little.
 std::shared_ptr<const std::string> call_site();

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/interrupt.hpp"
 
 namespace nb = nanobind;
 
@@ -30,7 +31,7 @@ void bound_reduce(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources
   const std::vector<const void*> pointers = pointers_from(sources);
   const DType checked_dtype = dtype_from(dtype);
   const ReduceOp checked_op = op_from(op);
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   reduce(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
          checked_op, factor, {.second = pointer_from(second), .next = pointer_from(next)});
 }
@@ -43,7 +44,7 @@ void bound_fold(std::uintptr_t dst, const std::vector<std::uintptr_t>& sources, 
   const std::vector<const void*> pointers = pointers_from(sources);
   const DType checked_dtype = dtype_from(dtype);
   const ReduceOp checked_op = op_from(op);
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   kFunction(pointer_from(dst), pointers.data(), static_cast<int>(pointers.size()), count, checked_dtype,
             checked_op, factor);
 }
@@ -52,7 +53,7 @@ using Copy = void (*)(void*, const void*, std::size_t, const void*);
 
 template <Copy kFunction>
 void bound_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes, std::uintptr_t next) {
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   kFunction(pointer_from(dst), pointer_from(src), bytes, pointer_from(next));
 }
 
@@ -60,7 +61,7 @@ using Take = void (*)(void*, void*, std::size_t);
 
 template <Take kFunction>
 void bound_take(std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
-  const nb::gil_scoped_release release;
+  const ReleasedLock released;
   kFunction(pointer_from(dst), pointer_from(src), bytes);
 }
 

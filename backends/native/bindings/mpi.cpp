@@ -192,7 +192,7 @@ class MpiFastPath {
     request.outputs = parts_from(outputs);
     request.inputs = parts_from(inputs);
     auto in_flight = make_in_flight(std::move(request), 0);
-    const nb::gil_scoped_release release;
+    const ReleasedLock released;
     in_flight->start();
     return in_flight;
   }
@@ -318,7 +318,7 @@ void bind_mpi(nb::module_& module) {
   nb::class_<InFlight>(module, "MpiInFlight")
       .def("advance",
            [](InFlight& in_flight) {
-             const nb::gil_scoped_release release;
+             const ReleasedLock released;
              return in_flight.completed();
            })
       .def_prop_ro("moved",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -363,3 +365,26 @@ def test_an_average_that_can_be_represented_does_not_overflow(
     others = torch.ones(count, dtype=torch.bool)
     others[::7] = False
     assert_same_bits(result[others], expected[others])
+
+
+ENDS_WHILE_A_THREAD_COPIES = """
+import threading, time
+import torch
+from collectives import _native
+
+left, right = torch.ones(1 << 20), torch.ones(1 << 20)
+
+def copy():
+    while True:
+        _native.copy(left.data_ptr(), right.data_ptr(), left.nbytes)
+
+threading.Thread(target=copy, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.full
+def test_a_process_may_end_while_a_daemon_thread_is_in_a_kernel():
+    command = [sys.executable, "-c", ENDS_WHILE_A_THREAD_COPIES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
