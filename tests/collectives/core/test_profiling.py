@@ -88,7 +88,8 @@ def lasts_as_long(rank: int, size: int) -> None:
         assert work is not None
         if rank == 0:
             with torch.profiler.record_function("meanwhile"):
-                store.set("begun", "")
+                torch.ones(2)
+            store.set("begun", "")
         work.wait()
         assert work.is_completed()
         assert work.result()[0].tolist() == [2.0, 2.0]
