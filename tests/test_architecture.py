@@ -7,6 +7,7 @@ Names that the package's root re-exports count as those of the module that defin
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -112,13 +113,19 @@ def imports_of(module: str, types: bool = False) -> Iterator[Import]:
             yield Import(module, "collectives", node.attr, node.lineno, at_top)
 
 
-ALL_IMPORTS = [one for module in MODULES for one in imports_of(module)]
-ROOT_NAMES = {
-    one.name: one.module
-    for one in ALL_IMPORTS
-    if one.importer == "collectives" and one.module.startswith("collectives.")
-}
-"""The module that defines each name of the package's root."""
+@functools.cache
+def all_imports() -> tuple[Import, ...]:
+    return tuple(one for module in MODULES for one in imports_of(module))
+
+
+@functools.cache
+def names_of_the_root() -> dict[str, str]:
+    """Returns the module that defines each name of the package's root."""
+    return {
+        str(one.name): one.module
+        for one in all_imports()
+        if one.importer == "collectives" and one.module.startswith("collectives.")
+    }
 
 
 def target(one: Import) -> str | None:
@@ -130,21 +137,21 @@ def target(one: Import) -> str | None:
         if submodule in MODULES or submodule == "collectives._native":
             return submodule
         if one.module == "collectives":
-            return ROOT_NAMES.get(one.name, "collectives")
+            return names_of_the_root().get(one.name, "collectives")
     return one.module
 
 
 def test_every_module_has_a_floor() -> None:
     assert len(MODULES) > 40
-    assert ROOT_NAMES["ProcessGroup"] == "collectives.core.process_group"
+    assert names_of_the_root()["ProcessGroup"] == "collectives.core.process_group"
     assert {floor(module) for module in MODULES} == set(MAY_USE)
-    used = {(one.importer, one.name) for one in ALL_IMPORTS}
+    used = {(one.importer, one.name) for one in all_imports()}
     assert set(EXCEPTIONS) <= used, "an exception that nobody needs"
 
 
 def test_dependencies_point_one_way() -> None:
     wrong = []
-    for one in ALL_IMPORTS:
+    for one in all_imports():
         needed = target(one)
         if needed is None or (one.importer, one.name) in EXCEPTIONS:
             continue
@@ -159,7 +166,7 @@ def test_what_the_root_imports_does_not_import_the_root() -> None:
     """Only what stands on the contract as other packages do may import names from the root."""
     wrong = [
         str(one)
-        for one in ALL_IMPORTS
+        for one in all_imports()
         if one.module == "collectives"
         and floor(one.importer) not in {"backends", "bench", "collectives", "ddp"}
         and f"collectives.{one.name}" not in {*MODULES, "collectives._native"}
@@ -197,7 +204,7 @@ def test_modules_import_no_optional_package() -> None:
     required = {"torch", "numpy", "cloudpickle", "collectives", "collectives_registration"}
     wrong = [
         str(one)
-        for one in ALL_IMPORTS
+        for one in all_imports()
         if one.at_top
         and one.module.split(".")[0] not in (sys.stdlib_module_names | required)
         and floor(one.importer) != "integrations"  # which nothing else may import, as MAY_USE has it

@@ -19,8 +19,9 @@ SKIPPED = {"collectives.__main__", "collectives._native"}
 """Modules without an interface: they run something, or are private."""
 
 
-NAMES = sorted(set(modules()) - SKIPPED)
-SOURCES = {name: modules()[name].read_text() for name in NAMES}
+MODULES = modules()
+NAMES = sorted(set(MODULES) - SKIPPED)
+SOURCES = {name: MODULES[name].read_text() for name in NAMES}
 
 
 def kind_and_name(name: str) -> tuple[int, list[object]]:

@@ -34,6 +34,9 @@ FULL_FOLDERS = {
 }
 """Folders of the full tier, and why they are."""
 
+_WITHIN = tuple(f"{TESTS / folder}/" for folder in FULL_FOLDERS)
+"""What paths of files in them begin with."""
+
 SHARED = ("world_size", "mpi")
 """Parameters of many functions: all functions of a module together have each of their values."""
 
@@ -108,7 +111,7 @@ def is_full(item: pytest.Item) -> bool:
     """Returns whether a test belongs to the full tier alone."""
     if item.get_closest_marker("full") is not None:
         return True
-    return any(item.path.is_relative_to(TESTS / folder) for folder in FULL_FOLDERS)
+    return str(item.path).startswith(_WITHIN)
 
 
 def sample(cases: Sequence[pytest.Item], dice: random.Random, used: Counter[_Value]) -> list[pytest.Item]:
