@@ -260,7 +260,7 @@ class BucketReducer:
     def abandon(self, current: BackwardPass) -> None:
         """Gives the peers of an abandoned pass what they wait for, without waiting."""
         buckets = self._gradients.buckets
-        self._gradients.release_grads(buckets[: self._next])
+        self._gradients.release_grads(buckets)
         self.launch_ready(current)
         self.abandoned += [
             handle for bucket in buckets if (handle := bucket.work or bucket.future) is not None

@@ -306,7 +306,7 @@ class Gradients:
         ]
 
     def release_grads(self, buckets: Iterable[Bucket]) -> None:
-        """Gives parameters another ``.grad`` where it is being reduced, so that nobody need wait for that.
+        """Gives parameters another ``.grad`` where it lies in a bucket, whose memory the peers still need.
 
         What peers have added by now may be in it.
         """

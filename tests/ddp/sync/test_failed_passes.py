@@ -134,6 +134,32 @@ def test_gradients_of_a_pass_that_was_broken_off_do_not_change_behind_the_caller
     assert changed == []
 
 
+def broken_off_with_gradients(group):
+    """Returns how many gradients a broken-off pass does not reach, and which of them it changes."""
+
+    def boom():
+        raise ValueError("between the layers")
+
+    ours, _ = pair(group, Chain, bucket_cap_mb=0, gradient_as_bucket_view=True)
+    Marked.log = []
+    ours(data(group.rank())).sum().backward()
+    kept = {name: p.grad.clone() for name, p in ours.module.a.named_parameters()}
+    handle = ours.module.a.register_forward_hook(lambda *call: Doing.apply(call[2], boom))
+    loss = ours(data(group.rank())).sum()
+    handle.remove()
+    with pytest.raises(ValueError, match="between the layers"):
+        loss.backward()
+    group.allreduce([torch.ones(1)]).wait()  # behind all that the pass has sent
+    changed = [name for name, p in ours.module.a.named_parameters() if not torch.equal(p.grad, kept[name])]
+    return len(kept), changed
+
+
+def test_a_pass_that_was_broken_off_leaves_gradients_alone_that_it_did_not_reach() -> None:
+    for count, changed in run_ranks(broken_off_with_gradients, 2, backend="host"):
+        assert count
+        assert changed == []
+
+
 def dying(group, options, hook):
     loss = acting_within_backward(group, options, hook, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PeerLostError) as caught:
