@@ -1,7 +1,8 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
 Inside: the programs; in folders what they share (core) and what one question needs (comparison, cost_model,
-paper, training, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
+paper, scale, training, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command
+(:mod:`.cli`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ PROGRAMS = {
     "model": "collectives.bench.model",
     "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
+    "scale": "collectives.bench.scale.command",
     "store": "collectives.bench.store",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.

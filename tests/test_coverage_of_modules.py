@@ -103,6 +103,11 @@ TESTED_THROUGH = {
         "statements judged on the page",
         "advice all_reduces bucket_sizes convergence findings overlap scaling",
     ),
+    "bench/scale": (
+        "bench/scale/test_command.py",
+        "what the program counts",
+        "figures",
+    ),
     "bench/training": (
         "bench/test_ddp.py",
         "what the program measures",

@@ -9,6 +9,7 @@ ends all of them (:meth:`RankProcesses.ask`, :meth:`RankProcesses.gather`), or t
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -29,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 __all__ = [
     "CommandRanks",
+    "ForkedRanks",
     "NoAnswer",
     "RankFailedError",
     "RankProcesses",
@@ -232,12 +234,22 @@ class SpawnedRanks(RankProcesses):
         size: number of ranks.
         body: function at the top level of a module.
         args: its further arguments; pickled.
+
+    Attributes:
+        start_method: of ``multiprocessing``; that of :class:`ForkedRanks` differs.
     """
+
+    start_method = "spawn"
 
     def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
         super().__init__(size)
         self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-            _spawned, (self.address, body, args), nprocs=size, join=False, daemon=True
+            _spawned,
+            (self.address, body, args),
+            nprocs=size,
+            join=False,
+            daemon=True,
+            start_method=self.start_method,
         )
         try:
             self.gather_connections()
@@ -288,6 +300,20 @@ class SpawnedRanks(RankProcesses):
         super().close(at_once=at_once)
         for file in self._context.error_files:
             Path(file).unlink(missing_ok=True)
+
+
+class ForkedRanks(SpawnedRanks):
+    """The same, forked by the server of ``multiprocessing``: they share what that has imported.
+
+    Many ranks start in the time, and with the memory, of one that imports torch. The server imports the
+    module of the first body; it has the environment of this process at that time.
+    """
+
+    start_method = "forkserver"
+
+    def __init__(self, size: int, body: Callable[..., None], args: tuple[Any, ...] = ()) -> None:
+        multiprocessing.get_context(self.start_method).set_forkserver_preload([body.__module__])
+        super().__init__(size, body, args)
 
 
 class CommandRanks(RankProcesses):

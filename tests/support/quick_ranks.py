@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -44,7 +43,6 @@ def quick_ranks(loaded_process: None) -> Iterator[None]:
     the environment of the first of all these tests.
     """
     with pytest.MonkeyPatch.context() as patch:
-        start = functools.partial(processes.start_processes, start_method="forkserver")
-        patch.setattr(processes, "start_processes", start)
+        patch.setattr(processes.SpawnedRanks, "start_method", "forkserver")
         patch.setenv(SECRET, _SECRET)  # which a launcher would give its ranks
         yield
