@@ -52,12 +52,15 @@ def join_group(
         DistStoreError: a member did not come in time; names all that are missing.
         PeerLostError: a member has died.
     """
+    part = str(members[0]) if members else ""  # of several groups that one call makes, one for each part
     try:
         conflict = _conflict(store, f"{key}/first", rank, request)
-        here = f"{key}/here/{rank}"
-        store.set(here, written(conflict, here))
-        if not conflict and rank in members:
-            conflict = _wait_for_members(store, key, rank, members, timeout, lost_ranks)
+        if conflict:
+            store.set(f"{key}/conflict", written(conflict, f"{key}/conflict"))
+            if members:
+                _decide(store, f"{key}/outcome/{part}", conflict)
+        elif rank in members:
+            conflict = _join_members(store, key, part, rank, members, timeout, lost_ranks)
     except _torch_distributed.DistNetworkError:
         # It may have gone with the member that kept it, whose end shows a little later.
         end = time.monotonic() + _LOSS_LIMIT_S
@@ -69,8 +72,21 @@ def join_group(
         raise CollectiveMismatchError(
             f"[rank {rank}] new_group: {conflict}; all ranks must create the same groups in the same order"
         )
-    if callers and int(store.add(f"{key}/done", 1)) == len(callers):
-        delete_keys(store, [f"{key}/{name}" for name in ("first", "done", *(f"here/{r}" for r in callers))])
+    if callers:
+        _leave(store, key, part, rank, members, len(callers))
+
+
+def _leave(store: Any, key: str, part: str, rank: int, members: Sequence[int], callers: int) -> None:
+    """Deletes what nobody reads any more: the last member what is theirs, the last of all the rest."""
+    done = 1
+    if rank in members:
+        delete_keys(store, [f"{key}/here/{rank}"])
+        if int(store.add(f"{key}/arrived/{part}", 1)) < 2 * len(members):
+            return
+        delete_keys(store, [f"{key}/arrived/{part}", f"{key}/outcome/{part}"])
+        done = len(members)
+    if int(store.add(f"{key}/done", done)) == callers:
+        delete_keys(store, [f"{key}/first", f"{key}/done"])
 
 
 def _request(record: Any) -> tuple[int, str]:
@@ -104,28 +120,54 @@ def _refuse_lost(rank: int, members: Sequence[int], lost_ranks: Callable[[], Seq
         )
 
 
-def _wait_for_members(
+def _join_members(
     store: Any,
     key: str,
+    part: str,
     rank: int,
     members: Sequence[int],
     timeout: timedelta,
     lost_ranks: Callable[[], Sequence[int]],
 ) -> str:
-    """Returns the conflict that one of the members came with; empty where all agree."""
-    keys = [f"{key}/here/{member}" for member in members]
+    """Waits for all members; returns the conflict that one of them came with, empty where all agree.
+
+    Members wait for one key, which the last of them sets, so that what each asks the store does not grow with
+    their number.
+    """
+    store.set(f"{key}/here/{rank}", "")  # tells which are missing, in the end
+    outcome = f"{key}/outcome/{part}"
+    if int(store.add(f"{key}/arrived/{part}", 1)) == len(members):
+        _decide(store, outcome, "")
     end = time.monotonic() + timeout.total_seconds()
-    left = timeout
-    while not (all_here := wait_for_keys(store, keys, min(_LOST_CHECK, left))):
+    while not wait_for_keys(store, [outcome], min(_LOST_CHECK, _left(end))):
         _refuse_lost(rank, members, lost_ranks)
-        left = timedelta(seconds=end - time.monotonic())
-        if left <= timedelta(0):
-            break
+        if store.check([f"{key}/conflict"]):  # of a rank that takes itself for no member
+            conflict = f"{key}/conflict"
+            _decide(store, outcome, read(store.get(conflict), conflict, as_text))
+        elif time.monotonic() >= end:
+            _refuse_missing(store, key, rank, members, timeout, outcome)
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
-    if not all_here:
-        absent = [member for member, k in zip(members, keys, strict=True) if not store.check([k])]
-        text = f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}"
-        raise DistStoreError(text, absent[0] if absent else -1, missing_ranks=absent)
-    values = store.multi_get(keys) if store.has_extended_api() else [store.get(k) for k in keys]
-    conflicts = [read(value, k, as_text) for k, value in zip(keys, values, strict=True)]
-    return next(filter(None, conflicts), "")
+    return read(store.get(outcome), outcome, as_text)
+
+
+def _decide(store: Any, key: str, outcome: str) -> None:
+    """Publishes what members come to, unless one has done so: all go by the first word."""
+    value = written(outcome, key)
+    try:
+        store.compare_set(key, "", value)
+    except (NotImplementedError, AttributeError):  # then there are no conflicts
+        store.set(key, value)
+
+
+def _refuse_missing(
+    store: Any, key: str, rank: int, members: Sequence[int], timeout: timedelta, outcome: str
+) -> None:
+    absent = [member for member in members if not store.check([f"{key}/here/{member}"])]
+    if store.check([outcome]):  # they came at the last moment, and may have left again
+        return
+    text = f"[rank {rank}] new_group: {missing_text(absent or members, timeout)}"
+    raise DistStoreError(text, absent[0] if absent else -1, missing_ranks=absent)
+
+
+def _left(end: float) -> timedelta:
+    return timedelta(seconds=max(end - time.monotonic(), 0.001))

@@ -90,8 +90,8 @@ def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_group_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
     store = HashStore()
-    store.set("make/1/here/1", "rank 1 asks for something else")  # says an attacker
-    with pytest.raises(DistStoreError, match="'make/1/here/1' is not proved"):
+    store.set("make/1/outcome/0", "rank 1 asks for something else")  # says an attacker
+    with pytest.raises(DistStoreError, match="'make/1/outcome/0' is not proved"):
         join_group(store, "make/1", 0, [0, 1], "ranks 0 and 1", LONG)
 
 

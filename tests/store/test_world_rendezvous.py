@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +143,60 @@ def test_groups_need_no_more_of_a_store_than_every_store_has() -> None:
     store = PoorStore()
     calls = [lambda r=r: join_group(store, "make/1", r, [0, 2], "ranks 0 and 2", LIMIT) for r in range(3)]  # type: ignore[misc]
     assert on_threads(*calls) == [None] * 3
+
+
+def test_parts_that_one_call_makes_do_not_wait_for_each_other() -> None:
+    store = dist.HashStore()
+    calls = [
+        lambda r=r, part=part: join_group(store, "make/1", r, part, "two parts", LIMIT, callers=range(5))  # type: ignore[misc]
+        for part in ([0, 2], [3, 1])
+        for r in part
+    ]
+    assert on_threads(*calls) == [None] * 4
+    join_group(store, "make/1", 4, [], "two parts", LIMIT, callers=range(5))
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_takes_itself_for_no_member_stops_those_who_wait_for_it() -> None:
+    store = dist.HashStore()
+    errors = on_threads(
+        lambda: join_group(store, "make/1", 0, [0, 1], "ranks 0 and 1", LIMIT),
+        lambda: _join_once_asked(store, 1, [2], "rank 2"),
+    )
+    for error in errors:
+        assert isinstance(error, dist.CollectiveMismatchError)
+        assert "rank 0 asks for ranks 0 and 1, but rank 1 for rank 2" in str(error)
+
+
+def _join_once_asked(store: dist.HashStore, rank: int, members: list[int], request: str) -> None:
+    store.wait(["make/1/first"], LIMIT)
+    join_group(store, "make/1", rank, members, request, LIMIT)
+
+
+class CountingStore(PrefixStore):
+    """Counts the keys that requests name, by thread."""
+
+    def __init__(self) -> None:
+        super().__init__("counted", dist.HashStore())
+        self.keys: Counter[int] = Counter()
+
+    def _key(self, key: str) -> str:
+        self.keys[threading.get_ident()] += 1
+        return super()._key(key)
+
+
+def test_what_a_member_asks_the_store_does_not_grow_with_their_number() -> None:
+    most = []
+    for size in (4, 24):
+        store = CountingStore()
+        everyone = range(size)
+        calls = [
+            lambda r=r: join_group(store, "make/1", r, everyone, "all", LIMIT, callers=everyone)  # type: ignore[misc]  # noqa: B023
+            for r in everyone
+        ]
+        assert on_threads(*calls) == [None] * size
+        most.append(max(store.keys.values()))
+    assert most[1] <= most[0] + 6, "more of the rare looks whether a member has died, where threads are slow"
 
 
 class LostStore(dist.HashStore):
