@@ -28,7 +28,7 @@ TESTED_THROUGH = {
     "backends/host": (
         "backends/host",
         "parts of its group",
-        "process_exit rendezvous_failures work",
+        "process_exit work",
     ),
     "backends/mpi": (
         "backends/mpi",

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import collectives._native as _native
 from collectives.backends._shared.exit_reasons import abort_reason
@@ -33,6 +33,7 @@ from collectives.backends.host.admission import check_system, group_key, own_use
 from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import listen, place
 from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
+from collectives.backends.host.rendezvous_keys import RendezvousKeys
 from collectives.backends.host.tuning_file import tuning_for
 from collectives.core.types import nanoseconds
 from collectives.errors import (
@@ -46,7 +47,7 @@ from collectives.errors import (
 )
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
-from collectives.store.records import Checked, as_text, read, written
+from collectives.store.records import Checked, as_text
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys
 
@@ -101,25 +102,22 @@ def form(
     return group
 
 
-_T = TypeVar("_T")
-
-
 class _Attempt:
     """One rank's side of forming a group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, label: str) -> None:
-        self.store = store
+        self.keys = RendezvousKeys(store)
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.began = time.monotonic()
         self.deadline = self.began + timeout.total_seconds()
         self.label = label
-        self.prefix = ""
         self.several = False
         self.tuning: dict[str, int] = {}
         self.members: _native.Membership | None = None
-        self.elsewhere = 0
+        self.plan: Checked | None = None
+        self.elsewhere: dict[int, Checked] = {}
         self.heard: Checked | None = None
         self.listeners = KnownListeners()
 
@@ -130,20 +128,20 @@ class _Attempt:
         host = _native.BootstrapLeader(list(range(self.size)), self.size)
         self.tuning = tuning_for(self.size)
         invitation = {"place": place(), "system": system(), "address": host.address}
-        self._name_keys_after(host.address)
-        self._set(_ADDRESS, invitation)
+        self.keys.name_after(host.address)
+        self.keys.set(_ADDRESS, invitation)
         locations = self._gather(host)
         self.several = bool(locations)
         if locations:
             self._publish_plan(host.members, locations)
         membership = self._share(host)
-        delete_keys(self.store, [_ADDRESS] if self.several else [_ADDRESS, self._key("locations")])
+        delete_keys(self.keys.store, [_ADDRESS] if self.several else [_ADDRESS, self.keys.name("elsewhere")])
         return membership
 
     def follow(self) -> _native.Membership:
         """Any other rank: attaches the memory of its machine's leader, or makes it where it leads."""
         try:
-            came = wait_for_keys(self.store, [_ADDRESS], timedelta(seconds=self._left()))
+            came = wait_for_keys(self.keys.store, [_ADDRESS], timedelta(seconds=self._left()))
         except Exception as error:
             raise StoreLostError(str(error)) from error
         if not came:
@@ -152,11 +150,11 @@ class _Attempt:
                 0,
                 missing_ranks=[0],
             )
-        first = self._get(_ADDRESS, records.invitation)
+        first = self.keys.get(_ADDRESS, records.invitation)
         if "failed" in first:
             self.heard = first["failed"]
             raise error_of(self.heard)
-        self._name_keys_after(first["address"])
+        self.keys.name_after(first["address"])
         own = place()
         if own == first["place"]:
             membership = self._join(0, first["address"])
@@ -169,48 +167,45 @@ class _Attempt:
 
     def _find_machine(self, own: str) -> _native.Membership:
         """A rank that does not share memory with rank 0: finds its machine."""
-        self._set(self._key("location", self.rank), {"place": own, "system": system()})
-        self._ask("add", self._key("locations"), 1)
+        self.keys.announce("elsewhere", {"rank": self.rank, "place": own, "system": system()})
         self.deadline += _GRACE_S
-        self._await([self._key("plan")], [0], "did not say who shares memory with whom")
+        self._await([self.keys.name("plan")], [0], "did not say who shares memory with whom")
         plan = self._get_plan()
         self.tuning = plan["tuning"]
         members = next(one for one in plan["machines"] if self.rank in one)
         if members[0] != self.rank:
-            key = self._key("leader", members[0])
+            key = self.keys.name("leader", members[0])
             self._await([key], members[:1], "did not publish its address")
-            membership = self._join(members[0], self._get(key, as_text))
+            membership = self._join(members[0], self.keys.get(key, as_text))
             if membership is not None:
                 return membership
-            self._set(self._key("apart", self.rank), True)
-            self._ask("add", self._key("aparts"), 1)
+            self.keys.announce("apart", {"rank": self.rank})
             members = [self.rank]
         host = _native.BootstrapLeader(members, self.size)
         if len(members) > 1:
-            self._set(self._key("leader", self.rank), host.address)
-            self._until(lambda: self._still_missing(host, "apart"), "did not come")
+            self.keys.set_own(self.keys.name("leader", self.rank), host.address)
+            self._until(lambda: self._still_missing(host, "apart", self._apart), "did not come")
         return self._share(host)
 
-    def _gather(self, host: _native.BootstrapLeader) -> dict[int, dict[str, str]]:
+    def _gather(self, host: _native.BootstrapLeader) -> dict[int, Checked]:
         """Rank 0: returns the locations of those who do not share its memory, once all have come."""
-        self._until(lambda: self._still_missing(host, "location"), "did not come")
-        elsewhere = sorted(set(range(self.size)) - set(host.members))
-        return {rank: self._get(self._key("location", rank), records.location) for rank in elsewhere}
+        self._until(lambda: self._still_missing(host, "elsewhere", self._location), "did not come")
+        return {rank: self.elsewhere[rank] for rank in sorted(set(range(self.size)) - set(host.members))}
 
-    def _still_missing(self, host: _native.BootstrapLeader, key: str) -> list[int]:
-        """Waits a moment for guests, then goes on without those who published that they do not attach."""
+    def _still_missing(
+        self, host: _native.BootstrapLeader, name: str, check: Callable[[Any], Checked]
+    ) -> list[int]:
+        """Waits a moment for guests, then goes on without those who announced that they do not attach."""
         waited = time.monotonic() - self.began
         missing = host.accept(min(max(waited / 4, _FIRST_SLICE_S), _SLICE_S))
-        published = self._ask("add", self._key(f"{key}s"), 0) if missing else self.elsewhere
-        if published == self.elsewhere:
-            return missing
-        self.elsewhere = published
-        for rank in missing:
-            if self._ask("check", [self._key(key, rank)]):
-                host.exclude(rank)
-        return host.accept(0.0)
+        announced = self.keys.new(name, check) if missing else []
+        for record in announced:
+            self.elsewhere[record["rank"]] = record
+            if record["rank"] in missing:
+                host.exclude(record["rank"])
+        return host.accept(0.0) if announced else missing
 
-    def _publish_plan(self, own: list[int], locations: dict[int, dict[str, str]]) -> None:
+    def _publish_plan(self, own: list[int], locations: dict[int, Checked]) -> None:
         machines: dict[str, list[int]] = {}
         for rank, location in locations.items():
             machines.setdefault(location["place"], []).append(rank)
@@ -221,7 +216,7 @@ class _Attempt:
             "one_system": one_system,
             "tuning": self.tuning,  # ranks that took different ways would wait for each other for ever
         }
-        self._set(self._key("plan"), plan)
+        self.keys.set(self.keys.name("plan"), plan)
 
     def _share(self, host: _native.BootstrapLeader) -> _native.Membership:
         """A leader: makes the memory, hands it to its guests, and waits until they have attached it."""
@@ -282,28 +277,31 @@ class _Attempt:
     def _register(self, membership: _native.Membership, leader: int) -> None:
         """Learns where the ranks of all machines listen, and lets them know where this one does."""
         self.members = membership
-        self._await([self._key("plan")], [0], "did not say who shares memory with whom")
-        chosen = choose_addresses(self.store, self._get_plan()["one_system"])
+        self._await([self.keys.name("plan")], [0], "did not say who shares memory with whom")
+        chosen = choose_addresses(self.keys.store, self._get_plan()["one_system"])
         listeners = listen(chosen.addresses, self.size)
         mine = {"leader": leader, "host": socket.gethostname(), "places": listeners.places}
-        self._set(self._key("listener", self.rank), mine)
+        # The last reader deletes that of rank 0: others look whether it still listens.
+        publish = self.keys.set_own if self.rank else self.keys.set
+        publish(self.keys.name("listener", self.rank), mine)
         if self.rank == 0:
-            self._await(
-                [self._key("listener", r) for r in range(self.size)], range(self.size), "did not register"
-            )
-            ranks = [self._get_listener(r) for r in range(self.size)]
+            keys = [self.keys.name("listener", r) for r in range(self.size)]
+            self._await(keys, range(self.size), "did not register")
+            ranks = self.keys.get_all(keys, self._listener)
             self._check_interfaces(ranks)
-            self._set(self._key("addresses"), {"ranks": ranks, "key": random_key()})
+            self.keys.set(self.keys.name("addresses"), {"ranks": ranks, "key": random_key()})
         else:
             self._await(
-                [self._key("addresses")],
+                [self.keys.name("addresses")],
                 [0],
                 "did not publish the addresses of all ranks",
                 lambda: self._watch_rank_0(leader),
             )
-        world = self._get(self._key("addresses"), partial(records.addresses, size=self.size))
-        if self._ask("add", self._key("readers"), 1) == self.size:
-            delete_keys(self.store, [self._key(*name) for name in records.names(self.size)])
+        world = self.keys.get(self.keys.name("addresses"), partial(records.addresses, size=self.size))
+        self.keys.delete_own()
+        if self.keys.ask("add", self.keys.name("readers"), 1) == self.size:
+            names = ("elsewhere", "apart", "plan", "listener/0", "addresses", "readers")
+            delete_keys(self.keys.store, map(self.keys.name, names))
         machines: dict[int, list[int]] = {}
         for rank, one in enumerate(world["ranks"]):
             machines.setdefault(one["leader"], []).append(rank)
@@ -313,7 +311,7 @@ class _Attempt:
             [world["ranks"][first]["host"] for first in machines],
             listeners,
             [[(address, port) for address, port in one["places"]] for one in world["ranks"]],
-            group_key(self.prefix, world["key"]),
+            group_key(self.keys.prefix, world["key"]),
             own_user_only(),
             chosen.chosen,
         )
@@ -331,8 +329,8 @@ class _Attempt:
     def _watch_rank_0(self, leader: int) -> None:
         """Tries whether rank 0 still listens, where this rank does not see its process."""
         known = self.listeners.places
-        if leader != 0 and 0 not in known and self._ask("check", [self._key("listener", 0)]):
-            known[0] = self._get_listener(0)["places"]
+        if leader != 0 and 0 not in known and self.keys.ask("check", [self.keys.name("listener", 0)]):
+            known[0] = self.keys.get(self.keys.name("listener", 0), self._listener)["places"]
         self.listeners.check([0], self.began)
 
     def link(self, group: _native.HostGroup) -> None:
@@ -364,31 +362,19 @@ class _Attempt:
 
     # ---- the store -------------------------------------------------------------------------------------
 
-    def _name_keys_after(self, address: str) -> None:
-        """Gives this attempt its own keys, so that nothing left by another one is taken for its own."""
-        self.prefix = "host/" + address.split(" ", maxsplit=1)[0]
-
-    def _key(self, name: str, rank: int | None = None) -> str:
-        return f"{self.prefix}/{name}" + ("" if rank is None else f"/{rank}")
-
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        """Calls the store."""
-        try:
-            return getattr(self.store, what)(*arguments)
-        except Exception as error:
-            raise StoreLostError(str(error)) from error
-
-    def _set(self, key: str, value: Any) -> None:
-        self._ask("set", key, written(value, key))
-
-    def _get(self, key: str, check: Callable[[Any], _T]) -> _T:
-        return read(self._ask("get", key), key, check)
-
     def _get_plan(self) -> Checked:
-        return self._get(self._key("plan"), partial(records.plan, size=self.size))
+        if self.plan is None:
+            self.plan = self.keys.get(self.keys.name("plan"), partial(records.plan, size=self.size))
+        return self.plan
 
-    def _get_listener(self, rank: int) -> Checked:
-        return self._get(self._key("listener", rank), partial(records.listener, size=self.size))
+    def _location(self, record: Any) -> Checked:
+        return records.location(record, self.size)
+
+    def _apart(self, record: Any) -> Checked:
+        return records.apart(record, self.size)
+
+    def _listener(self, record: Any) -> Checked:
+        return records.listener(record, self.size)
 
     # ---- waiting and failing ---------------------------------------------------------------------------
 
@@ -399,11 +385,12 @@ class _Attempt:
 
         def missing() -> list[int]:
             try:
-                self.store.wait(keys, timedelta(seconds=_SLICE_S))
+                self.keys.store.wait(keys, timedelta(seconds=_SLICE_S))
             except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
                 if look is not None:
                     look()
-                return [rank for key, rank in zip(keys, owners, strict=True) if not self._ask("check", [key])]
+                ask = self.keys.ask
+                return [rank for key, rank in zip(keys, owners, strict=True) if not ask("check", [key])]
             return []
 
         self.began = time.monotonic()
@@ -453,9 +440,9 @@ class _Attempt:
 
     def _published_failure(self) -> Checked | None:
         """Returns the record of the failure that a rank has published."""
-        if not self.prefix or not self._ask("check", [self._key("failed")]):
+        if not self.keys.prefix or not self.keys.ask("check", [self.keys.name("failed")]):
             return self.heard
-        return self._get(self._key("failed"), records.failure)
+        return self.keys.get(self.keys.name("failed"), records.failure)
 
     def failure(self, error: DistError | StoreLostError) -> DistError:
         """Returns the first failure that was published, or else this one, once the others have read it.
@@ -469,12 +456,12 @@ class _Attempt:
             published = self._published_failure()
         record = published or self._record(error)
         with contextlib.suppress(StoreLostError):
-            if self.prefix and not published:
-                self._set(self._key("failed"), record)
+            if self.keys.prefix and not published:
+                self.keys.set(self.keys.name("failed"), record)
             elif self.rank == 0 and not published:
-                self._set(_ADDRESS, {"failed": record})
-            if published or self.prefix or self.rank == 0:
-                await_readers(self._ask, self._key("failure read"), self.size, error_of(record))
+                self.keys.set(_ADDRESS, {"failed": record})
+            if published or self.keys.prefix or self.rank == 0:
+                await_readers(self.keys.ask, self.keys.name("failure read"), self.size, error_of(record))
         return error_of(record)
 
     def _record(self, error: DistError | StoreLostError) -> Checked:

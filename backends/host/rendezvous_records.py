@@ -10,11 +10,11 @@ from collectives.store.records import Checked, demand, fields
 
 __all__ = [
     "addresses",
+    "apart",
     "failure",
     "invitation",
     "listener",
     "location",
-    "names",
     "plan",
 ]
 
@@ -29,9 +29,14 @@ def invitation(record: Any) -> Checked:
     return fields(record, place=str, system=str, address=str)
 
 
-def location(record: Any) -> Checked:
+def location(record: Any, size: int) -> Checked:
     """Checks where a rank runs that does not share rank 0's memory."""
-    return fields(record, place=str, system=str)
+    return apart(record, size) | fields(record, place=str, system=str)
+
+
+def apart(record: Any, size: int) -> Checked:
+    """Checks which rank cannot share its leader's memory."""
+    return {"rank": _rank(fields(record, rank=int)["rank"], size)}
 
 
 def plan(record: Any, size: int) -> Checked:
@@ -67,12 +72,6 @@ def addresses(record: Any, size: int) -> Checked:
     led = [one["leader"] for one in ranks]
     demand(all(led[leader] == leader for leader in led), f"leaders {led} that are led themselves")
     return found
-
-
-def names(size: int) -> list[tuple[str, int | None]]:
-    """Returns what ranks publish for those on other machines: the names, and of whom."""
-    own = [(name, rank) for name in ("location", "leader", "apart", "listener") for rank in range(size)]
-    return [*own, *((name, None) for name in ("locations", "aparts", "plan", "addresses", "readers"))]
 
 
 def failure(record: Any) -> Checked:

@@ -33,7 +33,8 @@ CORPUS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         records.invitation,
         [{"place": "here", "system": "this", "address": "name secret"}, {"failed": ERROR}],
     ),
-    "location": (records.location, [{"place": "here", "system": "this"}]),
+    "location": (partial(records.location, size=SIZE), [{"rank": 2, "place": "here", "system": "this"}]),
+    "apart": (partial(records.apart, size=SIZE), [{"rank": 1}]),
     "plan": (
         partial(records.plan, size=SIZE),
         [{"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}],
