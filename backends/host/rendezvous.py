@@ -384,11 +384,14 @@ class _Attempt:
         """Waits for keys that other ranks set; calls ``look`` now and then."""
 
         def missing() -> list[int]:
+            late = time.monotonic() >= self.deadline
             try:
                 self.keys.store.wait(keys, timedelta(seconds=_SLICE_S))
             except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
                 if look is not None:
                     look()
+                if not late:
+                    return list(owners)  # some of them; which ones is asked when the time is up
                 ask = self.keys.ask
                 return [rank for key, rank in zip(keys, owners, strict=True) if not ask("check", [key])]
             return []
@@ -413,13 +416,16 @@ class _Attempt:
             connected: ``missing`` watches a connection that tells of failures too, so that the store is
                 allowed to fail before that says whose death it was.
         """
+        late = False
         while ranks := missing():
             try:
                 self._check_failures()
             except StoreLostError:
                 if not connected:
                     raise
-            if time.monotonic() >= self.deadline:
+            if not late:
+                late = time.monotonic() >= self.deadline  # then `missing` is to say once more which ones
+            else:
                 names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 raise CollectiveTimeoutError(
                     f"[rank {self.rank}] {self.label}: {names} {what} within {self.timeout}"
