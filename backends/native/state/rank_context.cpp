@@ -109,7 +109,7 @@ void RankContext::ring(std::atomic<std::uint32_t>& rings) noexcept {
 }
 
 void RankContext::ring_everyone() const noexcept {
-  for (int r = 0; r < size(); ++r) {
+  for (const int r : topology().local()) {
     ring(page(r).collective_doorbell.rings);
     ring(page(r).mail_doorbell.rings);
   }

@@ -124,7 +124,7 @@ class RankContext {
   // Stores a word that others may sleep for, and wakes those who do.
   void publish(std::atomic<std::uint64_t>& word, std::uint64_t value) const noexcept {
     word.store(value, std::memory_order_seq_cst);  // release for the readers, and one half of the handshake
-    for (int r = 0; r < size(); ++r) {
+    for (const int r : topology().local()) {
       CollectiveDoorbell& doorbell = page(r).collective_doorbell;
       // The other half; acquire of the two relaxed loads below.
       if (doorbell.publisher.load(std::memory_order_seq_cst) != static_cast<std::uint32_t>(rank()) + 1)

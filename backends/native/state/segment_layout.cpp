@@ -40,9 +40,9 @@ SegmentShape shape_for(int size, bool spans_machines) {
 
 SegmentLayout::SegmentLayout(const SegmentShape& shape) : shape_(shape) {
   const std::size_t ranks = shape.size;
-  counters_ = kPage + pages(2 * 2 * ranks * sizeof(std::uint64_t));
-  slots_ = counters_ + pages(2 * ranks * sizeof(MailCounter));
-  buffer_ = slots_ + pages(2 * shape.slot_bytes);
+  slots_ = kPage + pages(2 * 2 * ranks * sizeof(std::uint64_t));
+  counters_ = slots_ + pages(2 * shape.slot_bytes);
+  buffer_ = counters_ + pages(2 * ranks * sizeof(MailCounter));
   rank_bytes_ = buffer_ + pages(shape.buffer_bytes);
   mailboxes_ = kPage + ranks * rank_bytes_;
   mailbox_bytes_ = pages(shape.mail_bytes);

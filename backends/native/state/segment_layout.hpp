@@ -3,13 +3,13 @@
 //   header             magic, version, shape, tuning, the group's first failure, its label
 //   per rank           control page
 //                      split table: 2 parities x 2n numbers
-//                      mail counters: n bytes-written, n bytes-read
 //                      staging slots: 2 parities x slot_bytes, for short contributions
+//                      mail counters: n bytes-written, n bytes-read
 //                      staging buffer: all other contributions and the rings of long messages
 //   per ordered pair   mailbox: mail_bytes of framed point-to-point bytes
 //
 // Everything is zero at the start. A rank allocates its own part; mailboxes have no memory before their first
-// use, and mirrors of remote ranks have none for a staging buffer.
+// use, and mirrors of remote ranks have none for mail counters and a staging buffer.
 #pragma once
 
 #include <atomic>
@@ -80,7 +80,7 @@ struct SegmentHeader {
 static_assert(sizeof(SegmentHeader) <= kPage);
 
 inline constexpr std::uint64_t kMagic = 0x636f6c6c65637431;
-inline constexpr std::uint64_t kLayoutVersion = 5;
+inline constexpr std::uint64_t kLayoutVersion = 6;
 
 // Offsets in the segment.
 class SegmentLayout {
@@ -93,7 +93,7 @@ class SegmentLayout {
   // What rank r writes for collectives, committed by rank r itself, on its own memory node.
   std::size_t rank_bytes() const noexcept { return rank_bytes_; }
   // The part of it that a mirror needs, committed by the leader.
-  std::size_t mirror_bytes() const noexcept { return buffer_; }
+  std::size_t mirror_bytes() const noexcept { return counters_; }
   std::size_t rank_offset(int rank) const noexcept {
     return kPage + static_cast<std::size_t>(rank) * rank_bytes_;
   }
@@ -117,8 +117,8 @@ class SegmentLayout {
 
  private:
   SegmentShape shape_;
-  std::size_t counters_ = 0;
   std::size_t slots_ = 0;
+  std::size_t counters_ = 0;
   std::size_t buffer_ = 0;
   std::size_t rank_bytes_ = 0;
   std::size_t mailboxes_ = 0;

@@ -58,6 +58,16 @@ void test_limit_that_passes_when_all_have_come() {
   CHECK(error.message().find("waited for others") != std::string::npos);
 }
 
+// A machine holds a mirror of every remote rank: nothing in it is for each of the others but the splits.
+void test_mirrors_end_before_mail_counters() {
+  const SegmentLayout layout(shape_for(128, true));
+  const std::size_t end = layout.rank_offset(1) + layout.mirror_bytes();
+  CHECK(layout.splits_offset(1) + 4 * 128 * sizeof(std::uint64_t) <= end);
+  CHECK(layout.slot_offset(1) + 2 * layout.shape().slot_bytes <= end);
+  CHECK(layout.written_offset(1, 0) >= end && layout.read_offset(1, 0) >= end);
+  CHECK(layout.buffer_offset(1) >= end);
+}
+
 // A writer that dies between the two stores of a failure record leaves nobody spinning.
 void test_failure_record_that_stays_incomplete(bool writer_dies) {
   const std::shared_ptr<Segment> segment = segment_for(2);
@@ -95,6 +105,7 @@ Tests state_tests() {
   return {
       {"core of a rank that never waits", [] { test_core_of_a_rank_that_never_waits(); }},
       {"limit that passes when all have come", [] { test_limit_that_passes_when_all_have_come(); }},
+      {"mirrors end before mail counters", [] { test_mirrors_end_before_mail_counters(); }},
       {"failure record of a dead writer", [] { test_failure_record_that_stays_incomplete(true); }},
       {"failure record of a stopped writer", [] { test_failure_record_that_stays_incomplete(false); }},
   };

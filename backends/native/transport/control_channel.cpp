@@ -79,6 +79,7 @@ void ControlChannel::handle(int fd, std::uint32_t events) {
   if (found == links_.end()) return check_soon();  // a process has ended
   if ((events & EPOLLOUT) != 0) flush(found->second);
   if (!found->second.closing && (events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) read(found->second);
+  if (std::exchange(exits_received_, false)) context_.ring_everyone();
   remove_closed();
 }
 
@@ -309,7 +310,7 @@ bool ControlChannel::handle_frame(Link& link, const Frame& frame, std::string_vi
       received.site[kSiteBytes - 1] = '\0';
       store_snapshot(received, context_.page(frame.rank));
       if (frame.type == FrameType::status) return false;
-      context_.ring_everyone();
+      exits_received_ = true;
       return frame.rank == link.leader;
     }
     case FrameType::failure: {

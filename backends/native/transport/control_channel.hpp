@@ -109,6 +109,7 @@ class ControlChannel {
   bool failure_known_ = false;
   bool failure_sent_ = false;  // by this leader to all
   bool departure_announced_ = false;
+  bool exits_received_ = false;  // of which nobody has been told
   Nanoseconds next_check_ = 0;
   Nanoseconds next_tick_ = 0;
 };
