@@ -29,6 +29,7 @@ from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capa
 from collectives.backends.nccl.options import Options, checked_options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
+from collectives.core.arguments.staging import clusters, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
     AllgatherOptions,
@@ -159,9 +160,25 @@ class ProcessGroupNCCL(ProcessGroup):
     # ---- collectives ---------------------------------------------------------------------------------------
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        reduction = reduction_of(tensor.dtype, opts.reduceOp)
-        add_calls = partial(nccl_calls.all_reduce, tensor=tensor, reduction=reduction)
+        reductions = {tensor.dtype: reduction_of(tensor.dtype, opts.reduceOp)}
+        add_calls = partial(nccl_calls.all_reduce, tensors=[tensor], reductions=reductions)
         return self._collective("all_reduce", [tensor], opts, add_calls, opts.reduceOp.name)
+
+    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
+        """One operation with a call of NCCL for each tensor.
+
+        Tensors that share memory are copied, as the base class does.
+        """
+        if len({tensor.device for tensor in tensors}) != 1:  # none, or more than the end of a region takes
+            return super()._allreduce_coalesced(tensors, opts)
+        if clusters(tensors):
+            separate = dense_outputs(tensors, separate=True)
+            return separate.finish(self._allreduce_coalesced(separate.stand_ins, opts), opts.asyncOp)
+        dtypes = {tensor.dtype for tensor in tensors}
+        reductions = {dtype: reduction_of(dtype, opts.reduceOp) for dtype in dtypes}
+        tensors = list(tensors)  # which a region keeps to its end
+        add_calls = partial(nccl_calls.all_reduce, tensors=tensors, reductions=reductions)
+        return self._collective("all_reduce", tensors, opts, add_calls, opts.reduceOp.name)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         add_calls = partial(nccl_calls.broadcast, tensor=tensor, root=opts.rootRank)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from collectives.core.arguments.staging import write
+from collectives.core.arguments.staging import dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.types import (
     AllgatherOptions,
@@ -218,6 +218,12 @@ class BackendInterface(ABC):
 
         Called on the ranks that do not become members; here there is nothing to split.
         """
+
+    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
+        """All-reduce of each tensor, or of a copy of it where it has gaps or shares memory with another."""
+        separate = dense_outputs(tensors, separate=True)
+        work = self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
+        return separate.finish(work, opts.asyncOp)
 
     def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
         """All-reduce of a copy; the root keeps the result. As much traffic as an all-reduce."""

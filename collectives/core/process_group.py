@@ -9,7 +9,6 @@ import torch
 
 from collectives.core.arguments import operations, validation
 from collectives.core.arguments.operations import TensorLists, Tensors
-from collectives.core.arguments.staging import dense_outputs
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
 from collectives.core.profiling import with_events
@@ -106,12 +105,7 @@ class ProcessGroup(Membership):
                 share memory are reduced as copies; the last one given stays.
             opts: option record for all of them; ``None`` for sums within the group's time limit.
         """
-        opts = operations.allreduce_coalesced(self, tensors, opts)
-        separate = dense_outputs(tensors, separate=True)
-        return separate.finish(
-            self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins]),
-            opts.asyncOp,
-        )
+        return self._allreduce_coalesced(tensors, operations.allreduce_coalesced(self, tensors, opts))
 
     def broadcast(
         self,

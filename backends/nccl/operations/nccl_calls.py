@@ -9,7 +9,7 @@ and "Point-to-point communication"). What only moves goes as bytes, so that ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -113,13 +113,33 @@ class CallSequence:
         if count:
             self.calls.append(partial(function, *arguments, self._handle))
 
-    def op(self, reduction: Reduction) -> int:
-        """Returns the code of a reduction, good until it is given back."""
-        if reduction.factor is None:
-            return reduction.op
-        made = self.communicator.premul_sum(reduction.factor, reduction.dtype)
-        self.made_ops.append(made)
-        return made
+    def reduce(
+        self,
+        function: Callable[..., None],
+        given: int,
+        into: int,
+        elements: int,
+        reduction: Reduction,
+        *root: int,
+    ) -> None:
+        """Adds a call of NCCL that reduces.
+
+        Args:
+            function: method of the communicator.
+            given: address of the input.
+            into: address of the output.
+            elements: number of elements of the tensor.
+            reduction: the reduction.
+            *root: the root, for a function that has one.
+        """
+        count, dtype = elements * reduction.width, reduction.dtype
+        op: int = reduction.op
+        if not count:
+            return
+        if reduction.factor is not None:
+            op = self.communicator.premul_sum(reduction.factor, dtype)
+            self.made_ops.append(op)
+        self.calls.append(partial(function, given, into, count, dtype, op, *root, self._handle))
 
 
 def _copy(output: torch.Tensor, flat: torch.Tensor) -> None:
@@ -146,22 +166,22 @@ def _assign(output: torch.Tensor, given: torch.Tensor) -> None:
         output.detach().copy_(given.detach().reshape(output.shape))
 
 
-def all_reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction) -> None:
-    """Reduces a tensor over all ranks, in place."""
-    own = seq.target(tensor, reads=True)
-    pointer, count = own.data_ptr(), own.numel() * reduction.width
-    seq.call(count, seq.communicator.all_reduce, pointer, pointer, count, reduction.dtype, seq.op(reduction))
+def all_reduce(
+    seq: CallSequence, tensors: Sequence[torch.Tensor], reductions: Mapping[torch.dtype, Reduction]
+) -> None:
+    """Reduces tensors over all ranks, in place, each in its own type."""
+    function = seq.communicator.all_reduce
+    for tensor in tensors:
+        own = seq.target(tensor, reads=True)
+        pointer = own.data_ptr()
+        seq.reduce(function, pointer, pointer, own.numel(), reductions[tensor.dtype])
 
 
 def reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
     """Reduces a tensor to the root, in place there; other ranks' are only read."""
     is_root = seq.communicator.rank == root
     own = seq.target(tensor, reads=True) if is_root else seq.source(tensor)
-    _reduce_to(seq, own.data_ptr(), own.data_ptr(), own.numel() * reduction.width, reduction, root)
-
-
-def _reduce_to(seq: CallSequence, given: int, into: int, count: int, reduction: Reduction, root: int) -> None:
-    seq.call(count, seq.communicator.reduce, given, into, count, reduction.dtype, seq.op(reduction), root)
+    seq.reduce(seq.communicator.reduce, own.data_ptr(), own.data_ptr(), own.numel(), reduction, root)
 
 
 def broadcast(seq: CallSequence, tensor: torch.Tensor, root: int) -> None:
@@ -207,12 +227,12 @@ def reduce_scatter(
         for root, part in enumerate(inputs):
             given = seq.source(part).data_ptr()
             target = into if root == seq.communicator.rank else given
-            _reduce_to(seq, given, target, part.numel() * reduction.width, reduction, root)
+            seq.reduce(seq.communicator.reduce, given, target, part.numel(), reduction, root)
         return
     flat = seq.temporary(sum(map(byte_count, inputs)))
     seq.kept.extend(inputs)
     seq.before.extend(partial(_pack, part, given) for given, part in _parts(inputs, flat))
-    _reduce_scatter_flat(seq, flat.data_ptr(), into, output.numel() * reduction.width, reduction)
+    seq.reduce(seq.communicator.reduce_scatter, flat.data_ptr(), into, output.numel(), reduction)
 
 
 def reduce_scatter_single(
@@ -220,11 +240,7 @@ def reduce_scatter_single(
 ) -> None:
     """Reduces a tensor and keeps a part."""
     given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
-    _reduce_scatter_flat(seq, given, into, output.numel() * reduction.width, reduction)
-
-
-def _reduce_scatter_flat(seq: CallSequence, given: int, into: int, count: int, reduction: Reduction) -> None:
-    seq.call(count, seq.communicator.reduce_scatter, given, into, count, reduction.dtype, seq.op(reduction))
+    seq.reduce(seq.communicator.reduce_scatter, given, into, output.numel(), reduction)
 
 
 def gather(

@@ -82,9 +82,14 @@ def allreduce_coalesced(
     """Returns the options of each of several all-reduces."""
     opts = record(opts) or AllreduceCoalescedOptions()
     opts = AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp)
+    admitted: tuple[Any, ...] = ()
     for tensor in tensors:
-        check.check_tensor(group, "all_reduce", tensor)
-        group._admit("all_reduce", tensor, opts.reduceOp, opts.timeout)
+        if tensor.__class__ is not torch.Tensor:
+            check.check_tensor(group, "all_reduce", tensor)
+        about = tensor.dtype, tensor.device, tensor.layout
+        if about != admitted:  # most lists are of one kind
+            group._admit("all_reduce", tensor, opts.reduceOp, opts.timeout)
+            admitted = about
         if not tensor.is_contiguous():
             check.check_outputs(group, "all_reduce", [tensor])
     return opts

@@ -40,13 +40,14 @@ def clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """
     bounds = []
     for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            elements = tensor.numel()
+        nbytes = tensor.nbytes
+        if nbytes:
             if not tensor.is_contiguous():
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 elements = 1 + sum((size - 1) * stride for size, stride in steps)
+                nbytes = elements * tensor.element_size()
             first = tensor.data_ptr()
-            bounds.append((first, first + elements * tensor.element_size(), i))
+            bounds.append((first, first + nbytes, i))
     bounds.sort()
     found: list[list[int]] = []
     end = 0

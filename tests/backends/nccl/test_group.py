@@ -135,8 +135,12 @@ def interrupted(group: Any, x: torch.Tensor) -> None:
 def several_at_once(group: Any) -> None:
     size = group.size()
     tensors = [torch.ones(3), torch.full((4,), 2.0), torch.zeros(8)[::2], torch.ones(2, dtype=torch.int64)]
+    before = group.stats().get("all_reduce", {"count": 0, "bytes": 0})
     work = group.allreduce_coalesced(tensors)
     work.wait()
+    after = group.stats()["all_reduce"]
+    assert after["count"] - before["count"] == 1, "one operation, of all tensors"
+    assert after["bytes"] - before["bytes"] == sum(tensor.nbytes for tensor in tensors)
     assert [tensor.tolist() for tensor in tensors] == [
         [size] * 3, [2.0 * size] * 4, [0.0] * 4, [size] * 2,
     ]  # fmt: skip
@@ -144,6 +148,9 @@ def several_at_once(group: Any) -> None:
     group.allreduce_coalesced(tensors[:2], AllreduceCoalescedOptions(asyncOp=False)).wait()
     assert tensors[0].tolist() == [size * size] * 3
     assert group.allreduce_coalesced([]).wait()
+    shared = torch.arange(4.0)
+    group.allreduce_coalesced([shared, shared[:2], shared[::2]]).wait()
+    assert shared.tolist() == [0.0, size, 2.0 * size, 3.0 * size]
 
     # An error within drops what was called before; nothing is sent, and the ranks stay in step.
     x = torch.ones(2)

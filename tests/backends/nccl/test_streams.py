@@ -203,7 +203,8 @@ def last_steps(group: ProcessGroup) -> None:
         seen: list[list[float]] = []
         with device.using(own):
             late(device, own, x, 1.0 + me)
-            work = group.allreduce_coalesced([x])  # reduced as a copy, which a last step writes back
+            # Tensors that share memory are reduced as copies, which a last step writes back.
+            work = group.allreduce_coalesced([x, x])
             if asks:
                 work.get_future()
             work.wait()
