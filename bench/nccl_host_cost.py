@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -167,7 +167,6 @@ class _Communicator(Communicator):
 
 class _Device(Device):
     kind: ClassVar[str] = "cpu"
-    _nothing: ClassVar[AbstractContextManager[object]] = nullcontext()
 
     @classmethod
     def of_rank(cls, rank: int) -> torch.device:  # noqa: ARG003
@@ -177,8 +176,11 @@ class _Device(Device):
     def reduces_float8() -> bool:
         return True
 
-    def activate(self) -> AbstractContextManager[object]:
-        return self._nothing
+    def enter(self) -> int:
+        return 0
+
+    def leave(self, before: int) -> None:
+        pass
 
     def current_stream(self) -> Stream:
         return 0

@@ -38,9 +38,9 @@ _CHECK_SECONDS = 1.0
 """How often a rank looks after the others while it waits for them in NCCL."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StreamedCommunicator:
-    """A communicator and the stream that its asynchronous operations run on."""
+    """A communicator and the stream that its asynchronous operations run on; equal to itself only."""
 
     communicator: Communicator
     stream: Stream
@@ -156,7 +156,7 @@ class Communicators:
             limit: time limit for the ranks to come.
             config: settings of the part; ``None`` on ranks that join none.
         """
-        parent = self.all_ranks(device, limit).communicator
+        parent = self.all_ranks(device, limit)
         what = "splitting the communicator"
         if config is not None:
             self._check(config, what)
@@ -164,7 +164,11 @@ class Communicators:
         try:
             with device.activate(), device.issuing.turn(parent):
                 return self._in_time(
-                    device, lambda: parent.split(color, key, config), what, range(self._size), limit
+                    device,
+                    lambda: parent.communicator.split(color, key, config),
+                    what,
+                    range(self._size),
+                    limit,
                 )
         except (NcclError, ValueError) as error:
             raise DistBackendError(f"{self._where} {what}: {error}") from error
@@ -176,7 +180,7 @@ class Communicators:
         that both sent first would wait for each other. One byte each way, in one group, does it before.
         """
         out, into = pair.outgoing, pair.incoming
-        with device.issuing.turn(out.communicator, into.communicator), device.activate():
+        with device.issuing.turn(out, into), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
                 out.communicator.send(given.data_ptr(), 1, _BYTE, 1, device.handle(out.stream))

@@ -53,6 +53,9 @@ class Failures:
         where: rank and group, to stand in front of a message.
         ending: fails all pending operations and stops NCCL; entered once, with the cause, and left when the
             other ranks have been told, as NCCL may take its time.
+
+    Attributes:
+        over: whether the group has ended, and :meth:`refuse` raises.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Failures:
         self._lock = threading.RLock()
         self._cause: DistError | None = None
         self._left: str | None = None
+        self.over = False
         self._shut_down_seen: float | None = None
 
     def refuse(self, what: object) -> None:
@@ -98,6 +102,7 @@ class Failures:
             if self._left is not None:
                 return False
             self._left = "the group was aborted by this rank" if aborts else "the group was shut down"
+            self.over = True
         if aborts:
             self._break(*aborted_by(self._where, self._rank))
         return True
@@ -224,6 +229,7 @@ class Failures:
             if self._cause is not None:
                 return
             self._cause = cause
+            self.over = True
             if pending is not None and pending.error is None:
                 pending.fail(cause)
         with self._ending(cause):

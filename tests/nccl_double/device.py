@@ -227,13 +227,11 @@ class DoubleDevice(Device):
     def reduces_float8() -> bool:
         return True
 
-    @contextlib.contextmanager
-    def activate(self) -> Iterator[None]:
-        before = _do("set_device", self.number)
-        try:
-            yield
-        finally:
-            _do("set_device", before)
+    def enter(self) -> int:
+        return _do("set_device", self.number)
+
+    def leave(self, before: int) -> None:
+        _do("set_device", before)
 
     def current_stream(self) -> int:
         return _current_stream()

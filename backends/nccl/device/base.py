@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -63,8 +63,21 @@ class Device(ABC):
         """Returns whether NCCL can compute with 8-bit floats on the calling thread's device."""
 
     @abstractmethod
-    def activate(self) -> AbstractContextManager[object]:
+    def enter(self) -> int:
+        """Makes this the calling thread's device; returns the number of the one before, for :meth:`leave`."""
+
+    @abstractmethod
+    def leave(self, before: int) -> None:
+        """Makes the device of a number the calling thread's again."""
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
         """Makes this the calling thread's device for the length of a ``with`` block."""
+        before = self.enter()
+        try:
+            yield
+        finally:
+            self.leave(before)
 
     @abstractmethod
     def current_stream(self) -> Stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -47,11 +46,13 @@ class CudaDevice(Device):
         """Returns whether the device is of compute capability 9.0 or more."""
         return torch.cuda.get_device_capability() >= (9, 0)
 
-    def activate(self) -> AbstractContextManager[object]:
+    def enter(self) -> int:
         """Makes this the calling thread's CUDA device."""
-        if torch.cuda.current_device() == self.device.index:
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+        return torch.cuda._exchange_device(self.device.index)
+
+    def leave(self, before: int) -> None:
+        """Goes back to the CUDA device before, unless that has no context, which this does not make."""
+        torch.cuda._maybe_exchange_device(before)
 
     def current_stream(self) -> Stream:
         """Returns the calling thread's stream on this device."""
@@ -113,5 +114,8 @@ class CudaDevice(Device):
 
     def capturing(self) -> bool:
         """Returns whether the current stream is being captured into a CUDA graph."""
-        with self.activate():
+        before = self.enter()
+        try:
             return torch.cuda.is_current_stream_capturing()
+        finally:
+            self.leave(before)

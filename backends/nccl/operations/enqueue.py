@@ -54,8 +54,8 @@ class Request:
     blocks: bool = False
 
 
-_Placed = tuple[StreamedCommunicator, list[Request]]
-"""Requests of one direction, and where they go."""
+_Placed = dict[StreamedCommunicator, list[Request]]
+"""The requests of each direction, by where they go."""
 
 
 class Enqueuer:
@@ -91,7 +91,8 @@ class Enqueuer:
 
     def submit(self, request: Request) -> Work:
         """Enqueues a request, or keeps it back in the coalescing region that is open on this thread."""
-        self._failures.refuse(request.operation)
+        if self._failures.over:
+            self._failures.refuse(request.operation)
         kept = self._region.kept
         if kept is None:
             return self._enqueue([request])
@@ -130,6 +131,7 @@ class Enqueuer:
     def _enqueue(self, requests: list[Request]) -> NcclWork:
         first = requests[0]
         device = first.device
+        operations: list[Operation] = []
         outputs: list[torch.Tensor] = []
         blocks, on_current = self._blocking, True
         directions: dict[_Direction, list[Request]] = {}
@@ -139,6 +141,7 @@ class Enqueuer:
                 raise ValueError(
                     f"{self._owner.where()} operations that start together are on several devices: {named}"
                 )
+            operations.append(request.operation)
             outputs += request.outputs
             blocks = blocks or request.blocks
             on_current = on_current and not request.async_op
@@ -154,15 +157,19 @@ class Enqueuer:
             if (None, None) in directions
             else frozenset(peer for peer, _ in directions if peer is not None),
             captured,
-            [request.operation.begin() for request in requests],
+            list(map(Operation.begin, operations)),
         )
         self._watchdog.watch(pending)
         try:
-            turn = device.issuing.begin([chosen.communicator for chosen, _ in placed])
+            turn = device.issuing.begin(list(placed))
             try:
-                with device.activate():
-                    self._failures.refuse(first.operation)
+                before = device.enter()
+                try:
+                    if self._failures.over:
+                        self._failures.refuse(first.operation)
                     self._issue(placed, on_current, pending)
+                finally:
+                    device.leave(before)
             finally:
                 device.issuing.end(turn)
         except BaseException as error:
@@ -198,9 +205,9 @@ class Enqueuer:
             self._note_failure(pending, error)
             raise
 
-    def _placed(self, directions: dict[_Direction, list[Request]]) -> list[_Placed]:
+    def _placed(self, directions: dict[_Direction, list[Request]]) -> _Placed:
         """Returns the communicator of each direction; makes missing ones in an order that all ranks keep."""
-        placed: list[_Placed] = []
+        placed: _Placed = {}
         ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
         for (peer, source), requests in ordered:
             device, limit = requests[0].device, requests[0].operation.timeout
@@ -211,21 +218,21 @@ class Enqueuer:
                     device, peer, limit, partial(self._connecting, requests[0], peer)
                 )
                 chosen = pair.outgoing if source is None else pair.incoming
-            placed.append((chosen, requests))
+            placed[chosen] = requests
         return placed
 
     def _order(self, item: tuple[_Direction, list[Request]]) -> tuple[int, int]:
         peer, own = item[0][0], self._owner.rank()
         return (-1, -1) if peer is None else (min(own, peer), max(own, peer))
 
-    def _issue(self, placed: list[_Placed], on_current: bool, pending: PendingOperation) -> None:
+    def _issue(self, placed: _Placed, on_current: bool, pending: PendingOperation) -> None:
         """Puts requests on their streams, or on the current one; at this thread's turn."""
         device = pending.device
         current = device.current_stream()
         start = None if on_current else device.record(current)
         streams: list[Stream] = []
         sequences: list[CallSequence] = []
-        for chosen, requests in placed:
+        for chosen, requests in placed.items():
             stream = current if on_current else chosen.stream
             if start is not None:
                 device.wait(stream, start)

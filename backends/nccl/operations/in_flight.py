@@ -94,8 +94,11 @@ class PendingOperation:
             RuntimeError: the device has met an error.
         """
         if not self._completed and self._issued:
-            with self.device.activate():  # on another device the question would open a context there
-                self._completed = self.captured or all(self.device.done(event) for event in self._events)
+            before = self.device.enter()  # on another device the question would open a context there
+            try:
+                self._completed = self.captured or all(map(self.device.done, self._events))
+            finally:
+                self.device.leave(before)
             if self._completed:
                 for operation in self._recorded:
                     operation.end()
