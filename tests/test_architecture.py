@@ -228,10 +228,11 @@ LAYERS = {
     "collectives": _UP_TO["transport"] | {"kernels", "algorithms", "collectives"},
     "engine": _UP_TO["transport"] | {"kernels", "algorithms", "collectives", "engine"},
     "mpi": {"common", "kernels", "algorithms", "engine", "mpi"},
+    "nccl": {"nccl"},
     "store": {"common", "security", "store"},
     "store_client": _UP_TO["state"] | {"store", "store_client"},
     "bindings": _UP_TO["transport"]
-    | {"kernels", "algorithms", "collectives", "engine", "mpi", "store", "store_client", "bindings"},
+    | {"kernels", "algorithms", "collectives", "engine", "mpi", "nccl", "store", "store_client", "bindings"},
     "tests": _UP_TO["transport"]
     | {"kernels", "algorithms", "collectives", "engine", "store", "store_client", "tests"},
 }

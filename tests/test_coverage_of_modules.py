@@ -56,7 +56,7 @@ TESTED_THROUGH = {
     "backends/nccl/libnccl": (
         "backends/nccl/test_library.py",
         "both providers through one interface",
-        "calls_in_progress config cupy pynccl",
+        "config cupy pynccl",
     ),
     "backends/nccl/operations": (
         "backends/nccl",

@@ -29,6 +29,7 @@ inline std::byte* pointer_from(std::uintptr_t address) { return reinterpret_cast
 void bind_kernels(nanobind::module_& module);
 void bind_host(nanobind::module_& module);
 void bind_mpi(nanobind::module_& module);
+void bind_nccl(nanobind::module_& module);
 void bind_observer(nanobind::module_& module);
 void bind_store(nanobind::module_& module);
 void bind_store_client(nanobind::module_& module);

@@ -11,6 +11,7 @@ NB_MODULE(_native, module) {
   collectives::bind_kernels(module);
   collectives::bind_host(module);
   collectives::bind_mpi(module);
+  collectives::bind_nccl(module);
   collectives::bind_observer(module);
   collectives::bind_store(module);
   collectives::bind_store_client(module);

@@ -1,6 +1,7 @@
 """NCCL by way of CuPy (``cupy.cuda.nccl``).
 
-What CuPy does not bind is called in the library that it loaded.
+CuPy finds and loads the library, and makes and ends communicators. Operations, and what CuPy does not bind,
+are called in the library that it loaded.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-from collectives.backends.nccl.libnccl.calls_in_progress import Groups
+import collectives._native as _native
 from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
@@ -20,17 +21,6 @@ from collectives.backends.nccl.libnccl.libnccl_file import ProviderError, instal
 from collectives.backends.nccl.libnccl.symbols import Symbols
 
 __all__ = ["CupyLibrary", "load"]
-
-_METHODS: Final = {
-    "ncclAllReduce": "allReduce",
-    "ncclReduce": "reduce",
-    "ncclBroadcast": "broadcast",
-    "ncclAllGather": "allGather",
-    "ncclReduceScatter": "reduceScatter",
-    "ncclSend": "send",
-    "ncclRecv": "recv",
-}
-"""CuPy's name of each operation. Its arguments are NCCL's, without the communicator."""
 
 _OLDEST = 14
 
@@ -87,14 +77,6 @@ class CupyLibrary(NcclLibrary):
             made = self._nccl.NcclCommunicator(size, unique_id, rank, settings)
         return _CupyCommunicator(self._nccl, self._symbols, self._groups, made, rank, size)
 
-    def _group_start(self) -> None:
-        with self._errors("ncclGroupStart"):
-            self._nccl.groupStart()
-
-    def _group_end(self) -> None:
-        with self._errors("ncclGroupEnd"):
-            self._nccl.groupEnd()
-
     def _errors(self, function: str) -> AbstractContextManager[None]:
         return _errors_of(self._nccl, self._symbols, function)
 
@@ -127,11 +109,12 @@ def _cupy_config(nccl: Any, config: NcclConfig) -> Any:
 
 
 class _CupyCommunicator(Communicator):
-    def __init__(self, nccl: Any, symbols: Symbols, groups: Groups, inner: Any, rank: int, size: int) -> None:
-        super().__init__(symbols, groups, rank, size)
+    def __init__(
+        self, nccl: Any, symbols: Symbols, groups: _native.NcclGroups, inner: Any, rank: int, size: int
+    ) -> None:
+        super().__init__(symbols, groups, int(inner.comm), rank, size)
         self._nccl = nccl
         self._inner = inner
-        self._methods = {function: getattr(inner, method) for function, method in _METHODS.items()}
         # CuPy's object destroys its communicator when it goes, which can hang where the other ranks do not. A
         # reference that nobody holds keeps it, at the interpreter's end too, until it is ended on purpose.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
@@ -139,13 +122,6 @@ class _CupyCommunicator(Communicator):
     @property
     def handle(self) -> int:
         return int(self._inner.comm)
-
-    def _call(self, function: str, arguments: Sequence[int], stream: int) -> None:
-        try:
-            self._methods[function](*arguments, stream)
-        except (self._nccl.NcclError, KeyError) as error:
-            status = error.args[0] if isinstance(error, KeyError) else error.status
-            raise self._symbols.error(int(status), function) from None
 
     def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:
         settings = None if config is None else _cupy_config(self._nccl, config)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import ClassVar
 
-from collectives.backends.nccl.libnccl.calls_in_progress import Calls, Groups
-from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
+import collectives._native as _native
+from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.symbols import Symbols
 
@@ -44,7 +44,7 @@ class NcclLibrary(ABC):
     def __init__(self, symbols: Symbols) -> None:
         self.path = symbols.path
         self._symbols = symbols
-        self._groups = Groups()
+        self._groups = symbols.groups()
 
     def version(self) -> int:
         """Returns the version of the loaded NCCL, such as 22809 for 2.28.9."""
@@ -102,7 +102,7 @@ class NcclLibrary(ABC):
         if not 0 <= rank < size:
             raise ValueError(f"rank must be from 0 to size - 1 = {size - 1}, but is {rank}")
         _refuse_nonblocking()
-        self._groups.refuse_open("ncclCommInitRankConfig")
+        _refuse_open(self._groups, "ncclCommInitRankConfig")
         return self._init(unique_id, size, rank, config or NcclConfig())
 
     @abstractmethod
@@ -111,8 +111,7 @@ class NcclLibrary(ABC):
 
     def group_start(self) -> None:
         """Opens a group on this thread, within the one that is open if any. Does not block."""
-        self._group_start()
-        self._groups.opened()
+        self._groups.start()
 
     def group_end(self) -> None:
         """Closes the group that this thread opened last; the outermost starts what the group holds.
@@ -123,10 +122,7 @@ class NcclLibrary(ABC):
         Raises:
             NcclError: no group is open, or an operation of the group failed: then none of it was started.
         """
-        try:
-            self._group_end()
-        finally:
-            self._groups.closed()
+        self._groups.end()
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -144,13 +140,16 @@ class NcclLibrary(ABC):
             raise
         self.group_end()
 
-    @abstractmethod
-    def _group_start(self) -> None:
-        """Carries out :meth:`group_start`."""
 
-    @abstractmethod
-    def _group_end(self) -> None:
-        """Carries out :meth:`group_end`."""
+def _refusal(function: str, end: str) -> NcclError:
+    """Returns the error of a call that uses a communicator which ends or has ended."""
+    return NcclError(NcclStatus.INVALID_USAGE, function, f"this rank has {end} the communicator")
+
+
+def _refuse_open(groups: _native.NcclGroups, function: str) -> None:
+    """Raises an NcclError where this thread has a group open."""
+    if groups.open:
+        raise NcclError(NcclStatus.INVALID_USAGE, function, "a group is open on this thread; close it first")
 
 
 def _refuse_nonblocking() -> None:
@@ -181,66 +180,58 @@ class Communicator(ABC):
     is blocked in an operation. Never left to the garbage collector: :meth:`abort` or :meth:`destroy` ends
     it.
 
+    The core issues the operations by the addresses of the loaded library's functions, and knows which calls
+    are inside NCCL (``backends/native/nccl``).
+
     All operations raise:
         NcclError: NCCL refused, or the communicator has been ended.
         ValueError: a count is negative or beyond 63 bits.
 
+    Args:
+        symbols: the loaded library's functions.
+        groups: the library's groups of calls.
+        handle: the ``ncclComm_t``.
+        rank: this rank.
+        size: number of ranks.
+
     Attributes:
         rank: this rank.
         size: number of ranks.
+        all_reduce: reduces ``count`` elements of all ranks into ``recv`` of every rank.
+        reduce: reduces ``count`` elements of all ranks into ``recv`` of ``root``; ``recv`` may be 0
+            elsewhere.
+        broadcast: copies ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank. Elsewhere
+            ``send`` is not read and may be 0.
+        all_gather: copies ``count`` elements of rank i to element ``i * count`` of ``recv`` on every rank. In
+            place where ``send`` is ``recv`` plus ``rank * count`` elements.
+        reduce_scatter: reduces ``size * recv_count`` elements of all ranks; rank i gets the i-th
+            ``recv_count`` of them. In place where ``recv`` is ``send`` plus ``rank * recv_count`` elements.
+        send: sends ``count`` elements to rank ``peer``, which receives as many. To the own rank only in a
+            group that has the receive too: else it waits for ever.
+        recv: receives ``count`` elements from rank ``peer``, in the order in which that rank sends them.
     """
 
-    def __init__(self, symbols: Symbols, groups: Groups, rank: int, size: int) -> None:
+    def __init__(
+        self, symbols: Symbols, groups: _native.NcclGroups, handle: int, rank: int, size: int
+    ) -> None:
         self.rank = rank
         self.size = size
         self._symbols = symbols
         self._groups = groups
-        self._calls = Calls()
+        self._calls = calls = symbols.calls(handle, _refusal)
+        # The core's own methods, as each frame of Python takes half a microsecond.
+        self.all_reduce = calls.all_reduce
+        self.reduce = calls.reduce
+        self.broadcast = calls.broadcast
+        self.all_gather = calls.all_gather
+        self.reduce_scatter = calls.reduce_scatter
+        self.send = calls.send
+        self.recv = calls.recv
 
     @property
     @abstractmethod
     def handle(self) -> int:
         """The ``ncclComm_t``; 0 once the communicator has been ended."""
-
-    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduces ``count`` elements of all ranks into ``recv`` of every rank."""
-        self._issue("ncclAllReduce", count, (send, recv, count, dtype, op), stream)
-
-    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        """Reduces ``count`` elements of all ranks into ``recv`` of ``root``; ``recv`` may be 0 elsewhere."""
-        self._issue("ncclReduce", count, (send, recv, count, dtype, op, root), stream)
-
-    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
-        """Copies ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank.
-
-        Elsewhere ``send`` is not read and may be 0.
-        """
-        self._issue("ncclBroadcast", count, (send, recv, count, dtype, root), stream)
-
-    def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
-        """Copies ``count`` elements of rank i to element ``i * count`` of ``recv`` on every rank.
-
-        In place where ``send`` is ``recv`` plus ``rank * count`` elements.
-        """
-        self._issue("ncclAllGather", count, (send, recv, count, dtype), stream)
-
-    def reduce_scatter(self, send: int, recv: int, recv_count: int, dtype: int, op: int, stream: int) -> None:
-        """Reduces ``size * recv_count`` elements of all ranks; rank i gets the i-th ``recv_count`` of them.
-
-        In place where ``recv`` is ``send`` plus ``rank * recv_count`` elements.
-        """
-        self._issue("ncclReduceScatter", recv_count, (send, recv, recv_count, dtype, op), stream)
-
-    def send(self, send: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Sends ``count`` elements to rank ``peer``, which receives as many.
-
-        To the own rank only in a group that has the receive too: else it waits for ever.
-        """
-        self._issue("ncclSend", count, (send, count, dtype, peer), stream)
-
-    def recv(self, recv: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Receives ``count`` elements from rank ``peer``, in the order in which that rank sends them."""
-        self._issue("ncclRecv", count, (recv, count, dtype, peer), stream)
 
     def split(self, color: int, key: int, config: NcclConfig | None = None) -> Communicator | None:
         """Makes one communicator of all ranks that give the same ``color``, ordered by ``key``, then rank.
@@ -263,8 +254,8 @@ class Communicator(ABC):
         """
         if color < -1:
             raise ValueError(f"color must be 0 or more, or -1 for no communicator, but is {color}")
-        self._groups.refuse_open("ncclCommSplit")
-        with self._calls.entered("ncclCommSplit"):
+        _refuse_open(self._groups, "ncclCommSplit")
+        with self._entered("ncclCommSplit"):
             return self._split(color, key, config)
 
     def premul_sum(self, scalar: float, dtype: int) -> int:
@@ -281,7 +272,7 @@ class Communicator(ABC):
             ValueError: ``scalar`` does not fit ``dtype``.
             NcclError: NCCL refused (it needs 2.11), or the communicator has been ended.
         """
-        with self._calls.entered("ncclRedOpCreatePreMulSum"):
+        with self._entered("ncclRedOpCreatePreMulSum"):
             return self._symbols.create_premul_sum(self.handle, scalar, dtype)
 
     def destroy_op(self, op: int) -> None:
@@ -290,7 +281,7 @@ class Communicator(ABC):
         Does nothing once the communicator has been ended, which gives all of them back.
         """
         try:
-            with self._calls.entered("ncclRedOpDestroy"):
+            with self._entered("ncclRedOpDestroy"):
                 self._symbols.destroy_op(self.handle, op)
         except NcclError:
             if not self.ended:
@@ -302,7 +293,7 @@ class Communicator(ABC):
         Does not block. ``None`` once the communicator has been ended.
         """
         try:
-            with self._calls.entered("ncclCommGetAsyncError"):
+            with self._entered("ncclCommGetAsyncError"):
                 return self._async_error()
         except NcclError:
             if self.ended:
@@ -320,7 +311,7 @@ class Communicator(ABC):
         Buffers of stopped operations hold anything. Needs no other rank, but theirs go on waiting until they
         abort, too. A second call does nothing.
         """
-        if self._calls.close("aborted", self._groups.held(self._calls), _LEAVING_SECONDS):
+        if self._calls.close(aborts=True, patience=_LEAVING_SECONDS):
             self._abort()
 
     def destroy(self) -> None:
@@ -331,22 +322,17 @@ class Communicator(ABC):
         Raises:
             NcclError: NCCL refused.
         """
-        if self._calls.close("destroyed", self._groups.held(self._calls), None):
+        if self._calls.close(aborts=False):
             self._destroy()
 
-    def _issue(self, function: str, count: int, arguments: Sequence[int], stream: int) -> None:
-        if not 0 <= count < 1 << 63:
-            raise ValueError(f"{function}: count must be from 0 to 2**63 - 1, but is {count}")
-        leaves = self._groups.enter(self._calls, function)
+    @contextmanager
+    def _entered(self, function: str) -> Iterator[None]:
+        """Announces a call of NCCL that the core does not make, for the length of a ``with`` block."""
+        self._calls.enter(function)
         try:
-            self._call(function, arguments, stream)
+            yield
         finally:
-            if leaves:
-                self._calls.leave()
-
-    @abstractmethod
-    def _call(self, function: str, arguments: Sequence[int], stream: int) -> None:
-        """Calls an operation; ``arguments`` are NCCL's without communicator and stream, which come last."""
+            self._calls.leave()
 
     @abstractmethod
     def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:

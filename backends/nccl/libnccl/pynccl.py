@@ -1,9 +1,9 @@
 """NCCL by way of pynccl: its low-level bindings (``pynccl.binding.libnccl``), corrected.
 
 pynccl 0.1.2 passes counts as 32-bit integers, knows no error beyond status 5, and lacks settings, splits and
-own reductions. Its functions are called here with the right argument types and their status is checked here;
-what it lacks is called in the library that it loaded. Its higher levels (``pynccl.Nccl``) need a context of
-numba and own streams, and are not used.
+own reductions. It finds and loads the library, and its functions end communicators; their status is checked
+here. Operations, and what it lacks, are called in the library that it loaded. Its higher levels
+(``pynccl.Nccl``) need a context of numba and own streams, and are not used.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import ctypes
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char, c_int, c_size_t, c_void_p
+from ctypes import byref, c_char, c_int
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from collectives.backends.nccl.libnccl.calls_in_progress import Groups
+import collectives._native as _native
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
@@ -34,18 +34,6 @@ __all__ = ["PyncclLibrary", "load"]
 
 _VARIABLE: Final = "NUMBA_NCCLLIB"
 _OLDEST: Final = 21400
-
-_buffers, _count, _code, _end = (c_void_p, c_void_p), (c_size_t,), (c_int,), (c_void_p, c_void_p)
-_OPERATIONS: Final[dict[str, tuple[Any, ...]]] = {
-    "ncclAllReduce": _buffers + _count + _code * 2 + _end,
-    "ncclReduce": _buffers + _count + _code * 3 + _end,
-    "ncclBroadcast": _buffers + _count + _code * 2 + _end,
-    "ncclAllGather": _buffers + _count + _code + _end,
-    "ncclReduceScatter": _buffers + _count + _code * 2 + _end,
-    "ncclSend": _buffers[:1] + _count + _code * 2 + _end,
-    "ncclRecv": _buffers[:1] + _count + _code * 2 + _end,
-}
-"""Argument types: buffers, count, codes (type, reduction, root), communicator and stream."""
 
 
 def load() -> PyncclLibrary:
@@ -146,8 +134,6 @@ class PyncclLibrary(NcclLibrary):
         super().__init__(symbols)
         self._binding = binding
         self._functions = api.dll
-        for function, types in _OPERATIONS.items():
-            getattr(api.dll, function).argtypes = types
 
     def _unique_id(self) -> bytes:
         made = self._binding.ncclUniqueId()  # four times as long as NCCL's, which fills the beginning
@@ -161,28 +147,18 @@ class PyncclLibrary(NcclLibrary):
         handle = self._symbols.init(unique_id, size, rank, config)
         return _PyncclCommunicator(self._functions, self._symbols, self._groups, handle, rank, size)
 
-    def _group_start(self) -> None:
-        self._symbols.check(self._functions.ncclGroupStart(), "ncclGroupStart")
-
-    def _group_end(self) -> None:
-        self._symbols.check(self._functions.ncclGroupEnd(), "ncclGroupEnd")
-
 
 class _PyncclCommunicator(Communicator):
     def __init__(
-        self, functions: Any, symbols: Symbols, groups: Groups, handle: int, rank: int, size: int
+        self, functions: Any, symbols: Symbols, groups: _native.NcclGroups, handle: int, rank: int, size: int
     ) -> None:
-        super().__init__(symbols, groups, rank, size)
+        super().__init__(symbols, groups, handle, rank, size)
         self._functions = functions
         self._handle = handle
-        self._operations = {function: getattr(functions, function) for function in _OPERATIONS}
 
     @property
     def handle(self) -> int:
         return self._handle
-
-    def _call(self, function: str, arguments: Sequence[int], stream: int) -> None:
-        self._symbols.check(self._operations[function](*arguments, self._handle, stream), function)
 
     def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:
         handle = self._symbols.split(self._handle, color, key, config)

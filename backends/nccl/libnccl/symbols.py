@@ -1,4 +1,4 @@
-"""NCCL's C functions that a provider lacks, called in the library that the provider has loaded.
+"""NCCL's C functions in the library that a provider has loaded: its operations, and what the provider lacks.
 
 Signatures and the layout of ``ncclConfig_t`` are those of ``nccl.h``. The structure grows at its end: NCCL
 reads as much of it as it knows.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Final
 
+import collectives._native as _native
 from collectives.backends.nccl.libnccl.codes import (
     UNIQUE_ID_BYTES,
     NcclDataType,
@@ -93,6 +95,13 @@ _SCALARS: Final[dict[int, str]] = {
 }
 
 
+_OPERATIONS: Final = (
+    "ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather", "ncclReduceScatter", "ncclSend",
+    "ncclRecv",
+)  # fmt: skip
+"""The functions that the core calls, in the order in which it takes their addresses."""
+
+
 class Symbols:
     """Functions of a loaded NCCL. Every call releases the GIL.
 
@@ -128,6 +137,24 @@ class Symbols:
         """Raises the error for a status other than success."""
         if status != NcclStatus.SUCCESS:
             raise self.error(status, function)
+
+    def groups(self) -> _native.NcclGroups:
+        """Returns the core's calls that open and close groups of calls."""
+        return _native.NcclGroups(self._address("ncclGroupStart"), self._address("ncclGroupEnd"), self.error)
+
+    def calls(self, handle: int, refusal: Callable[[str, str], NcclError]) -> _native.NcclCommunicator:
+        """Returns the core's calls on a communicator.
+
+        Args:
+            handle: the ``ncclComm_t``.
+            refusal: returns the error of a call by its function's name and how the communicator ends.
+        """
+        return _native.NcclCommunicator(
+            [self._address(name) for name in _OPERATIONS], handle, self.error, refusal
+        )
+
+    def _address(self, name: str) -> int:
+        return ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0
 
     def check_config(self, config: NcclConfig) -> None:
         """Raises a ValueError for settings that the library does not know."""
