@@ -11,7 +11,7 @@ from collectives.core.capabilities import Capabilities, by_device
 from collectives.core.forwarding import ForwardingGroup
 from collectives.core.opcodes import BARRIER
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import BarrierOptions
+from collectives.core.types import AllreduceOptions, BarrierOptions
 from collectives.core.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
@@ -101,6 +101,13 @@ class ProcessGroupByDevice(ForwardingGroup):
 
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         return issue(self._groups[tensor.device.type])
+
+    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
+        """Goes to one group as a whole where all tensors are of its device type."""
+        kinds = {tensor.device.type for tensor in tensors}
+        if len(kinds) != 1:
+            return super()._allreduce_coalesced(tensors, opts)
+        return self._groups[kinds.pop()]._allreduce_coalesced(tensors, opts)
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         """Runs on the group of ``opts.device``, else on that of the first device type."""

@@ -172,6 +172,7 @@ def mixed(group: Any, path: Path) -> None:
     tensors = [torch.ones(n + 1) for n in range(3)]
     by_device.allreduce_coalesced(tensors).wait()
     assert load(path).launches() == before + 1
+    assert by_device.stats()["all_reduce"]["count"] == 1
     assert [tensor.tolist() for tensor in tensors] == [[group.size()] * (n + 1) for n in range(3)]
 
 
