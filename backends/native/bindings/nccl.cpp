@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "bindings/interrupt.hpp"
 #include "nccl/calls_in_progress.hpp"
 
 namespace nb = nanobind;
@@ -141,7 +142,7 @@ class Communicator {
 
   bool close(bool aborts, std::optional<double> patience) const {
     const int own = OpenGroups::of_this_thread().noted(*calls_);
-    const nb::gil_scoped_release release;
+    const ReleasedLock released;
     return calls_->close(aborts ? Calls::End::aborted : Calls::End::destroyed, own,
                          patience ? std::optional(Calls::Seconds(*patience)) : std::nullopt);
   }
@@ -163,7 +164,7 @@ class Communicator {
     if (entry == OpenGroups::Entry::refused) raise(refusal_(name, name_of(calls_->end())));
     int status = 0;
     {
-      const nb::gil_scoped_release release;
+      const ReleasedLock released;
       status = function(arguments...);
       if (entry == OpenGroups::Entry::call) calls_->leave();
     }
@@ -195,7 +196,7 @@ class GroupCalls {
   void start() const {
     int status = 0;
     {
-      const nb::gil_scoped_release release;
+      const ReleasedLock released;
       status = start_();
     }
     check(status, "ncclGroupStart");
@@ -205,7 +206,7 @@ class GroupCalls {
   void end() const {
     int status = 0;
     {
-      const nb::gil_scoped_release release;
+      const ReleasedLock released;
       status = end_();
       OpenGroups::of_this_thread().closed();
     }

@@ -36,7 +36,7 @@ class NcclCalls {
   std::mutex mutex_;
   std::condition_variable changed_;
   int inside_ = 0;
-  std::atomic<End> end_ = End::none;
+  std::atomic<End> end_ = End::none;  // written with the mutex held; who reads it without goes by it alone
   bool taken_ = false;
 };
 

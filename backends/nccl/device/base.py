@@ -63,12 +63,12 @@ class Device(ABC):
         """Returns whether NCCL can compute with 8-bit floats on the calling thread's device."""
 
     @abstractmethod
-    def enter(self) -> int:
-        """Makes this the calling thread's device; returns the number of the one before, for :meth:`leave`."""
+    def enter(self) -> Any:
+        """Makes this the calling thread's device; returns what :meth:`leave` takes."""
 
     @abstractmethod
-    def leave(self, before: int) -> None:
-        """Makes the device of a number the calling thread's again."""
+    def leave(self, before: Any) -> None:
+        """Makes the device before :meth:`enter` the calling thread's again."""
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -46,13 +46,18 @@ class CudaDevice(Device):
         """Returns whether the device is of compute capability 9.0 or more."""
         return torch.cuda.get_device_capability() >= (9, 0)
 
-    def enter(self) -> int:
-        """Makes this the calling thread's CUDA device."""
-        return torch.cuda._exchange_device(self.device.index)
+    def enter(self) -> AbstractContextManager[object] | None:
+        """Makes this the calling thread's CUDA device; returns ``None`` where it is already."""
+        if torch.cuda.current_device() == self.device.index:
+            return None
+        before = torch.cuda.device(self.device)
+        before.__enter__()
+        return before
 
-    def leave(self, before: int) -> None:
+    def leave(self, before: AbstractContextManager[object] | None) -> None:
         """Goes back to the CUDA device before, unless that has no context, which this does not make."""
-        torch.cuda._maybe_exchange_device(before)
+        if before is not None:
+            before.__exit__(None, None, None)
 
     def current_stream(self) -> Stream:
         """Returns the calling thread's stream on this device."""
