@@ -36,10 +36,12 @@ NEEDS = {
     "accelerate_launch": "accelerate",
     "accelerate_notebook": "accelerate",
     "data_loader": "torch",
+    "deepspeed_zero": "deepspeed",
     "distributed_checkpoint": "torch",
     "ignite_idist": "ignite",
     "lightning_ddp": "lightning",
     "lightning_fabric": "lightning",
+    "ray_train": "ray",
     "torch_metrics": "torchmetrics",
     "transformers_trainer": "transformers accelerate",
 }
@@ -57,6 +59,10 @@ OURS = [
     ("lightning_fabric", ""),
     ("ignite_idist", ""),
     ("ignite_idist", "--ddp collectives"),
+    ("ray_train", ""),
+    ("ray_train", "--ddp collectives"),
+    ("deepspeed_zero", ""),
+    ("deepspeed_zero", "--stage 3"),
     ("torch_metrics", ""),
     ("distributed_checkpoint", ""),
     ("data_loader", ""),
@@ -67,7 +73,7 @@ OURS = [
 def need(example: str) -> None:
     missing = [package for package in NEEDS[example].split() if importlib.util.find_spec(package) is None]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} here: pip install 'torch-collectives[frameworks]'")
+        pytest.skip(f"no {', '.join(missing)} here; the page of frameworks says how to install it")
 
 
 def command_of(example: str) -> list[str]:
@@ -90,6 +96,8 @@ def play(example: str, options: str, folder: Path) -> tuple[subprocess.Completed
             # Lightning imports mpi4py where it is installed, and with that begins an MPI of one rank, which
             # leaves shared memory behind.
             "OMPI_MCA_btl_sm_backing_directory": scratch,
+            "RAY_TMPDIR": scratch,
+            "RAY_USAGE_STATS_ENABLED": "0",
         }
         command = [*command_of(example), *shlex.split(options), "--result", str(result)]
         with subprocess.Popen(
@@ -128,12 +136,17 @@ def test_every_example_runs() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(2 * LIMIT_S + 30)
 @pytest.mark.parametrize(("example", "options"), OURS, ids=[" ".join(case).strip() for case in OURS])
-def test_trains_as_over_gloo(example: str, options: str, tmp_path: Path, gloo_folder: Path) -> None:
+def test_trains_as_over_gloo(
+    example: str, options: str, tmp_path: Path, gloo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need(example)
+    # On CPUs, DeepSpeed compiles a part of its own where it finds none in this folder.
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(gloo_folder / "torch_extensions"))
     done, result = play(example, options, tmp_path / "ours")
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert re.search("^worked: ", done.stdout, re.MULTILINE), said
+    # Ray tells before each line of a rank whose it is.
+    assert re.search(r"^(.*\(RayTrainWorker .*\)\S* )?worked: ", done.stdout, re.MULTILINE), said
     plain = options.replace("--ddp collectives", "").strip()
     reference = over_gloo(example, plain, gloo_folder / f"{example} {plain}".replace(" ", "_"))
     assert json.loads(result.read_text("utf-8")) == reference
