@@ -133,6 +133,8 @@ def reduced(
         scaled = combined([term / power for term in terms]) / len(inputs) * power
         total = total / len(inputs)
         total = torch.where(total.isfinite(), total, scaled)
+    if dtype is torch.float8_e4m3fn:
+        total = total.clamp(-448, 448)  # a conversion by torch up to 2.12 makes NaN of what is too large
     return total.to(dtype).clone()
 
 
