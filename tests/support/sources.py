@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -10,6 +11,8 @@ IMPORTED_FROM = tuple(ROOT / folder for folder in ("tests", "tests/support", "te
 """The folders that ``pythonpath`` in pyproject.toml names, for processes that tests start."""
 PYTHONPATH = os.pathsep.join(map(str, IMPORTED_FROM))
 """The environment variable that gives a process these folders."""
+SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+"""The interpreter's option that keeps a script's folder from ``sys.path``, where it has one."""
 FOLDERS = {
     "collectives": "collectives",
     "store": "collectives.store",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import current_store, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
+from sources import SAFE_PATH
 
 from collectives.bench.core.namespaces import INTERFACE, Machines, burst_bytes, enter
 
@@ -100,7 +101,9 @@ def test_nothing_is_left_of_a_killed_maker(make_machines):  # noqa: F811
         "print(machines.host, machines.namespace(0), flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True) as maker:
+    with subprocess.Popen(
+        [sys.executable, *SAFE_PATH, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as maker:
         host, namespace = maker.stdout.readline().split()
         maker.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 5

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from sources import PYTHONPATH
+from sources import PYTHONPATH, SAFE_PATH
 
 _TEST_SECONDS = "60"
 
@@ -51,7 +51,7 @@ class Player:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "torch_suite.server", str(theirs)],
+                [sys.executable, *SAFE_PATH, "-m", "torch_suite.server", str(theirs)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from sources import SAFE_PATH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -164,7 +165,7 @@ def test_without_names_that_are_not_public(tmp_path):
     """A torch that lacks what keeps Dynamo out of the group's methods trains all the same."""
     script = tmp_path / "program.py"
     script.write_text(MISSING)
-    command = [sys.executable, "-P", str(script), str(tmp_path / "store")]
+    command = [sys.executable, *SAFE_PATH, str(script), str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(
             [*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
+from sources import SAFE_PATH
 
 import collectives
 from collectives.torch_bridge import register_backend
@@ -61,7 +62,7 @@ def finished(done):
 def test_spawn(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.format(backend="collectives", start=SPAWN))
-    finished(run(tmp_path, sys.executable, "-P", str(script), str(free_port())))
+    finished(run(tmp_path, sys.executable, *SAFE_PATH, str(script), str(free_port())))
 
 
 def test_import_registers_and_loads_no_backend(tmp_path):
@@ -72,7 +73,7 @@ def test_import_registers_and_loads_no_backend(tmp_path):
         "[m for m in sys.modules if m.startswith('collectives.backends')"
         " or m in ('collectives.torch_bridge.operators', 'collectives.torch_bridge.group')])"
     )
-    done = run(tmp_path, sys.executable, "-P", "-W", "error", "-c", program)
+    done = run(tmp_path, sys.executable, *SAFE_PATH, "-W", "error", "-c", program)
     devices = ["cpu"] if torch.version.cuda is None else ["cpu", "cuda"]
     assert done.stdout.split("\n")[0] == f"True collectives collectives_round_robin {devices} []"
 

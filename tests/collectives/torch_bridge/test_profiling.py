@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from sources import SAFE_PATH
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch_world import BACKEND, run_torch
@@ -193,6 +194,6 @@ def test_interpreter_exit(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(EXIT))
     done = subprocess.run(
-        [sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *SAFE_PATH, str(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "reached the end\n"), done.stderr

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch.distributed as dist
+from sources import SAFE_PATH
 
 import collectives_registration
 
@@ -21,7 +22,7 @@ BY_NAME = hasattr(dist.Backend, "_ensure_backend_registered")
 
 def run(folder, env, *command):
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", *map(str, command)],
+        [sys.executable, *SAFE_PATH, "-W", "error", *map(str, command)],
         cwd=folder,
         env={**os.environ, **env},
         capture_output=True,

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from harness import run_ranks
+from sources import SAFE_PATH
 from torch import nn
 
 from collectives.ddp import DistributedDataParallel, SyncBatchNorm
@@ -175,7 +176,7 @@ dist.destroy_process_group()
 def test_torch_logs_show_the_buckets_of_the_compiler():
     """``TORCH_LOGS`` shows what it shows of torch's wrapper: the buckets, and the graph cut at them."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", LOGGED],
+        [sys.executable, *SAFE_PATH, "-c", LOGGED],
         env={**os.environ, "TORCH_LOGS": "ddp_graphs,ddp", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from ports import free_port
+from sources import SAFE_PATH
 from torch import nn
 from torch_systems.elastic import elastic_program as program
 from torch_systems.elastic import growing_program
@@ -34,8 +35,9 @@ def alone():
 
 def test_restart_after_a_rank_was_killed(tmp_path):
     command = [
-        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
-        "--max-restarts", "1", str(Path(program.__file__)), str(tmp_path), BACKEND,
+        sys.executable, *SAFE_PATH, "-m", "torch.distributed.run",
+        "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "1",
+        str(Path(program.__file__)), str(tmp_path), BACKEND,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +57,7 @@ def test_restart_after_a_rank_was_killed(tmp_path):
 
 def test_a_second_machine_joins(tmp_path):
     command = [
-        sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+        sys.executable, *SAFE_PATH, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-id", "growing", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
         "--rdzv-conf", "last_call_timeout=1,join_timeout=60",
         str(Path(growing_program.__file__)), str(tmp_path), BACKEND,
