@@ -55,6 +55,7 @@ from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
 from collectives.bench.paper.convergence import load_images
 from collectives.bench.paper.figures import (
+    CPU_LENGTHS,
     FIGURES,
     INTERVALS,
     LOSS_ITERATIONS,
@@ -79,7 +80,7 @@ BACKENDS = {"cpu": ("host", "gloo", "mpi"), "cuda": ("nccl",)}
 """Backends where the user names none, as far as they can be used."""
 
 PAPER_MODELS = ("resnet50", "bert-base")
-QUICK_MODELS = ("small", "bert-mini")
+QUICK_MODELS = ("small",)
 READY_MODEL = "resnet152"
 
 RANKS = (2, 4)
@@ -88,7 +89,7 @@ CUDA_BATCH = 32
 """Samples of a rank on a GPU where the user names no number."""
 
 BUDGET_S = 240.0
-QUICK_BUDGET_S = 20.0
+QUICK_BUDGET_S = 10.0
 
 EXTRA = "python -m pip install 'torch-collectives[paper]'"
 
@@ -96,7 +97,7 @@ EXTRA = "python -m pip install 'torch-collectives[paper]'"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the program's options to a parser."""
     parser.add_argument("figure", choices=[*FIGURES, TABLE, "all", REPORT], help="what to measure; see above")
-    parser.add_argument("--quick", action="store_true", help="small models, few sizes, a small budget")
+    parser.add_argument("--quick", action="store_true", help="a small model, few sizes, a small budget")
     parser.add_argument("--device", choices=tuple(DEVICES), default="cpu", help="default: %(default)s")
     parser.add_argument(
         "--backends",
@@ -124,7 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_lengths,
         default={},
         metavar="MODEL=N,...",
-        help="pixels of an image's side, or tokens of a text (default: each model's own)",
+        help="pixels of an image's side, or tokens of a text (default: each model's own, but on CPUs "
+        f"{','.join(f'{name}={length}' for name, length in CPU_LENGTHS.items())})",
     )
     parser.add_argument(
         "--budget",

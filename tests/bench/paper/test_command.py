@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -222,11 +223,13 @@ def test_every_figure_has_cells_for_the_papers_models():
         "resnet152",
         (2, 4),
         2,
-        lengths={"resnet152": 64},
+        lengths={"resnet152": 96},
         loss_iterations=80,
     )
-    assert FIGURES["fig2"].cells(request)[-1].as_json()["length"] == 64
-    assert FIGURES["fig6"].cells(request)[0].as_json()["length"] == 224
+    assert FIGURES["fig2"].cells(request)[-1].as_json()["length"] == 96
+    assert FIGURES["fig6"].cells(request)[0].as_json()["length"] == 64
+    on_gpus = dataclasses.replace(request, device="cuda")
+    assert FIGURES["fig6"].cells(on_gpus)[0].as_json()["length"] == 224
     assert {cell.as_json()["iterations"] for cell in FIGURES["fig11"].cells(request)} == {80}
     for name, one in FIGURES.items():
         cells = one.cells(request)
