@@ -50,7 +50,7 @@ class CudaDevice(Device):
         """Makes this the calling thread's CUDA device; returns ``None`` where it is already."""
         if torch.cuda.current_device() == self.device.index:
             return None
-        before = torch.cuda.device(self.device)
+        before: AbstractContextManager[object] = torch.cuda.device(self.device)
         before.__enter__()
         return before
 
