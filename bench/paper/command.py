@@ -89,7 +89,7 @@ CUDA_BATCH = 32
 """Samples of a rank on a GPU where the user names no number."""
 
 BUDGET_S = 240.0
-QUICK_BUDGET_S = 10.0
+QUICK_BUDGET_S = 7.0
 
 EXTRA = "python -m pip install 'torch-collectives[paper]'"
 

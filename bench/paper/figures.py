@@ -45,7 +45,7 @@ LANES = (1, 3, 5)
 RATES = {"a": (0.02, 8), "b": (0.06, 256)}
 """Learning rates and batches of figures 11(a) and 11(b)."""
 LOSS_ITERATIONS = 400
-QUICK_LOSS_ITERATIONS = 24
+QUICK_LOSS_ITERATIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Request:
         images: file of images for figure 11; empty for the digits of scikit-learn.
         optima_mb: the bucket size by backend from which figure 2 gains no more, where that was measured.
         lengths: of a sample, by model, in the place of the usual one.
-        loss_iterations: of figure 11; ``None`` for 400, or 24 of a quick run.
+        loss_iterations: of figure 11; ``None`` for 400, or 16 of a quick run.
     """
 
     device: str
