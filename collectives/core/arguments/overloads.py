@@ -28,9 +28,6 @@ _Reduction = TypeVar("_Reduction", AllreduceOptions, ReduceScatterOptions)
 _Rooted = TypeVar("_Rooted", BroadcastOptions, GatherOptions, ScatterOptions)
 _Limited = TypeVar("_Limited", AllgatherOptions, AllToAllOptions, BarrierOptions)
 
-_SUMS: dict[type, Any] = {kind: kind() for kind in (AllreduceOptions, ReduceScatterOptions)}
-"""The records of calls that name nothing, one for all of them: nobody writes to a record."""
-
 
 def with_reduction(
     kind: type[_Reduction], opts: Any, op: ReduceOp | None, timeout: timedelta | None
@@ -54,10 +51,7 @@ def with_reduction(
         if hasattr(opts, "reduceOp"):
             return kind(opts.timeout, opts.asyncOp, opts.reduceOp)
         op = opts
-    if op is not None:
-        return kind(timeout=timeout, reduceOp=ReduceOp.of(op))
-    sums: _Reduction = _SUMS[kind] if timeout is None else kind(timeout=timeout)
-    return sums
+    return kind(timeout=timeout) if op is None else kind(timeout=timeout, reduceOp=ReduceOp.of(op))
 
 
 def with_limit(kind: type[_Limited], opts: Any, timeout: timedelta | None) -> _Limited:
