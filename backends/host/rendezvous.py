@@ -106,7 +106,7 @@ class _Attempt:
     """One rank's side of forming a group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, label: str) -> None:
-        self.keys = RendezvousKeys(store)
+        self.keys = RendezvousKeys(store, size)
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -384,20 +384,20 @@ class _Attempt:
         """Waits for keys that other ranks set; calls ``look`` now and then."""
 
         def missing() -> list[int]:
-            late = time.monotonic() >= self.deadline
             try:
                 self.keys.store.wait(keys, timedelta(seconds=_SLICE_S))
             except Exception:  # noqa: BLE001 - too early, or the store has gone, as the next question tells
                 if look is not None:
                     look()
-                if not late:
-                    return list(owners)  # some of them; which ones is asked when the time is up
-                ask = self.keys.ask
-                return [rank for key, rank in zip(keys, owners, strict=True) if not ask("check", [key])]
+                return list(owners)  # some of them
             return []
 
+        def who() -> list[int]:
+            ask = self.keys.ask
+            return [rank for key, rank in zip(keys, owners, strict=True) if not ask("check", [key])]
+
         self.began = time.monotonic()
-        self._until(missing, what)
+        self._until(missing, what, who=who)
 
     def _until(
         self,
@@ -405,6 +405,7 @@ class _Attempt:
         what: str,
         why: Callable[[], str] | None = None,
         *,
+        who: Callable[[], list[int]] | None = None,
         connected: bool = False,
     ) -> None:
         """Repeats ``missing`` until it returns no rank.
@@ -413,19 +414,19 @@ class _Attempt:
             missing: waits a moment; returns who has not come.
             what: what those did not do, in words.
             why: says more.
+            who: returns more exactly who has not come; asked once, when the time is up.
             connected: ``missing`` watches a connection that tells of failures too, so that the store is
                 allowed to fail before that says whose death it was.
         """
-        late = False
         while ranks := missing():
             try:
                 self._check_failures()
             except StoreLostError:
                 if not connected:
                     raise
-            if not late:
-                late = time.monotonic() >= self.deadline  # then `missing` is to say once more which ones
-            else:
+            if time.monotonic() >= self.deadline:
+                if who is not None and not (ranks := who()):
+                    return  # the last ones came just now
                 names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 raise CollectiveTimeoutError(
                     f"[rank {self.rank}] {self.label}: {names} {what} within {self.timeout}"

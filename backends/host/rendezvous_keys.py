@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from collectives.backends.host.rendezvous_failures import StoreLostError
+from collectives.errors import DistStoreError
 from collectives.store.records import Checked, read, written
 from collectives.store.waiting import delete_keys
 
@@ -19,14 +20,16 @@ class RendezvousKeys:
 
     Args:
         store: the group's own store.
+        size: number of ranks; each announces itself once under a name.
 
     Attributes:
         store: it.
         prefix: with which keys of this attempt begin; empty as long as that is not known.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, size: int) -> None:
         self.store = store
+        self._size = size
         self.prefix = ""
         self._own: list[str] = []
         self._announced = 0
@@ -81,9 +84,17 @@ class RendezvousKeys:
         Args:
             name: always the same one.
             check: of the records.
+
+        Raises:
+            DistStoreError: there are more announcements than ranks.
         """
         known = self._announced
         self._announced = int(self.ask("add", self.name(name), 0))
+        if not known <= self._announced <= self._size:
+            raise DistStoreError(
+                f"key {self.name(name)!r} of the store counts {self._announced} announcements, after {known}, of "
+                f"{self._size} ranks; something else than these ranks writes to this store"
+            )
         self._unread += range(known + 1, self._announced + 1)
         here = self._unread
         # A number comes a moment before its record.

@@ -11,6 +11,7 @@ from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host.rendezvous_failures import StoreLostError
 from collectives.backends.host.rendezvous_keys import RendezvousKeys
 from collectives.bench.scale.counted_store import CountedStore
+from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
 from collectives.store.records import Checked, as_text, fields
 
@@ -24,7 +25,7 @@ def number(record: object) -> Checked:
 
 
 def keys_in(store: HashStore) -> RendezvousKeys:
-    keys = RendezvousKeys(store)
+    keys = RendezvousKeys(store, 3)
     keys.name_after("attempt secret")
     return keys
 
@@ -106,3 +107,11 @@ def test_what_a_rank_asks_to_form_a_group_does_not_grow_with_their_number() -> N
         # Rank 0 looks for all of them, again and again where they are slow.
         most = [max(found[what] for found in results[1:]) for results in (few, many)]
         assert most[1] <= most[0] + POLLS
+
+
+def test_more_announcements_than_ranks_are_refused_before_they_are_read() -> None:
+    store = HashStore()
+    keys = keys_in(store)
+    store.add(keys.name("news"), 1 << 40)
+    with pytest.raises(DistStoreError, match=f"counts {1 << 40} announcements, after 0, of 3 ranks"):
+        keys.new("news", number)
