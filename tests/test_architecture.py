@@ -234,7 +234,7 @@ LAYERS = {
     "bindings": _UP_TO["transport"]
     | {"kernels", "algorithms", "collectives", "engine", "mpi", "nccl", "store", "store_client", "bindings"},
     "tests": _UP_TO["transport"]
-    | {"kernels", "algorithms", "collectives", "engine", "store", "store_client", "tests"},
+    | {"kernels", "algorithms", "collectives", "engine", "nccl", "store", "store_client", "tests"},
 }
 """The layers of the core, and those that each may include."""
 

@@ -42,6 +42,9 @@ void* address(nb::handle number) {
 int code(nb::handle number) {
   const long value = PyLong_AsLong(number.ptr());
   if (value == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (!std::in_range<int>(value)) {
+    throw std::invalid_argument("a code or rank of NCCL has 32 bits, but is " + std::to_string(value));
+  }
   return static_cast<int>(value);
 }
 

@@ -25,6 +25,7 @@ Tests group_tests();
 Tests foreign_words_tests();
 Tests operation_record_tests();
 Tests store_client_tests();
+Tests nccl_calls_tests();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \
