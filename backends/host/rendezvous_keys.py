@@ -92,8 +92,8 @@ class RendezvousKeys:
         self._announced = int(self.ask("add", self.name(name), 0))
         if not known <= self._announced <= self._size:
             raise DistStoreError(
-                f"key {self.name(name)!r} of the store counts {self._announced} announcements, after {known}, of "
-                f"{self._size} ranks; something else than these ranks writes to this store"
+                f"key {self.name(name)!r} of the store counts {self._announced} announcements after {known}, "
+                f"of {self._size} ranks; something else than these ranks writes to this store"
             )
         self._unread += range(known + 1, self._announced + 1)
         here = self._unread
