@@ -57,6 +57,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return tiers.header(config)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return tiers.is_ignored(collection_path, config) or None
+
+
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.select(config, items)

@@ -14,6 +14,7 @@ the same arguments, and of constructors of exceptions.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -136,6 +137,7 @@ def is_other_name(one: Documented, found: Iterable[Documented]) -> bool:
     )
 
 
+@functools.cache
 def documented() -> list[Documented]:
     found = {}
     for value in (value for name in MODULES for value in public(importlib.import_module(name))):
@@ -145,9 +147,6 @@ def documented() -> list[Documented]:
             name = f"{value.__module__}.{value.__qualname__}"
             found[name] = Documented(name, value, inspect.getdoc(value) or "")
     return [one for one in found.values() if not is_other_name(one, found.values())]
-
-
-FUNCTIONS = documented()
 
 
 def returned(one: Documented) -> str:
@@ -182,7 +181,7 @@ def faults(one: Documented) -> Iterator[str]:
 
 
 def test_all_parts_are_looked_at() -> None:
-    names = {one.name for one in FUNCTIONS}
+    names = {one.name for one in documented()}
     assert len(names) > 250
     assert names > {
         "collectives.api.reductions.all_reduce",
@@ -195,7 +194,7 @@ def test_all_parts_are_looked_at() -> None:
 
 
 def test_docstrings_are_complete() -> None:
-    wrong = [f"{one.name}: {fault}" for one in FUNCTIONS for fault in faults(one)]
+    wrong = [f"{one.name}: {fault}" for one in documented() for fault in faults(one)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -193,11 +193,15 @@ class _Harness:
     def give_back(self, ranks: list[_Rank]) -> None:
         self._idle = ranks + self._idle
 
-    def close(self) -> None:
+    def end_idle_ranks(self) -> None:
         for rank in self._idle:
             rank.connection.close()
         for rank in self._idle:
             rank.close(kill=False)
+        self._idle = []
+
+    def close(self) -> None:
+        self.end_idle_ranks()
         self._server.close()
         self._store.close()
         self._close_store_elsewhere()
@@ -209,11 +213,14 @@ _wanted: set[str] = set()
 
 
 def preload(*modules: str) -> None:
-    """Has the ranks that are made from now on find modules loaded, as each would take seconds to load them.
+    """Has the ranks of later calls find modules loaded, as each would take seconds to load them.
 
-    To be called while tests are collected. The modules must start no thread.
+    Ranks that are idle end, because they have not loaded them. The modules must start no thread.
     """
-    _wanted.update(modules)
+    if not _wanted.issuperset(modules):
+        _wanted.update(modules)
+        if _harness is not None:
+            _harness.end_idle_ranks()
 
 
 def close() -> None:

@@ -77,3 +77,25 @@ def test_a_mark_says_how_many():
 
 def test_folders_of_the_full_tier_are_there():
     assert all((tiers.TESTS / folder).is_dir() for folder in tiers.FULL_FOLDERS)
+
+
+@pytest.mark.parametrize(
+    ("args", "full", "ignored"),
+    [
+        ([], False, True),
+        (["tests"], False, True),
+        (["tests/store", "tests/torch_systems"], False, True),
+        (["tests/torch_systems/fsdp"], False, False),
+        (["tests/torch_systems/fsdp/test_fsdp.py::test_values[2ranks]"], False, False),
+        ([], True, False),
+    ],
+)
+def test_folders_of_the_full_tier_are_not_imported(args, full, ignored):
+    config = SimpleNamespace(
+        args=args,
+        getoption={"full": full}.get,
+        invocation_params=SimpleNamespace(dir=tiers.TESTS.parent),
+    )
+    assert tiers.is_ignored(tiers.TESTS / "torch_systems" / "fsdp", config) is ignored
+    assert not tiers.is_ignored(tiers.TESTS / "store", config)
+    assert not tiers.is_ignored(tiers.TESTS / "torch_systems", config)

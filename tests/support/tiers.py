@@ -34,7 +34,8 @@ FULL_FOLDERS = {
 }
 """Folders of the full tier, and why they are."""
 
-_WITHIN = tuple(f"{TESTS / folder}/" for folder in FULL_FOLDERS)
+_FULL = {str(TESTS / folder) for folder in FULL_FOLDERS}
+_WITHIN = tuple(f"{folder}/" for folder in _FULL)
 """What paths of files in them begin with."""
 
 SHARED = ("world_size", "mpi")
@@ -79,9 +80,20 @@ def set_left_out(config: pytest.Config, count: int) -> None:
 
 
 def summary(config: pytest.Config) -> str:
-    """Returns the line of the run's summary that says how many tests were left out, if any."""
+    """Returns the line of the run's summary that says what was left out, if anything."""
     left = left_out(config)
-    return f"{left} tests were left to the full tier (--full)" if left else ""
+    return f"{left} tests were left to the full tier (--full), which has folders of its own" if left else ""
+
+
+def is_ignored(path: Path, config: pytest.Config) -> bool:
+    """Returns whether a folder is one of the full tier that the run neither names nor has a name in.
+
+    Its modules are not even imported, which takes seconds in each process that shares the tests.
+    """
+    if config.getoption("full") or str(path) not in _FULL:
+        return False
+    named = [config.invocation_params.dir / str(word).partition("::")[0] for word in config.args]
+    return not any(one == path or path in one.parents for one in named)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_systems.small import net
@@ -72,6 +71,8 @@ def test_modes_see_what_they_see_of_gloo():
 
 
 def trained_by_ddp(rank, size):
+    from torch.distributed.tensor.debug import CommDebugMode  # takes seconds to load
+
     model = DistributedDataParallel(net())
     with CommDebugMode() as mode:
         model(torch.ones(3, 4)).square().sum().backward()

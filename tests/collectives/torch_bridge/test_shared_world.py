@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from harness import run_world
-from torch.distributed import checkpoint
 from torch.utils.data import DistributedSampler
 
 import collectives as dist
@@ -75,6 +74,8 @@ def test_a_smaller_world_is_registered_again() -> None:
 
 
 def saved(rank, size, folder):
+    from torch.distributed import checkpoint  # takes seconds to load
+
     dist.register_world_with_torch()
     state = {"mine": torch.full((2,), float(rank))} if rank else {"first": torch.ones(2)}
     checkpoint.save(state, checkpoint_id=folder)
