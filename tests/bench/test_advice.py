@@ -55,6 +55,7 @@ def estimated():
     return result
 
 
+@pytest.mark.full
 def test_ranks_agree_on_the_estimate():
     first, second = collectives.launch(estimated, nproc=2)
     assert first == second > 0

@@ -42,6 +42,7 @@ def test_after_it(ranks):
 """
 
 
+@pytest.mark.full
 def test_ranks_serve_the_tests_of_a_session(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_sums.py").write_text(TESTS, encoding="utf-8")

@@ -109,7 +109,7 @@ def _each_lane_moves(rank, size):
     _end(lanes, meeting)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_group_completes_while_three_others_are_kept_full(size):
     run_ranks(_each_lane_moves, size)

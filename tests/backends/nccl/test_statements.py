@@ -16,7 +16,7 @@ def hold(group: ProcessGroup) -> tuple[int, int]:
     return check_statements(group, "cpu", None, NcclReport)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("provider", ["cupy", "pynccl"])
 def test_statements(nccl_library: Path, provider: str) -> None:
     results = run_over_double(hold, 2, nccl_library, provider=provider, timeout=100)

@@ -11,6 +11,8 @@ from sources import PYTHONPATH
 from collectives.conformance.__main__ import main, short_table
 from collectives.conformance.examination import Answer, Status, questions
 
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
 
 @pytest.fixture(autouse=True)
 def ranks_find_test_modules(monkeypatch):

@@ -124,6 +124,7 @@ def leave_a_world(fails):
     return os.getpid()
 
 
+@pytest.mark.full
 def test_ranks_stay_from_function_to_function_and_start_anew_after_a_failure():
     with Ranks(2) as ranks:
         first = ranks.run(leave_a_world, False)

@@ -37,6 +37,7 @@ def test_answers_come_in_rank_order():
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_ranks")
 def test_forked_ranks_come_of_one_process_that_is_not_this_one():
     with ForkedRanks(3, bench_bodies.multiply, (10,)) as team:

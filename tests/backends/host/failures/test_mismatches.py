@@ -27,7 +27,7 @@ from collectives.core.types import (
 
 F32, I32, BF16 = torch.float32, torch.int32, torch.bfloat16
 SUM, MAX, AVG = ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG
-PLACEMENTS = ["aa", "aaa", "ab", "aab"]
+PLACEMENTS = ["aa", "ab", *(pytest.param(name, marks=pytest.mark.full) for name in ("aaa", "aab"))]
 """A letter for the machine of each rank."""
 
 MARK = 7
