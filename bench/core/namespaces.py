@@ -120,6 +120,28 @@ class Machines:
         """Returns the command that runs ``words`` on a machine."""
         return ["nsenter", f"--net={self.namespace(machine)}", *words]
 
+    def write_agent(self, folder: str) -> str:
+        """Writes a program that launchers such as ``mpirun`` call as they call ``ssh``; returns its path.
+
+        ``agent [OPTION...] ADDRESS WORD...`` passes options over and has a shell run the words on the machine
+        of that address, which is also the machine's name there.
+
+        Args:
+            folder: where the program is written.
+        """
+        cases = "".join(f"{one.address}) net={one.namespace};; " for one in self._machines)
+        path = Path(folder, "agent")
+        path.write_text(
+            "#!/bin/sh\n"
+            'while [ "${1#-}" != "$1" ]; do shift; done\n'
+            "name=$1; shift\n"
+            f'case $name in {cases}*) echo "no machine has the address $name" >&2; exit 1;; esac\n'
+            'exec unshare --uts nsenter --net="$net" sh -c "hostname $name; $*"\n',
+            encoding="utf-8",
+        )
+        path.chmod(0o700)
+        return str(path)
+
     def sent_bytes(self, machine: int) -> int:
         """Returns how many bytes the machine has sent to the switch since it was made, headers included."""
         return self._count(machine, "TX")

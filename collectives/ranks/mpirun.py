@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from collectives.ranks.processes import CommandRanks, RankProcesses, SpawnedRanks, connect, run_body
 
 __all__ = [
+    "Mpirun",
     "find_mpirun",
-    "mpirun_environment",
     "needs_mpirun",
     "start_ranks",
     "start_under_mpirun",
@@ -33,23 +35,98 @@ def needs_mpirun(name: str) -> bool:
     return name.partition(":")[0] == _NEEDS_MPIRUN
 
 
-def find_mpirun() -> str | None:
-    """Returns the program that starts ranks, beside the interpreter or in PATH; ``None`` without one."""
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return shutil.which("mpirun", path=beside) or shutil.which("mpiexec", path=beside)
+@dataclass(frozen=True, slots=True)
+class Mpirun:
+    """The program of one MPI that starts ranks.
+
+    Attributes:
+        program: its path.
+        variables: what ranks need in their environment.
+        before: words in front of the program.
+        words: its words beside the number of ranks and their command.
+    """
+
+    program: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+    def command(self, ranks: int, *words: str) -> list[str]:
+        """Returns the command that starts so many ranks with these words."""
+        return [*self.before, self.program, *self.words, "-n", str(ranks), *words]
+
+    def environment(self, ranks: int) -> Mapping[str, str]:
+        """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
+        extra = dict(self.variables)
+        if os.geteuid() == 0:
+            extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if ranks > len(os.sched_getaffinity(0)):
+            extra |= {
+                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            }
+        return {**os.environ, **extra}
+
+    def between(self, machines: Sequence[str], own: str, agent: str, ranks: int) -> Mpirun:
+        """Returns the same program for ranks on other machines, with equal shares of the ranks.
+
+        The program runs under ``own`` as the name of its machine, because Intel's has daemons connect to that
+        name. It reaches the daemons, and the ranks each other, over the network of that address alone.
+
+        Args:
+            machines: their addresses; IPv4 with a network of 24 bits.
+            own: address of the machine that the program runs on, in that network.
+            agent: a program that is called as ``ssh`` is, with an address and a command.
+            ranks: number of ranks.
+        """
+        said = subprocess.run(  # noqa: S603 - the installation of the caller
+            [self.program, "--version"], env=self.environment(1), capture_output=True, text=True, check=False
+        ).stdout
+        share = ranks // len(machines)
+        if "Open MPI" in said:
+            network = f"{own.rpartition('.')[0]}.0/24"
+            words: tuple[str, ...] = (
+                *("--host", ",".join(f"{name}:{share}" for name in machines)),
+                *("--map-by", f"ppr:{share}:node:oversubscribe"),
+                *("--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", network),
+                *("--mca", "btl_tcp_if_include", network),
+            )
+        else:  # the program of MPICH, hydra, of which Intel's is a kin
+            launcher = "bootstrap" if "Intel" in said else "launcher"
+            words = (
+                *("-hosts", ",".join(machines), "-ppn", str(share), "-localhost", own),
+                *(f"-{launcher}", "ssh", f"-{launcher}-exec", agent),
+            )
+        renamed = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', own)
+        # MPICH's UCX finds that the machines share a kernel and passes messages through its memory.
+        variables = {**self.variables, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+        return replace(self, before=renamed, words=words, variables=variables)
 
 
-def mpirun_environment(ranks: int) -> Mapping[str, str]:
-    """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
-    extra: dict[str, str] = {}
-    if os.geteuid() == 0:
-        extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if ranks > len(os.sched_getaffinity(0)):
-        extra |= {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
-    return {**os.environ, **extra}
+def find_mpirun(prefix: str | None = None) -> Mpirun | None:
+    """Returns the program that starts ranks; ``None`` without one.
+
+    Args:
+        prefix: folder of an installation of MPI with ``bin`` and ``lib``, of which both the program and the
+            library are taken; ``None`` takes the program beside the interpreter or in PATH, and mpi4py finds
+            the library.
+    """
+    if prefix is None:
+        folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    else:
+        folders = str(Path(prefix, "bin"))
+    program = shutil.which("mpirun", path=folders) or shutil.which("mpiexec", path=folders)
+    if program is None or prefix is None:
+        return None if program is None else Mpirun(program)
+    folder = Path(prefix, "lib")
+    libraries = sorted(folder.glob("libmpi.so.*"), key=lambda file: len(file.name))
+    if not libraries:
+        return None
+    found = {"PATH": folders, "LD_LIBRARY_PATH": str(folder)}
+    extended = {
+        name: os.pathsep.join([new, *filter(None, [os.environ.get(name)])]) for name, new in found.items()
+    }
+    return Mpirun(program, {"MPI4PY_LIBMPI": str(libraries[0]), **extended})
 
 
 def world_rank() -> int:
@@ -57,18 +134,24 @@ def world_rank() -> int:
     return int(next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ))
 
 
-def start_under_mpirun(size: int, body: Callable[..., None], args: tuple[Any, ...]) -> RankProcesses:
+def start_under_mpirun(
+    size: int, body: Callable[..., None], args: tuple[Any, ...], mpirun: Mpirun | None = None
+) -> RankProcesses:
     """Returns ranks under ``mpirun``; arguments and errors as of :func:`start_ranks`."""
-    program = find_mpirun()
-    if program is None:
+    mpirun = mpirun or find_mpirun()
+    if mpirun is None:
         raise FileNotFoundError("there is no mpirun")
     # The module mpi4py aborts all ranks where one raises; otherwise that one waits for the others at its end.
-    words = ["-n", str(size), sys.executable, "-m", "mpi4py", "-m", "collectives.ranks.mpirun"]
-    return CommandRanks(size, [program, *words], mpirun_environment(size), (body, args))
+    command = mpirun.command(size, sys.executable, "-m", "mpi4py", "-m", "collectives.ranks.mpirun")
+    return CommandRanks(size, command, mpirun.environment(size), (body, args))
 
 
 def start_ranks(
-    backends: Sequence[str], size: int, body: Callable[..., None], args: tuple[Any, ...]
+    backends: Sequence[str],
+    size: int,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+    mpirun: Mpirun | None = None,
 ) -> RankProcesses:
     """Returns ranks that run ``body(rank, connection, *args)``, then wait for the parent to close.
 
@@ -77,13 +160,15 @@ def start_ranks(
         size: number of ranks.
         body: function at the top level of a module.
         args: its further arguments; pickled.
+        mpirun: what starts them where a backend needs it; ``None`` for that of :func:`find_mpirun`.
 
     Raises:
         RankFailedError: they could not be started.
         FileNotFoundError: a backend needs ``mpirun``, and there is none.
     """
-    start = start_under_mpirun if any(map(needs_mpirun, backends)) else SpawnedRanks
-    return start(size, body, args)
+    if any(map(needs_mpirun, backends)):
+        return start_under_mpirun(size, body, args, mpirun)
+    return SpawnedRanks(size, body, args)
 
 
 def _main(words: Sequence[str]) -> None:

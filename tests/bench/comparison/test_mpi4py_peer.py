@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -41,6 +42,33 @@ def test_an_mpi_that_does_not_work_is_named(said, why, monkeypatch, tmp_path):
     reason = mpi4py_peer.why_unavailable()
     assert f"{launcher} and mpi4py do not work together" in reason
     assert why in reason
+
+
+def test_a_folder_without_an_mpi_is_named(tmp_path):
+    assert f"{tmp_path} has no bin/mpirun" in mpi4py_peer.why_unavailable(str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    launcher = tmp_path / "bin" / "mpirun"
+    launcher.write_text("#!/bin/sh\n")
+    launcher.chmod(0o755)
+    assert f"{tmp_path} has no bin/mpirun or no lib/libmpi.so" in mpi4py_peer.why_unavailable(str(tmp_path))
+
+
+def test_an_mpi_needs_a_name_and_a_folder(capsys):
+    for words in (["--mpi", "other"], ["--mpi", "=/opt/mpi"], ["--mpi", "other="]):
+        with pytest.raises(SystemExit):
+            main(["bench", "allreduce", *words])
+        assert "is not NAME=FOLDER,..." in capsys.readouterr().err
+    assert main(["bench", "allreduce", "--backends", "mpi4py:other", "--sizes", "8"]) == 1
+    assert "mpi4py:other names an MPI without a folder" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("installation", find_installations(), ids=lambda installation: installation.name)
+def test_an_mpi_of_a_folder_runs_beside_the_usual_one(installation, capsys):
+    words = ["--mpi", f"other={installation.prefix}", "--backends", "mpi4py,mpi4py:other", "--sizes", "64"]
+    assert main(["bench", "allreduce", *words, "--iters", "2"]) == 0
+    known = {"openmpi": "Open MPI", "mpich": "MPICH"}[installation.name]
+    assert re.search(rf"all_reduce by mpi4py:other \(mpi4py \S+, {known} \d", capsys.readouterr().out)
 
 
 @pytest.fixture(
