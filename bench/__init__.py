@@ -1,8 +1,8 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
-Inside: the programs; in folders what they share (core) and what one question needs (comparison, cost_model,
-paper, scale, training, tuning). Not here: processes of ranks (:mod:`collectives.ranks`), the command
-(:mod:`.cli`).
+Inside: the programs; in folders what they share (core) and what one question needs, with its program where
+it needs no other (acceptance, comparison, cost_model, doctor, paper, scale, training, tuning). Not here:
+processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROGRAMS = {
     "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
-    "model": "collectives.bench.model",
+    "model": "collectives.bench.cost_model.command",
     "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
     "scale": "collectives.bench.scale.command",

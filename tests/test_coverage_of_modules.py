@@ -68,11 +68,6 @@ TESTED_THROUGH = {
         "parts of its group",
         "options work",
     ),
-    "bench": (
-        "bench/test_model_command.py",
-        "`collectives bench model`",
-        "model",
-    ),
     "bench/acceptance": (
         "bench/acceptance",
         "parts of the command, and of its ranks",
@@ -89,7 +84,7 @@ TESTED_THROUGH = {
         "arguments image",
     ),
     "bench/cost_model": (
-        "bench/test_model_command.py",
+        "bench/cost_model/test_command.py",
         "what the program prints",
         "plot report",
     ),

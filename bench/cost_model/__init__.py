@@ -1,7 +1,7 @@
 """What an operation costs on any number of machines: a model, calibrated by measurements.
 
-Inside: what each algorithm does, in counts; prices of these; calibration; predictions, their text and plot.
-Not here: the command line (:mod:`collectives.bench.model`), measuring (:mod:`collectives.bench.comparison`).
+Inside: what each algorithm does, in counts; prices of these; calibration; predictions, their text and plot;
+the command. Not here: measuring (:mod:`collectives.bench.comparison`).
 """
 
 from __future__ import annotations

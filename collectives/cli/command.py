@@ -36,7 +36,7 @@ PROGRAMS = {
         "train on real data over round-robin groups, then compare the backends",
     ),
     "doctor": (
-        "collectives.bench.doctor",
+        "collectives.bench.doctor.command",
         "test what this machine offers and that two ranks can communicate",
     ),
     "ps": (
@@ -48,7 +48,7 @@ PROGRAMS = {
         "put the flight records of several ranks together: where each was, and a trace for viewers",
     ),
     "tune": (
-        "collectives.bench.tune",
+        "collectives.bench.tuning.command",
         "measure which thresholds of the host backend are best on this machine, and keep them",
     ),
 }

@@ -15,7 +15,7 @@ import torch
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.bench.core.barrier import SpinBarrier
-from collectives.bench.doctor import _reduce as reduce_smoke
+from collectives.bench.doctor.command import _reduce as reduce_smoke
 from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions
 from collectives.core.work import CompletedWork, Work
 from collectives.ranks.processes import commands

@@ -12,8 +12,8 @@ import bench_bodies
 import pytest
 import torch
 
-from collectives.bench import doctor
 from collectives.bench.core.records import Skipped
+from collectives.bench.doctor import command as doctor
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")

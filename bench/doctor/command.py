@@ -17,12 +17,12 @@ import torch
 
 import collectives
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench import advice
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.options import available_backends
 from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import Skipped
+from collectives.bench.doctor import advice
 from collectives.ranks.mpirun import start_ranks
 from collectives.ranks.processes import RankFailedError
 from collectives.registry.backends import backend_names

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from collectives.backends.host import tuning_file
-from collectives.bench import tune
+from collectives.bench.tuning import command as tune
 from collectives.bench.tuning.search import (
     PLAN,
     Comparison,

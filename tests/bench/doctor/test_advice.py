@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import collectives
-from collectives.bench.advice import advise, estimate_all_reduce
 from collectives.bench.core.records import Skipped
+from collectives.bench.doctor.advice import advise, estimate_all_reduce
 
 
 @pytest.fixture(autouse=True)
