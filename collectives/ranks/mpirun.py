@@ -64,6 +64,7 @@ class Mpirun:
             extra |= {
                 "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                "OMPI_MCA_mpi_yield_when_idle": "1",  # which it sees for itself on one machine alone
             }
         return {**os.environ, **extra}
 
