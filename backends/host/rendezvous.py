@@ -210,7 +210,8 @@ class _Attempt:
         for rank, location in locations.items():
             machines.setdefault(location["place"], []).append(rank)
         # Where loopback reaches everyone. Any other address does too.
-        one_system = all(location["system"] == system() for location in locations.values())
+        here = system()
+        one_system = all(location["system"] == here for location in locations.values())
         plan = {
             "machines": [own, *machines.values()],
             "one_system": one_system,
@@ -289,7 +290,7 @@ class _Attempt:
             self._await(keys, range(self.size), "did not register")
             ranks = self.keys.get_all(keys, self._listener)
             self._check_interfaces(ranks)
-            self.keys.set(self.keys.name("addresses"), {"ranks": ranks, "key": random_key()})
+            self.keys.set(self.keys.name("addresses"), records.address_book(ranks, random_key()))
         else:
             self._await(
                 [self.keys.name("addresses")],
@@ -302,15 +303,13 @@ class _Attempt:
         if self.keys.ask("add", self.keys.name("readers"), 1) == self.size:
             names = ("elsewhere", "apart", "plan", "listener/0", "addresses", "readers")
             delete_keys(self.keys.store, map(self.keys.name, names))
-        machines: dict[int, list[int]] = {}
-        for rank, one in enumerate(world["ranks"]):
-            machines.setdefault(one["leader"], []).append(rank)
-        self.listeners.places = {first: world["ranks"][first]["places"] for first in machines}
+        machines, places = world["machines"], world["places"]
+        self.listeners.places = {leader: places[leader] for leader, *_ in machines}
         membership.span(
-            list(machines.values()),
-            [world["ranks"][first]["host"] for first in machines],
+            machines,
+            world["hosts"],
             listeners,
-            [[(address, port) for address, port in one["places"]] for one in world["ranks"]],
+            places,
             group_key(self.keys.prefix, world["key"]),
             own_user_only(),
             chosen.chosen,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from collectives.store.error_records import error_of
 from collectives.store.records import Checked, demand, fields
 
 __all__ = [
+    "address_book",
     "addresses",
     "apart",
     "failure",
@@ -63,15 +65,52 @@ def listener(record: Any, size: int) -> Checked:
     return found
 
 
+def address_book(ranks: Sequence[Checked], key: str) -> Checked:
+    """Returns what :func:`addresses` takes: lists, so that each rank checks those of many with few calls.
+
+    Args:
+        ranks: the listeners of all ranks, equally many addresses of each.
+        key: the group's key.
+    """
+    leaders = [one["leader"] for one in ranks]
+    places = [place for one in ranks for place in one["places"]]
+    return {
+        "leaders": leaders,
+        "hosts": [ranks[leader]["host"] for leader in dict.fromkeys(leaders)],
+        "addresses": [address for address, _ in places],
+        "ports": [port for _, port in places],
+        "key": key,
+    }
+
+
 def addresses(record: Any, size: int) -> Checked:
-    """Checks the listeners of all ranks and the group's key, which is empty where the job has a secret."""
-    found = fields(record, ranks=list, key=str)
+    """Checks who leads each rank, the machines' hosts, the listeners of all ranks and the group's key.
+
+    Returns:
+        ``machines``, the ranks of each; ``hosts``, one for each; ``places`` of each rank; and the ``key``,
+        which is empty where the job has a secret.
+    """
+    found = fields(record, leaders=list, hosts=list, addresses=list, ports=list, key=str)
     demand(_KEY.fullmatch(found["key"]) is not None, "a key of another length")
-    ranks = [listener(one, size) for one in found["ranks"]]
-    demand(len(ranks) == size, f"the addresses of {len(ranks)} ranks in a group of {size}")
-    led = [one["leader"] for one in ranks]
-    demand(all(led[leader] == leader for leader in led), f"leaders {led} that are led themselves")
-    return found
+    machines: dict[int, list[int]] = {}
+    for rank, leader in enumerate(found["leaders"]):
+        machines.setdefault(_rank(leader, size), []).append(rank)
+    led = found["leaders"]
+    demand(len(led) == size, f"the leaders of {len(led)} ranks in a group of {size}")
+    demand(all(led[leader] == leader for leader in machines), "leaders that are led themselves")
+    hosts, ports, texts = found["hosts"], found["ports"], found["addresses"]
+    demand(len(hosts) == len(machines), f"the hosts of {len(hosts)} of {len(machines)} machines")
+    lanes = len(ports) // size
+    demand(lanes > 0 and len(ports) == len(texts) == lanes * size, f"{len(ports)} ports of {size} ranks")
+    demand({*map(type, hosts), *map(type, texts)} == {str}, "an address that is no text")
+    demand({*map(type, ports)} == {int} and min(ports) > 0 and max(ports) < _MOST_PORTS, "no ports")
+    places = list(zip(texts, ports, strict=True))
+    return {
+        "machines": list(machines.values()),
+        "hosts": hosts,
+        "places": [places[at : at + lanes] for at in range(0, len(places), lanes)],
+        "key": found["key"],
+    }
 
 
 def failure(record: Any) -> Checked:
@@ -81,7 +120,8 @@ def failure(record: Any) -> Checked:
 
 
 def _rank(rank: Any, size: int) -> int:
-    demand(_is_number(rank) and 0 <= rank < size, f"rank {rank!r} in a group of {size}")
+    if not (_is_number(rank) and 0 <= rank < size):
+        demand(False, f"rank {rank!r} in a group of {size}")
     return int(rank)
 
 

@@ -42,7 +42,7 @@ CORPUS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "listener": (partial(records.listener, size=SIZE), [LISTENER]),
     "addresses": (
         partial(records.addresses, size=SIZE),
-        [{"ranks": [LISTENER] * SIZE, "key": ""}, {"ranks": [LISTENER] * SIZE, "key": "0f" * 32}],
+        [records.address_book([LISTENER] * SIZE, key) for key in ("", "0f" * 32)],
     ),
     "error": (error_of, [ERROR, {**ERROR, "kind": "PeerLostError", "cause": ERROR}]),
     "offer": (offer, [{"serves": True, "standby": ["127.0.0.1", 80]}, {"serves": False, "standby": []}]),

@@ -18,16 +18,32 @@ from collectives.store.records import read
 PLAN = {"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
 OTHER = {**LISTENER, "leader": 1}
-ADDRESSES = {"ranks": [LISTENER, OTHER, LISTENER], "key": ""}
+ADDRESSES = records.address_book([LISTENER, OTHER, LISTENER], "")
 
 plan = partial(records.plan, size=3)
 listener = partial(records.listener, size=3)
 addresses = partial(records.addresses, size=3)
 
 
-@pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER), (addresses, ADDRESSES)])
+@pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER)])
 def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], record: Any) -> None:
     assert read(json.dumps(record).encode(), "key", check) == record
+
+
+def test_addresses_are_told_by_machine_and_rank() -> None:
+    two = [["10.0.0.1", 80], ["10.1.0.1", 81]], [["10.0.0.2", 80], ["10.1.0.2", 82]]
+    ranks = [
+        {"leader": 0, "host": "a", "places": two[0]},
+        {"leader": 1, "host": "b", "places": two[1]},
+        {"leader": 0, "host": "another name of a", "places": two[0]},
+    ]
+    record = json.dumps(records.address_book(ranks, "0f" * 32)).encode()
+    assert read(record, "key", addresses) == {
+        "machines": [[0, 2], [1]],
+        "hosts": ["a", "b"],
+        "places": [[tuple(place) for place in two[number]] for number in (0, 1, 0)],
+        "key": "0f" * 32,
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,8 +63,19 @@ def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], recor
         (listener, {**LISTENER, "places": []}, "no address"),
         (listener, {**LISTENER, "places": [["127.0.0.1"]]}, "the address"),
         (listener, {**LISTENER, "places": [["127.0.0.1", 2**16]]}, "the port 65536"),
-        (addresses, {**ADDRESSES, "ranks": [LISTENER, OTHER]}, "the addresses of 2 ranks"),
-        (addresses, {**ADDRESSES, "ranks": [LISTENER, LISTENER, OTHER]}, "leaders"),
+        (addresses, {**ADDRESSES, "leaders": [0, 1]}, "the leaders of 2 ranks"),
+        (addresses, {**ADDRESSES, "leaders": [0, 0, 1]}, "leaders that are led"),
+        (addresses, {**ADDRESSES, "leaders": [0, 1, 3]}, "rank 3 in a group of 3"),
+        (addresses, {**ADDRESSES, "leaders": [0, 1, [0]]}, r"rank \[0\] in a group of 3"),
+        (addresses, {**ADDRESSES, "hosts": ["a"]}, "the hosts of 1 of 2 machines"),
+        (addresses, {**ADDRESSES, "hosts": ["a", None]}, "an address that is no text"),
+        (addresses, {**ADDRESSES, "addresses": ["a", "b"]}, "3 ports of 3 ranks"),
+        (addresses, {**ADDRESSES, "addresses": ["a", "b", 1]}, "an address that is no text"),
+        (addresses, {**ADDRESSES, "addresses": [], "ports": []}, "0 ports of 3 ranks"),
+        (addresses, {**ADDRESSES, "addresses": ["a"] * 4, "ports": [1] * 4}, "4 ports of 3 ranks"),
+        (addresses, {**ADDRESSES, "ports": [1, 2, True]}, "no ports"),
+        (addresses, {**ADDRESSES, "ports": [1, 2, 2**16]}, "no ports"),
+        (addresses, {**ADDRESSES, "ports": [0, 1, 2]}, "no ports"),
         (addresses, {**ADDRESSES, "key": 7}, "key = 7"),
         (addresses, {**ADDRESSES, "key": "00"}, "a key of another length"),
     ],
