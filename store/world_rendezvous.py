@@ -1,7 +1,8 @@
 """How ranks join and leave a world, which is one life of the default group.
 
 One store may serve several worlds, one after another. The keys below need ``set``, ``get``, ``add``, ``wait``
-and ``check`` of a store.
+and ``check`` of a store; where it can get and set several keys at once, what rank 0 asks does not grow with
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as _torch_distributed
 
 from collectives.errors import DistStoreError
 from collectives.secret import WAY_OUT, derived_key, is_insecure
+from collectives.store.announcements import Announcements, Ask, next_key, set_all
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fields, read, written
 from collectives.store.standby import Standby, offer, succession
@@ -29,7 +31,7 @@ __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
 KEYS = "collectives"
 """Prefix of all our keys in a store that may have other users."""
 
-_PROTOCOL = 4
+_PROTOCOL = 5
 """Number of the key layout; ranks that differ in it refuse each other."""
 
 _READ_LIMIT = timedelta(seconds=3)
@@ -44,6 +46,15 @@ _OTHERS_LIMIT = timedelta(seconds=5)
 _ANSWER_GRACE = timedelta(seconds=5)
 """How much longer than rank 0 the others wait, so that they hear which ranks are missing."""
 
+_ATTEMPTS, _INFOS = "join/attempt", "join/info"
+"""Names of what is announced: who attempts to join, and what an attempt that was called brings."""
+
+_SERVED = "join/served"
+"""Key of the numbers up to which rank 0 has read both, and of the attempts that it has left unanswered."""
+
+_MOST_ATTEMPTS = 1000
+"""How many attempts rank 0 reads, and 16 more of each rank: processes may have come and died many times."""
+
 _T = TypeVar("_T")
 
 
@@ -52,9 +63,10 @@ def join_world(
 ) -> int:
     """Waits until all ranks of a world are here; returns the world's number, never used before on this store.
 
-    Every other rank registers a join attempt. Rank 0 calls the newest attempt of each rank, compares what
-    those that still live bring, and answers. Calls and answers name the attempt, so that neither a former
-    world, nor an attempt that failed, nor one of a process that died, can be taken for this one.
+    Every other rank announces a join attempt, which thereby has a number. Rank 0 calls the newest attempt of
+    each rank, compares what those that still live announce then, and answers. Calls and answers name the
+    attempt, so that neither a former world, nor an attempt that failed, nor one of a process that died, can
+    be taken for this one.
 
     Args:
         store: any ``torch.distributed.Store``; the same on all ranks.
@@ -79,31 +91,35 @@ def join_world(
         "system": "" if derived_key("records") or is_insecure() else system(),
         **({"serves": False, "standby": []} if standby is None else standby.offer()),
     }
-    attempt = int(store.add(f"join/attempts/{rank}", 1))
     if rank == 0:
-        return _Coordinator(store, size, about, attempt, timeout).join(standby)
-    own = f"{rank}/{attempt}"
-    store.set(f"join/attempt/{own}", "")
-    called = _await_answer(store, f"join/call/{own}", rank, timeout, _call)
+        return _Coordinator(store, size, about, timeout).join(standby)
+    ask = _asking(store)
+    own = [next_key(ask, _ATTEMPTS)]
+    attempt = int(own[0].rpartition("/")[2])
+    _publish(store, own[0], {"rank": rank})
+    called = _await_answer(store, f"join/call/{attempt}", rank, timeout, _call)
+    own.append(f"join/call/{attempt}")
     if called is not None:
+        delete_keys(store, own)
         raise ValueError(f"[rank {rank}] init_process_group: {called['reason']}")
     try:
-        _publish(store, f"join/info/{own}", about)
-        answer = _await_answer(store, f"join/result/{own}", rank, timeout, _result)
+        own.append(next_key(ask, _INFOS))
+        _publish(store, own[-1], {"attempt": attempt, **about})
+        answer = _await_answer(store, f"join/result/{attempt}", rank, timeout, _result)
     except _torch_distributed.DistNetworkError as error:
         # Not a former world's store, with which another attempt may find the next one.
         raise DistStoreError(
             f"[rank {rank}] init_process_group: rank 0 has called it, and ended its store: {error}",
             0,
         ) from error
-    delete_keys(store, [f"join/call/{own}", f"join/result/{own}"])
+    delete_keys(store, [*own, f"join/result/{attempt}"])
     if "world" in answer:
         world = int(answer["world"])
         if standby is not None:
             known = _succession(store, world, size) if answer["served"] else {"server": -1, "addresses": []}
             standby.learn(**known)
         return world
-    store.set(f"join/read/{own}", "")
+    store.set(f"join/read/{attempt}", "")
     raise _error(rank, answer["reason"], answer["missing"])
 
 
@@ -116,14 +132,33 @@ def _publish(store: Any, key: str, record: Any) -> None:
     store.set(key, written(record, key))
 
 
+def _asking(store: Any) -> Ask:
+    return lambda what, *arguments: getattr(store, what)(*arguments)
+
+
+def _attempt(record: Any) -> int:
+    """Checks an attempt; returns its rank, which may be none of this world."""
+    rank = fields(record, rank=int)["rank"]
+    demand(rank > 0, f"an attempt of rank {rank}")
+    return int(rank)
+
+
+def _served(record: Any) -> Checked:
+    """Checks up to which numbers rank 0 has read, and which attempts it has left to the next world."""
+    found = fields(record, attempts=int, infos=int, left=list)
+    demand(found["attempts"] >= 0 and found["infos"] >= 0, f"{found}")
+    demand(all(type(one) is int and 0 < one <= found["attempts"] for one in found["left"]), f"{found}")
+    return found
+
+
 def _call(record: Any) -> Checked | None:
     """Checks rank 0's call: ``None``, or why it refuses an attempt."""
     return None if record is None else fields(record, reason=str)
 
 
 def _info(record: Any) -> Checked:
-    """Checks what a rank brings."""
-    about = fields(record, protocol=int, world_size=int, backend=str, process=str, system=str)
+    """Checks what an attempt brings."""
+    about = fields(record, attempt=int, protocol=int, world_size=int, backend=str, process=str, system=str)
     return about | (offer(record) if about["protocol"] == _PROTOCOL else {})
 
 
@@ -161,22 +196,29 @@ class _Coordinator:
         store: the store.
         size: number of ranks.
         about: what rank 0 brings.
-        attempt: number of rank 0's own attempt.
         timeout: time limit.
     """
 
-    def __init__(
-        self, store: Any, size: int, about: dict[str, Any], attempt: int, timeout: timedelta
-    ) -> None:
+    def __init__(self, store: Any, size: int, about: dict[str, Any], timeout: timedelta) -> None:
         self._store = store
+        self._ask = _asking(store)
         self._size = size
         self._about = about
-        self._attempt = attempt
+        self._attempt = int(store.add("join/attempts/0", 1))
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._served = {r: int(store.add(f"join/served/{r}", 0)) for r in range(1, size)}
-        self._called = dict(self._served)
-        self._joined: dict[int, dict[str, Any]] = {}
+        served: Checked = {"attempts": 0, "infos": 0, "left": []}
+        if store.check([_SERVED]):
+            served = read(store.get(_SERVED), _SERVED, _served)
+        most = _MOST_ATTEMPTS + 16 * size
+        self._attempts = Announcements(self._ask, _ATTEMPTS, _attempt, most, served["attempts"])
+        self._attempts.late = served["left"]
+        self._infos = Announcements(self._ask, _INFOS, _info, most, served["infos"])
+        self._left: list[int] = []
+        self._called: dict[int, int] = {}
+        self._brought: dict[int, Checked] = {}
+        self._joined: dict[int, Checked] = {}
+        self._reason = ""
 
     def join(self, standby: Standby | None) -> int:
         """Returns the new world's number, or raises on all ranks."""
@@ -187,7 +229,7 @@ class _Coordinator:
         if not reason and int(self._store.add("join/attempts/0", 0)) != self._attempt:
             reason = f"another process has come as rank 0, beside {self._about['process']}"
         world = int(self._store.add("join/worlds", 1))
-        if not reason:  # nobody reads the keys of the world before
+        if not reason and world > 1:  # nobody reads the keys of the world before
             old = [f"{world - 1}/succession", *(f"{world - 1}/leave/{r}" for r in range(self._size))]
             delete_keys(self._store, old)
         offers = [self._about, *(self._joined[r] for r in sorted(self._joined))]
@@ -197,9 +239,9 @@ class _Coordinator:
             known["addresses"] = [one["standby"] for one in offers]
             _publish(self._store, f"{world}/succession", known)
         answer = {"world": world, "served": server >= 0}
-        self._answer({"reason": reason, "missing": missing} if reason else answer)
+        self._answer({"reason": reason, "missing": missing} if reason else answer, complete=not absent)
         if reason:
-            read = [f"join/read/{r}/{self._called[r]}" for r in self._joined]
+            read = [f"join/read/{self._called[r]}" for r in self._joined]
             wait_for_keys(self._store, read, _READ_LIMIT)
             raise _error(0, reason, missing)
         if standby is not None:
@@ -208,46 +250,69 @@ class _Coordinator:
 
     def _call_all(self) -> str:
         """Calls the newest attempt of every rank until all have come; returns disagreements."""
-        reason = ""
         deadline = self._deadline
         while len(self._joined) < self._size - 1 and time.monotonic() < deadline:
-            expected = {r: self._call(r) for r in range(1, self._size) if r not in self._joined}
-            wait_for_keys(self._store, list(expected.values()), min(_left(deadline), _ATTEMPT_CHECK))
-            for r, key in expected.items():
-                if not key.startswith("join/info/") or not self._store.check([key]):
-                    continue
-                self._joined[r] = read(self._store.get(key), key, _info)
-                reason = reason or _disagreement(self._about, r, self._joined[r])
-            if reason:
+            wait_for_keys(self._store, self._expected(), min(_left(deadline), _ATTEMPT_CHECK))
+            self._brought |= {info["attempt"]: info for info in self._infos.new().values()}
+            self._join_called()  # before newer processes come as the same ranks
+            self._call_new()
+            self._join_called()  # whom a former process of rank 0 has called already
+            if self._reason:
                 deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT.total_seconds())
-        return reason
+        return self._reason
 
-    def _call(self, rank: int) -> str:
-        """Calls a rank that made an attempt since its last call; returns the key that is expected next."""
-        newest = int(self._store.add(f"join/attempts/{rank}", 0))
-        for attempt in range(self._called[rank] + 1, newest):
-            self._refuse(rank, attempt, f"a newer process has come as rank {rank}")
-        if newest > self._called[rank]:
-            self._called[rank] = newest
-            _publish(self._store, f"join/call/{rank}/{newest}", None)
-        if self._called[rank] == self._served[rank]:
-            return f"join/attempt/{rank}/{newest + 1}"
-        return f"join/info/{rank}/{self._called[rank]}"
+    def _join_called(self) -> None:
+        """Takes what those bring that were called, and notes the first disagreement."""
+        for rank, attempt in self._called.items():
+            if attempt in self._brought:
+                self._joined[rank] = self._brought.pop(attempt)
+                self._reason = self._reason or _disagreement(self._about, rank, self._joined[rank])
 
-    def _refuse(self, rank: int, attempt: int, reason: str) -> None:
-        _publish(self._store, f"join/call/{rank}/{attempt}", {"reason": reason})
+    def _expected(self) -> list[str]:
+        """Returns keys that are there once all have come; earlier where other processes have come, too."""
+        called = len(self._called) - len(self._joined)
+        uncalled = self._size - 1 - len(self._called)
+        keys = [self._attempts.key(number) for number in self._attempts.late]
+        keys += [self._infos.key(number) for number in self._infos.late]
+        if uncalled > len(self._attempts.late):
+            keys.append(self._attempts.key(self._attempts.counted + uncalled - len(self._attempts.late)))
+        if called > len(self._infos.late):
+            keys.append(self._infos.key(self._infos.counted + called - len(self._infos.late)))
+        return keys
 
-    def _answer(self, answer: dict[str, Any]) -> None:
-        """Answers every rank, and refuses processes that came as the same rank meanwhile."""
-        for r, called in self._called.items():
-            # Counted before the answer: one that is refused may try again as soon as it has read it.
-            served = int(self._store.add(f"join/attempts/{r}", 0)) if r in self._joined else called
-            for attempt in range(called + 1, served + 1):
-                taken = f"rank {r} is taken by process {self._joined[r]['process']}"
-                self._refuse(r, attempt, f"{taken}; start every rank once")
-            _publish(self._store, f"join/result/{r}/{called}", answer)
-            self._store.add(f"join/served/{r}", served - self._served[r])
-            delete_keys(self._store, [f"join/attempt/{r}/{called}", f"join/info/{r}/{called}"])
+    def _call_new(self) -> None:
+        """Calls attempts, the newest of each rank, and refuses those of ranks that have joined."""
+        calls: dict[str, Any] = {}
+        for attempt, rank in self._attempts.new().items():
+            if rank >= self._size:
+                self._left.append(attempt)
+            elif rank in self._joined:
+                taken = f"rank {rank} is taken by process {self._joined[rank]['process']}"
+                calls[f"join/call/{attempt}"] = {"reason": f"{taken}; start every rank once"}
+            else:
+                former, newest = sorted([attempt, self._called.get(rank, attempt)])
+                self._called[rank] = newest
+                calls[f"join/call/{newest}"] = None
+                if former != newest:  # which may have read its call already
+                    reason = f"a newer process has come as rank {rank}"
+                    calls[f"join/call/{former}"] = {"reason": reason}
+                    calls[f"join/result/{former}"] = {"reason": reason, "missing": []}
+        set_all(self._ask, calls)
+
+    def _answer(self, answer: dict[str, Any], *, complete: bool) -> None:
+        """Answers all that were called, and refuses processes that came as the same ranks meanwhile.
+
+        Args:
+            answer: for all.
+            complete: whether all ranks have come. Otherwise who comes now is left to the next world.
+        """
+        # Before the answer: one that has read it may try again at once.
+        if complete:
+            self._call_new()
+            self._attempts.late.clear()
+        reached = {"attempts": self._attempts.counted, "infos": self._infos.counted}
+        _publish(self._store, _SERVED, {**reached, "left": self._left + self._attempts.late})
+        set_all(self._ask, {f"join/result/{attempt}": answer for attempt in self._called.values()})
 
 
 def _disagreement(mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from collectives.backends.host.rendezvous_failures import StoreLostError
-from collectives.errors import DistStoreError
+from collectives.store.announcements import Announcements, get_all, next_key
 from collectives.store.records import Checked, read, written
 from collectives.store.waiting import delete_keys
 
@@ -32,8 +32,7 @@ class RendezvousKeys:
         self._size = size
         self.prefix = ""
         self._own: list[str] = []
-        self._announced = 0
-        self._unread: list[int] = []
+        self._announcements: Announcements[Checked] | None = None
 
     def name_after(self, address: str) -> None:
         """Gives this attempt its own keys, so that nothing left by another one is taken for its own."""
@@ -69,14 +68,11 @@ class RendezvousKeys:
 
     def get_all(self, keys: list[str], check: Callable[[Any], _T]) -> list[_T]:
         """Returns records, checked; waits for them."""
-        if not self.ask("has_extended_api"):
-            return [self.get(key, check) for key in keys]
-        values = self.ask("multi_get", keys)
-        return [read(value, key, check) for key, value in zip(keys, values, strict=True)]
+        return get_all(self.ask, keys, check)
 
     def announce(self, name: str, record: Any) -> None:
         """Publishes a record under the next number of a name, for who calls :meth:`new`."""
-        self.set_own(self.name(name, int(self.ask("add", self.name(name), 1))), record)
+        self.set_own(next_key(self.ask, self.name(name)), record)
 
     def new(self, name: str, check: Callable[[Any], Checked]) -> list[Checked]:
         """Returns what ranks have announced under a name since the last call, checked; does not wait.
@@ -88,22 +84,9 @@ class RendezvousKeys:
         Raises:
             DistStoreError: there are more announcements than ranks.
         """
-        known = self._announced
-        self._announced = int(self.ask("add", self.name(name), 0))
-        if not known <= self._announced <= self._size:
-            raise DistStoreError(
-                f"key {self.name(name)!r} of the store counts {self._announced} announcements after {known}, "
-                f"of {self._size} ranks; something else than these ranks writes to this store"
-            )
-        self._unread += range(known + 1, self._announced + 1)
-        here = self._unread
-        # A number comes a moment before its record.
-        if here and not self.ask("check", [self.name(name, number) for number in here]):
-            here = [number for number in here if self.ask("check", [self.name(name, number)])]
-        if not here:
-            return []
-        self._unread = [number for number in self._unread if number not in here]
-        return self.get_all([self.name(name, number) for number in here], check)
+        if self._announcements is None:
+            self._announcements = Announcements(self.ask, self.name(name), check, self._size)
+        return list(self._announcements.new().values())
 
     def delete_own(self) -> None:
         """Deletes what this rank has published by :meth:`set_own` and :meth:`announce`."""

@@ -82,8 +82,8 @@ def test_a_world_forms_on_proved_records_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
     store = HashStore()
     assert join_on_threads(store, 2) == [1, 1]
-    store.set("join/call/1/2", "null")  # an attacker's word for rank 1's next attempt
-    with pytest.raises(DistStoreError, match="'join/call/1/2' is not proved"):
+    store.set("join/call/2", "null")  # an attacker's word for rank 1's next attempt
+    with pytest.raises(DistStoreError, match="'join/call/2' is not proved"):
         join_world(store, 1, 2, "host", LONG)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as torch_dist
 
 import collectives as dist
+from collectives.bench.scale.counted_store import CountedStore
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
 from collectives.store.group_rendezvous import join_group
@@ -62,15 +64,20 @@ def test_every_world_of_a_store_has_a_number_of_its_own(kind: str, tmp_path: Pat
     assert [world_of(store, size) for size in (3, 1, 2, 3)] == [[1] * 3, [2], [3] * 2, [4] * 3]
 
 
+def announce_attempt(store: Any, rank: int) -> int:
+    """Does what a process does first that comes as a rank; returns the number of its attempt."""
+    number = store.add("join/attempt", 1)
+    store.set(f"join/attempt/{number}", json.dumps({"rank": rank}))
+    return int(number)
+
+
 def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
     store = dist.HashStore()
-    # A process knocked as rank 1, of another number of ranks, and died.
-    store.add("join/attempts/1", 1)
-    store.set("join/attempt/1/1", "")
+    # A process of another number of ranks came as rank 1, and died.
+    announce_attempt(store, 1)
     assert world_of(store, 2) == [1, 1]
     # The same in the life after that: it was called, and died before it answered.
-    store.add("join/attempts/1", 1)
-    store.set("join/attempt/1/3", "")
+    announce_attempt(store, 1)
     (alone,) = on_threads(lambda: join_world(store, 0, 2, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
     assert str(alone).startswith("[rank 0] init_process_group: rank 1 did not come within 0.3 s")
@@ -92,8 +99,8 @@ class SlowStore(dist.HashStore):
 
     def set(self, key: str, value: str | bytes) -> None:
         super().set(key, value)
-        if key == "join/result/1/1":
-            self.wait(["join/attempt/1/2"], LIMIT)
+        if key == "join/result/1":
+            self.wait(["join/attempt/2"], LIMIT)
 
 
 def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
@@ -258,15 +265,101 @@ def test_members_of_a_group_come_to_one_verdict() -> None:
 @pytest.mark.parametrize("value", ["[1]", "7", "no JSON", '{"reason": 5}', "{}"])
 def test_what_no_rank_publishes_is_refused(value: str) -> None:
     store = HashStore()
-    store.set("join/call/1/1", value)
-    with pytest.raises(DistStoreError, match=r"something unusable under 'join/call/1/1'"):
+    store.set("join/call/1", value)
+    with pytest.raises(DistStoreError, match=r"something unusable under 'join/call/1'"):
         join_world(store, 1, 2, "host", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("value", ["[1]", "null", '{"process": 1}', '{"protocol": 1}'])
-def test_rank_0_refuses_what_no_rank_publishes(value: str) -> None:
+@pytest.mark.parametrize("key", ["join/attempt/1", "join/info/1", "join/served"])
+def test_rank_0_refuses_what_no_rank_publishes(key: str, value: str) -> None:
     store = HashStore()
-    store.add("join/attempts/1", 1)
-    store.set("join/info/1/1", value)
-    with pytest.raises(DistStoreError, match=r"something unusable under 'join/info/1/1'"):
+    announce_attempt(store, 1)
+    store.add("join/info", 1)
+    store.set(key, value)
+    with pytest.raises(DistStoreError, match=f"something unusable under '{key}'"):
         join_world(store, 0, 2, "host", timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("key", ["join/attempt", "join/info"])
+def test_rank_0_refuses_more_attempts_than_there_can_be_before_it_reads_them(key: str) -> None:
+    store = HashStore()
+    store.add(key, 1 << 40)
+    with pytest.raises(DistStoreError, match=f"'{key}' of the store counts {1 << 40} announcements after 0"):
+        join_world(store, 0, 2, "host", timedelta(seconds=5))
+
+
+def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
+    store = dist.HashStore()
+    older = announce_attempt(store, 1)  # and does not answer yet
+
+    def come_later() -> int:
+        store.wait([f"join/call/{older}"], LIMIT)
+        return join_world(store, 1, 2, "x", LIMIT)
+
+    assert on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later) == [1, 1]
+    assert b"a newer process has come as rank 1" in store.get(f"join/result/{older}")
+
+
+def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
+    store = dist.HashStore()
+
+    def come_second() -> int:
+        store.wait(["join/info/1"], LIMIT)
+        return join_world(store, 1, 3, "x", LIMIT)
+
+    short = timedelta(seconds=1)
+    alone, first, second = on_threads(
+        lambda: join_world(store, 0, 3, "x", short), lambda: join_world(store, 1, 3, "x", LIMIT), come_second
+    )
+    for error in (alone, first):
+        assert isinstance(error, dist.DistStoreError)
+        assert error.missing_ranks == (2,)
+    assert "rank 1 is taken by process" in str(second)
+
+
+def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
+    store = dist.HashStore()
+    store.set("join/call/1", "null")
+
+    def come_as_rank_0() -> int:
+        store.wait(["join/info/1"], LIMIT)
+        return join_world(store, 0, 2, "x", LIMIT)
+
+    assert on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)) == [1, 1]
+
+
+def test_nothing_of_joining_is_left_but_numbers() -> None:
+    store = dist.HashStore()
+    assert world_of(store, 3) == [1] * 3
+    numbers = {"join/attempt", "join/attempts/0", "join/info", "join/served", "join/worlds"}
+    assert {*store.list_keys()} == numbers
+
+
+def test_a_rank_of_the_next_larger_world_waits_for_it() -> None:
+    store = dist.HashStore()
+    number = announce_attempt(store, 2)
+    assert world_of(store, 2) == [1, 1]
+    assert not store.check([f"join/call/{number}"])
+    (alone,) = on_threads(lambda: join_world(store, 0, 3, "x", timedelta(milliseconds=300)))
+    assert isinstance(alone, dist.DistStoreError)
+    assert store.check([f"join/call/{number}"])
+
+
+def test_what_rank_0_asks_to_form_a_world_does_not_grow_with_the_number_of_ranks() -> None:
+    most = []
+    for size in (4, 24):
+        plain = dist.HashStore()
+        store = CountedStore("world", plain)
+        others = PrefixStore("world", plain)
+        waiting = [
+            threading.Thread(target=join_world, args=(others, r, size, "x", LIMIT)) for r in range(1, size)
+        ]
+        for each in waiting:
+            each.start()
+        others.wait([f"join/attempt/{size - 1}"], LIMIT)
+        assert join_world(store, 0, size, "x", LIMIT) == 1
+        most.append(store.take()[0])
+        for each in waiting:
+            each.join()
+    assert most[1] <= most[0] + 30, "more looks, where threads are slow"
