@@ -80,8 +80,10 @@ class ProcessGroupHost(ProcessGroup):
     different machines must have (``COLLECTIVES_SECRET``); connections are not encrypted.
     ``COLLECTIVES_HOST_MACHINE`` divides a machine: ranks with different labels share no memory.
 
-    Memory beyond the tensors: 4.1 MiB a rank (5.1 in a group of two), and up to 1 MiB for each rank that it
-    sends messages to, but no more than 4 MiB for all of them where they are 256 or fewer.
+    Memory beyond the tensors: 0.1 MiB a rank; 4 MiB (5 in a group of two) from the first collective on that
+    takes more than 4 KiB of a rank (more between machines); and up to 1 MiB for each rank that it sends
+    messages to, but no more than 4 MiB for all of them where they are 256 or fewer. Where there is none, that
+    operation breaks the group with a :class:`~collectives.DistBackendError` on all ranks.
 
     How an operation is carried out depends on thresholds that rank 0 may read from a file
     (:mod:`collectives.backends.host.tuning_file`); they change no bit of a result.

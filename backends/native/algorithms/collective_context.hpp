@@ -106,6 +106,7 @@ class CollectiveContext {
     chunk_bytes_ = chunk_bytes;
     ring_chunks_ = std::clamp<std::uint64_t>(
         chunks, 1, std::min({tuning().ring_bytes / chunk_bytes, longest, fixed ? kFewChunks : longest}));
+    if (fixed) ranks_.commit_buffer();
     ring_ = fixed ? rotating_bytes() : next_region(ring_chunks_ * chunk_bytes);
   }
   // Throws where the words of `Progress` cannot count so many. All ranks name the same number.
@@ -183,7 +184,8 @@ class CollectiveContext {
     return ranks_.shape().buffer_bytes - ranks_.shape().fixed_bytes;
   }
   // The offset in the staging buffer of a region that does not wrap.
-  std::size_t next_region(std::size_t bytes) noexcept {
+  std::size_t next_region(std::size_t bytes) {
+    ranks_.commit_buffer();
     const std::size_t buffer = rotating_bytes();
     const std::size_t length = (bytes + kLine - 1) / kLine * kLine;
     if (position_ % buffer + length > buffer) position_ = (position_ / buffer + 1) * buffer;

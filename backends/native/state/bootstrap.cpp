@@ -77,7 +77,7 @@ void say(const Descriptor& socket, Message message, Step step, const std::vector
 
 // A rank allocates what it writes, so that the pages lie on its own memory node.
 void commit_own(const Segment& segment, const SegmentLayout& layout, int rank) {
-  segment.commit(layout.rank_offset(rank), layout.rank_bytes());
+  segment.commit(layout.rank_offset(rank), layout.control_bytes());
 }
 
 }  // namespace

@@ -102,7 +102,8 @@ class BootstrapFollower {
   // Whether the leader has answered before the deadline; throws when it has gone.
   bool answered(Nanoseconds deadline);
 
-  // Maps the segment, allocates this rank's part, and says so. Returns whether the group spans machines.
+  // Maps the segment, allocates this rank's part without the staging buffer, and says so. Returns whether the
+  // group spans machines.
   bool attach(Nanoseconds deadline);
 
   // Waits for the leader's go and returns this rank's membership; to be called once.

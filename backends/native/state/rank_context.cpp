@@ -99,6 +99,18 @@ RankContext::RankContext(Membership membership, std::string label)
 
 RankContext::~RankContext() = default;
 
+void RankContext::allocate_buffer() {
+  try {
+    membership_.segment->commit(membership_.layout.buffer_offset(rank()), shape().buffer_bytes);
+  } catch (const Error& error) {
+    fail_group(error.kind(),
+               "rank " + std::to_string(rank()) + " has no memory to stage tensors in: " + error.message(),
+               {.rank = rank()});
+    throw_broken(true);
+  }
+  buffer_committed_ = true;
+}
+
 void RankContext::commit_mailbox(int receiver) const {
   membership_.segment->commit(membership_.layout.mailbox_offset(rank(), receiver), shape().mail_bytes);
 }

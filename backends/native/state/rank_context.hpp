@@ -104,6 +104,13 @@ class RankContext {
   std::byte* staging_buffer(int rank) const noexcept {
     return base_ + membership_.layout.buffer_offset(rank);
   }
+  // Allocates this rank's staging buffer, once, for an operation that is about to use it. Where there is no
+  // memory, throws and breaks the group, whose ranks may wait for this one. Only for the thread that executes
+  // collectives.
+  void commit_buffer() {
+    if (!buffer_committed_) [[unlikely]]
+      allocate_buffer();
+  }
   // Where the next operation begins in every rank's staging buffer, in bytes that never wrap. Only for the
   // thread that executes collectives.
   std::uint64_t buffer_position() const noexcept { return buffer_position_; }
@@ -273,6 +280,7 @@ class RankContext {
   std::uint64_t offset_of(const std::atomic<std::uint64_t>& word) const noexcept {
     return static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
   }
+  void allocate_buffer();
   static void ring(std::atomic<std::uint32_t>& rings) noexcept;
   void wake_leader() const noexcept;
   ProcessState process_state(int rank) const noexcept;
@@ -296,6 +304,7 @@ class RankContext {
       0};                          // for `exec`; relaxed, as any thread may be the one to look
   std::atomic<bool> left_{false};  // release of the failure that was recorded before; see `broken`
   std::uint64_t buffer_position_ = 0;
+  bool buffer_committed_ = false;
   const bool crowded_;         // there are more ranks here than cores
   SpinPolicy spin_policy_[2];  // by Wait; of the thread that executes collectives
   Nanoseconds next_core_change_ = 0;

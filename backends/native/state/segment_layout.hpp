@@ -8,8 +8,9 @@
 //                      staging buffer: all other contributions and the rings of long messages
 //   per ordered pair   mailbox: mail_bytes of framed point-to-point bytes
 //
-// Everything is zero at the start. A rank allocates its own part; mailboxes have no memory before their first
-// use, and mirrors of remote ranks have none for mail counters and a staging buffer.
+// Everything is zero at the start. A rank allocates its own part; staging buffers and mailboxes have no
+// memory before their first use, and mirrors of remote ranks have none for mail counters and a staging
+// buffer.
 #pragma once
 
 #include <atomic>
@@ -90,8 +91,9 @@ class SegmentLayout {
   const SegmentShape& shape() const noexcept { return shape_; }
   std::size_t total_bytes() const noexcept { return total_; }
 
-  // What rank r writes for collectives, committed by rank r itself, on its own memory node.
-  std::size_t rank_bytes() const noexcept { return rank_bytes_; }
+  // What rank r writes for collectives, but for the staging buffer, committed by rank r itself, on its own
+  // memory node.
+  std::size_t control_bytes() const noexcept { return buffer_; }
   // The part of it that a mirror needs, committed by the leader.
   std::size_t mirror_bytes() const noexcept { return counters_; }
   std::size_t rank_offset(int rank) const noexcept {

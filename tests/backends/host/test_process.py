@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
+from collectives.bench.scale.holdings import holdings
 
 LIMIT = timedelta(seconds=20)
 
@@ -39,6 +40,26 @@ def _await_census(expected):
     while _census() != expected and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel shows a thread for a moment after it was joined
     assert _census() == expected
+
+
+def _memory_of_uses(rank, size):
+    """Returns what the segment of a group takes before, and after a large tensor, in MiB."""
+    before = holdings().segment_bytes
+    group = ProcessGroupHost(current_store(), rank, size, LIMIT)
+    group.allreduce([torch.ones(1000)]).wait()
+    group.barrier().wait()
+    small = holdings().segment_bytes
+    group.allreduce([torch.ones(1 << 18)]).wait()
+    group.barrier().wait()
+    large = holdings().segment_bytes
+    group.shutdown()
+    return (small - before) / (1 << 20), (large - small) / (1 << 20)
+
+
+def test_a_group_takes_memory_for_large_tensors_when_there_is_one():
+    for small, large in run_ranks(_memory_of_uses, 2):
+        assert 0 < small < 0.25
+        assert large == 2 * 5
 
 
 rounds = pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=pytest.mark.full)])

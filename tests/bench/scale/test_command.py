@@ -30,7 +30,7 @@ def test_worlds_of_labelled_machines(tmp_path, capsys):
         assert record["right"]
         assert record["named"] == record["ranks"] - 1
         assert record["form_requests_most"] >= record["form_requests"] > 0
-        assert record["group_segment_mib"] > 4
+        assert 0 < record["group_segment_mib"] < 1
         assert 0 < record["death_s"] < 30
         for name in ("form_s", "group_s", "groups_s", "destroy_s", "barrier_us", "all_reduce_4096_us"):
             assert record[name] > 0, name

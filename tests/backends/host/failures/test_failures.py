@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,6 +308,39 @@ def _without_first(rank, size):
 
 def test_missing_rank_0_is_named():
     run_ranks(_without_first, 2)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def _reduce_without_memory(rank, size, victim):
+    group = _group(rank, size)
+    group.allreduce([torch.ones(2)]).wait()
+    if rank == victim:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the folder's own, closed since
+                if str(link.readlink()).startswith("/memfd:collectives"):
+                    os.dup2(nowhere, int(link.name))  # in which the kernel allocates nothing
+    try:
+        group.allreduce([torch.ones(1 << 18)]).wait()
+    except dist.DistError as error:
+        with pytest.raises(dist.DistError, match="has no memory"):
+            group.barrier().wait()
+        return type(error), error.rank, str(error)
+    return None
+
+
+@pytest.mark.parametrize("placement", ["aa", "aab"])
+@pytest.mark.sampled(1)
+def test_all_hear_of_a_rank_that_has_no_memory_for_a_large_tensor(placement):
+    results = run_ranks(
+        _reduce_without_memory, len(placement), 1, isolated=True, placement=placement, timeout=30
+    )
+    for kind, named, text in results:
+        assert issubclass(kind, dist.DistBackendError)
+        assert named == 1
+        assert "rank 1 has no memory to stage tensors in: shared memory: cannot allocate" in text
 
 
 def _left_over(rank, size):
