@@ -25,7 +25,12 @@ from collectives.backends.nccl.operations import nccl_calls
 from collectives.backends.nccl.operations.enqueue import Enqueuer, Request
 from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
 from collectives.backends.nccl.operations.nccl_calls import CallSequence
-from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on, reduction_of
+from collectives.backends.nccl.operations.reductions import (
+    FLOAT8_VERSION,
+    Reduction,
+    capabilities_on,
+    reduction_of,
+)
 from collectives.backends.nccl.options import Options, checked_options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
@@ -169,13 +174,17 @@ class ProcessGroupNCCL(ProcessGroup):
 
         Tensors that share memory are copied, as the base class does.
         """
-        if len({tensor.device for tensor in tensors}) != 1:  # none, or more than the end of a region takes
+        devices: set[torch.device] = set()
+        reductions: dict[torch.dtype, Reduction] = {}
+        for tensor in tensors:
+            devices.add(tensor.device)
+            if tensor.dtype not in reductions:
+                reductions[tensor.dtype] = reduction_of(tensor.dtype, opts.reduceOp)
+        if len(devices) != 1:  # none, or more than the end of a region takes
             return super()._allreduce_coalesced(tensors, opts)
         if clusters(tensors):
             separate = dense_outputs(tensors, separate=True)
             return separate.finish(self._allreduce_coalesced(separate.stand_ins, opts), opts.asyncOp)
-        dtypes = {tensor.dtype for tensor in tensors}
-        reductions = {dtype: reduction_of(dtype, opts.reduceOp) for dtype in dtypes}
         tensors = list(tensors)  # which a region keeps to its end
         add_calls = partial(nccl_calls.all_reduce, tensors=tensors, reductions=reductions)
         return self._collective("all_reduce", tensors, opts, add_calls, opts.reduceOp.name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 import collectives._native as _native
@@ -45,6 +45,7 @@ class NcclLibrary(ABC):
         self.path = symbols.path
         self._symbols = symbols
         self._groups = symbols.groups()
+        self._group = _Group(self._groups)
 
     def version(self) -> int:
         """Returns the version of the loaded NCCL, such as 22809 for 2.28.9."""
@@ -124,21 +125,33 @@ class NcclLibrary(ABC):
         """
         self._groups.end()
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Opens a group for the length of a ``with`` block.
+    def group(self) -> AbstractContextManager[None]:
+        """Returns what opens a group for the length of a ``with`` block.
 
         An exception of the block closes the group and is the one that leaves; operations that it issued
         before may have been started.
         """
-        self.group_start()
+        return self._group
+
+
+class _Group(AbstractContextManager[None]):
+    """Opens a group and closes it; the same for all threads, as the core knows the groups of each.
+
+    A class, because a generator's context manager takes twice as many frames of Python.
+    """
+
+    def __init__(self, calls: _native.NcclGroups) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._calls.start()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
-            yield
-        except BaseException:
-            with suppress(NcclError):  # it repeats the failure of the operation, or comes from it
-                self.group_end()
-            raise
-        self.group_end()
+            self._calls.end()
+        except NcclError:
+            if kind is None:  # else it repeats the failure of the operation, or comes from it
+                raise
 
 
 def _refusal(function: str, end: str) -> NcclError:

@@ -230,14 +230,13 @@ class Enqueuer:
         device = pending.device
         current = device.current_stream()
         start = None if on_current else device.record(current)
-        streams: list[Stream] = []
+        streams: dict[Stream, None] = {}  # in order, each once
         sequences: list[CallSequence] = []
         for chosen, requests in placed.items():
             stream = current if on_current else chosen.stream
             if start is not None:
                 device.wait(stream, start)
-            if stream not in streams:
-                streams.append(stream)
+            streams[stream] = None
             sequence = CallSequence(device, stream, chosen.communicator)
             for request in requests:
                 request.add_calls(sequence)
@@ -252,18 +251,15 @@ class Enqueuer:
         if len(calls) == 1:
             calls[0]()
         elif calls:
-            self._call_together(calls)
+            with self._library.group():
+                for call in calls:
+                    call()
         for sequence in sequences:
             for op in sequence.made_ops:
                 sequence.communicator.destroy_op(op)
             if sequence.after:
                 _run(device, sequence.stream, sequence.after)
-        pending.issued(current, streams, kept)
-
-    def _call_together(self, calls: list[Callable[[], object]]) -> None:
-        with self._library.group():
-            for call in calls:
-                call()
+        pending.issued(current, list(streams), kept)
 
     def _release_completed(self) -> None:
         """Releases the tensors of completed operations that no stream waited for.

@@ -52,6 +52,7 @@ class CallSequence:
 
     Attributes:
         stream: where they run.
+        handle: its number for NCCL.
         communicator: the communicator.
         before: copies into temporaries.
         calls: calls of NCCL.
@@ -68,8 +69,8 @@ class CallSequence:
         self.after: list[Callable[[], object]] = []
         self.kept: list[torch.Tensor] = []
         self.made_ops: list[int] = []
+        self.handle = device.handle(stream)
         self._device = device
-        self._handle = device.handle(stream)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor to be read: this one, or a copy."""
@@ -88,8 +89,17 @@ class CallSequence:
             reads: whether its values are read, too.
         """
         self.kept.append(tensor)
-        if is_dense(tensor):
-            return tensor
+        return tensor if is_dense(tensor) else self._copied_back(tensor, reads)
+
+    def targets(self, tensors: Sequence[torch.Tensor], reads: bool = False) -> list[torch.Tensor]:
+        """Returns the :meth:`target` of each of several tensors."""
+        self.kept.extend(tensors)
+        targets = []
+        for tensor in tensors:  # a comprehension would be one more frame
+            targets.append(tensor if is_dense(tensor) else self._copied_back(tensor, reads))  # noqa: PERF401
+        return targets
+
+    def _copied_back(self, tensor: torch.Tensor, reads: bool) -> torch.Tensor:
         stand_in = self.temporary(tensor.numel(), tensor.dtype).view(tensor.shape)
         if reads:
             self.before.append(partial(stand_in.copy_, tensor.detach()))
@@ -111,7 +121,15 @@ class CallSequence:
             *arguments: its arguments but the stream, which is the last.
         """
         if count:
-            self.calls.append(partial(function, *arguments, self._handle))
+            self.calls.append(partial(function, *arguments, self.handle))
+
+    def code_of(self, reduction: Reduction) -> int:
+        """Returns NCCL's code of a reduction; one with a factor is made, and good for these calls."""
+        if reduction.factor is None:
+            return reduction.op
+        made = self.communicator.premul_sum(reduction.factor, reduction.dtype)
+        self.made_ops.append(made)
+        return made
 
     def reduce(
         self,
@@ -132,14 +150,10 @@ class CallSequence:
             reduction: the reduction.
             *root: the root, for a function that has one.
         """
-        count, dtype = elements * reduction.width, reduction.dtype
-        op: int = reduction.op
-        if not count:
-            return
-        if reduction.factor is not None:
-            op = self.communicator.premul_sum(reduction.factor, dtype)
-            self.made_ops.append(op)
-        self.calls.append(partial(function, given, into, count, dtype, op, *root, self._handle))
+        count = elements * reduction.width
+        if count:
+            op = self.code_of(reduction)
+            self.calls.append(partial(function, given, into, count, reduction.dtype, op, *root, self.handle))
 
 
 def _copy(output: torch.Tensor, flat: torch.Tensor) -> None:
@@ -170,11 +184,18 @@ def all_reduce(
     seq: CallSequence, tensors: Sequence[torch.Tensor], reductions: Mapping[torch.dtype, Reduction]
 ) -> None:
     """Reduces tensors over all ranks, in place, each in its own type."""
-    function = seq.communicator.all_reduce
-    for tensor in tensors:
-        own = seq.target(tensor, reads=True)
+    function, calls, handle = seq.communicator.all_reduce, seq.calls, seq.handle
+    codes: dict[torch.dtype, int] = {}
+    for own in seq.targets(tensors, reads=True):
+        count, dtype = own.numel(), own.dtype
+        if not count:
+            continue
+        reduction = reductions[dtype]
+        if dtype not in codes:
+            codes[dtype] = seq.code_of(reduction)
         pointer = own.data_ptr()
-        seq.reduce(function, pointer, pointer, own.numel(), reductions[tensor.dtype])
+        count *= reduction.width
+        calls.append(partial(function, pointer, pointer, count, reduction.dtype, codes[dtype], handle))
 
 
 def reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:

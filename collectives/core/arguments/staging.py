@@ -56,7 +56,8 @@ def clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             found[-1].append(i)
         else:
             found.append([i])
-        end = max(end, past)
+        if past > end:
+            end = past
     return [sorted(cluster) for cluster in found if len(cluster) > 1]
 
 
