@@ -18,6 +18,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/interrupt.hpp"
 #include "nccl/calls_in_progress.hpp"
+#include "nccl/turns.hpp"
 
 namespace nb = nanobind;
 
@@ -230,6 +231,39 @@ class GroupCalls {
   const nb::object error_;
 };
 
+// How long a thread that waits for its turn sleeps before it answers signals.
+constexpr auto kSleep = std::chrono::milliseconds(100);
+
+class Turns {
+ public:
+  explicit Turns(double patience)
+      : turns_(std::chrono::duration_cast<NcclTurns::Clock::duration>(Calls::Seconds(patience))) {}
+
+  std::uint64_t begin(const nb::list& communicators) {
+    NcclTurns::Communicators used;
+    used.reserve(communicators.size());
+    for (const nb::handle one : communicators) used.push_back(one.ptr());
+    // No thread that has the lock of the turns waits for Python's.
+    std::optional<std::uint64_t> number = turns_.begin(used, NcclTurns::Clock::duration::zero());
+    while (!number) {
+      {
+        const ReleasedLock released;
+        number = turns_.begin(used, kSleep);
+      }
+      if (PyErr_CheckSignals() != 0) {
+        if (number) turns_.end(*number);
+        throw nb::python_error();
+      }
+    }
+    return *number;
+  }
+
+  void end(std::uint64_t number) { turns_.end(number); }
+
+ private:
+  NcclTurns turns_;
+};
+
 }  // namespace
 
 void bind_nccl(nb::module_& module) {
@@ -260,6 +294,10 @@ void bind_nccl(nb::module_& module) {
       .def("start", &GroupCalls::start)
       .def("end", &GroupCalls::end)
       .def_prop_ro("open", &GroupCalls::open);
+  nb::class_<Turns>(module, "NcclTurns")
+      .def(nb::init<double>(), nb::arg("patience"))
+      .def("begin", &Turns::begin, nb::arg("communicators"))
+      .def("end", &Turns::end, nb::arg("turn"));
 }
 
 }  // namespace collectives

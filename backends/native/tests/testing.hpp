@@ -26,6 +26,7 @@ Tests foreign_words_tests();
 Tests operation_record_tests();
 Tests store_client_tests();
 Tests nccl_calls_tests();
+Tests nccl_turns_tests();
 
 #define CHECK(condition)                                                           \
   do {                                                                             \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -40,6 +42,29 @@ def test_one_at_a_time_and_past_those_that_stay() -> None:
     same_leave.set()
     same.join()
     with turns.turn("a"), turns.turn("a", "b"):  # within one of the same thread
+        pass
+
+
+def test_a_signal_breaks_the_wait_off() -> None:
+    turns = Issuing()
+    thread, inside, leave = in_turn(turns, "a")
+    assert inside.wait(20)
+
+    def interrupt(*_: object) -> None:
+        raise ZeroDivisionError
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    later = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR2))
+    later.start()
+    try:
+        with pytest.raises(ZeroDivisionError), turns.turn("a"):
+            pytest.fail("two threads on one communicator")
+    finally:
+        later.join()
+        signal.signal(signal.SIGUSR2, before)
+        leave.set()
+        thread.join()
+    with turns.turn("a"):  # what was broken off is no turn
         pass
 
 
