@@ -108,12 +108,14 @@ def movements(group: ProcessGroup) -> None:
     tensors = [torch.ones(n, device="cuda") for n in (1, 10, 100)]
     group.allreduce_coalesced(tensors).wait()
     assert all((tensor == size).all() for tensor in tensors)
-    after, before = (me + 1) % size, (me - 1) % size
-    got = torch.zeros(1000, device="cuda")
-    for _ in range(2):  # both directions at once, sent first on both ranks, also before they are connected
-        sent = group.send(got, after)
-        group.recv(got.clone(), before).wait()
+    got, partner = torch.zeros(1000, device="cuda"), me ^ 1
+    # Both directions at once, sent first on both ranks, also before they are connected. Around a ring of more
+    # ranks, which are not, each would wait for the next one.
+    for _ in range(2 if partner < size else 0):
+        sent = group.send(got, partner)
+        group.recv(got.clone(), partner).wait()
         sent.wait()
+    after, before = (me + 1) % size, (me - 1) % size
     with group._together():
         group.send(torch.full((1000,), float(me), device="cuda"), after)
         receive = group.recv(got, before)
