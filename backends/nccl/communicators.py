@@ -44,6 +44,8 @@ class StreamedCommunicator:
 
     communicator: Communicator
     stream: Stream
+    handle: int
+    """The number of the stream for NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +93,20 @@ class Communicators:
         self._making: dict[object, threading.Lock] = {}
         self._counters: dict[object, Iterator[int]] = {}
         self._splits = itertools.count()
-        self._all_ranks: dict[torch.device, StreamedCommunicator] = {}
-        self._pairs: dict[tuple[torch.device, int], Pair] = {}
+        self._all_ranks: dict[Device, StreamedCommunicator] = {}
+        self._pairs: dict[tuple[Device, int], Pair] = {}
         self.ends = Ends(library, log)
 
     def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
-        found = self._all_ranks.get(device.device)
+        found = self._all_ranks.get(device)
         if found is not None:
             return found
         with self._making.setdefault("all", threading.Lock()):
-            if device.device not in self._all_ranks:
+            if device not in self._all_ranks:
                 (made,) = self._make(device, "all", range(self._size), 1, limit)
-                self._all_ranks[device.device] = self._with_stream(device, made)
-            return self._all_ranks[device.device]
+                self._all_ranks[device] = self._with_stream(device, made)
+            return self._all_ranks[device]
 
     def pair(
         self,
@@ -122,25 +124,25 @@ class Communicators:
             connecting: returns what is entered around the calls of NCCL that make the connections, and
                 handles their errors.
         """
-        found = self._pairs.get((device.device, peer))
+        found = self._pairs.get((device, peer))
         if found is not None:
             return found
         ranks = sorted((self._rank, peer))
         key = f"pair/{ranks[0]}:{ranks[1]}"
         with self._making.setdefault(key, threading.Lock()):
-            if (device.device, peer) not in self._pairs:
+            if (device, peer) not in self._pairs:
                 from_low, from_high = self._make(device, key, ranks, 2, limit)
                 made = [self._with_stream(device, one) for one in (from_low, from_high)]
                 pair = Pair(*(made if self._rank == ranks[0] else reversed(made)))
                 with connecting():
                     self._connect(device, pair)
-                self._pairs[device.device, peer] = pair
-            return self._pairs[device.device, peer]
+                self._pairs[device, peer] = pair
+            return self._pairs[device, peer]
 
     def adopt(self, device: Device, communicator: Communicator) -> None:
         """Takes a communicator of all ranks that was split off another group's."""
         self._keep(device, communicator)
-        self._all_ranks[device.device] = self._with_stream(device, communicator)
+        self._all_ranks[device] = self._with_stream(device, communicator)
 
     def split(
         self, device: Device, color: int, key: int, limit: timedelta, config: NcclConfig | None
@@ -183,8 +185,8 @@ class Communicators:
         with device.issuing.turn(out, into), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
-                out.communicator.send(given.data_ptr(), 1, _BYTE, 1, device.handle(out.stream))
-                into.communicator.recv(got.data_ptr(), 1, _BYTE, 0, device.handle(into.stream))
+                out.communicator.send(given.data_ptr(), 1, _BYTE, 1, out.handle)
+                into.communicator.recv(got.data_ptr(), 1, _BYTE, 0, into.handle)
             device.drop(out.stream, [given])
             device.drop(into.stream, [got])
 
@@ -197,7 +199,7 @@ class Communicators:
 
     def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
         stream = self.ends.take_stream(device, self._options.is_high_priority_stream)
-        return StreamedCommunicator(communicator, stream)
+        return StreamedCommunicator(communicator, stream, device.handle(stream))
 
     def _make(
         self, device: Device, key: str, ranks: Sequence[int], count: int, limit: timedelta

@@ -233,11 +233,13 @@ class Enqueuer:
         streams: dict[Stream, None] = {}  # in order, each once
         sequences: list[CallSequence] = []
         for chosen, requests in placed.items():
-            stream = current if on_current else chosen.stream
+            stream, handle = (
+                (current, device.handle(current)) if on_current else (chosen.stream, chosen.handle)
+            )
             if start is not None:
                 device.wait(stream, start)
             streams[stream] = None
-            sequence = CallSequence(device, stream, chosen.communicator)
+            sequence = CallSequence(device, stream, handle, chosen.communicator)
             for request in requests:
                 request.add_calls(sequence)
             sequences.append(sequence)

@@ -38,6 +38,23 @@ class PendingOperation:
         released: whether no tensors are kept any more.
     """
 
+    __slots__ = (
+        "_completed",
+        "_events",
+        "_issued",
+        "_kept",
+        "_origin",
+        "_recorded",
+        "began",
+        "captured",
+        "device",
+        "error",
+        "operation",
+        "peers",
+        "released",
+        "streams",
+    )
+
     def __init__(
         self,
         operation: Operation,

@@ -48,6 +48,7 @@ class CallSequence:
     Args:
         device: the device.
         stream: where they run.
+        handle: its number for NCCL.
         communicator: what NCCL's calls go to.
 
     Attributes:
@@ -61,15 +62,27 @@ class CallSequence:
         made_ops: reductions that were made for the calls, to be given back after they were started.
     """
 
-    def __init__(self, device: Device, stream: Stream, communicator: Communicator) -> None:
+    __slots__ = (
+        "_device",
+        "after",
+        "before",
+        "calls",
+        "communicator",
+        "handle",
+        "kept",
+        "made_ops",
+        "stream",
+    )
+
+    def __init__(self, device: Device, stream: Stream, handle: int, communicator: Communicator) -> None:
         self.stream = stream
+        self.handle = handle
         self.communicator = communicator
         self.before: list[Callable[[], object]] = []
         self.calls: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
         self.kept: list[torch.Tensor] = []
         self.made_ops: list[int] = []
-        self.handle = device.handle(stream)
         self._device = device
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class RecordedOperation:
         number: its place among the operations of its kind that the group issued.
         detail: what else tells it apart, such as the reduction or the peer.
         shape: shape of its first tensor; ``None`` where it has none.
-        dtype: data type of that tensor; empty where it has none.
+        dtype: data type of that tensor or its name, which is asked for when read; empty where it has none.
         tensors: number of its tensors.
         nbytes: their bytes.
         timeout: its time limit.
@@ -69,7 +69,7 @@ class RecordedOperation:
         number: int,
         detail: str,
         shape: tuple[int, ...] | None,
-        dtype: str,
+        dtype: object,
         tensors: int,
         nbytes: int,
         timeout: timedelta,
@@ -118,7 +118,7 @@ class RecordedOperation:
             "name": self.name,
             "detail": self.detail,
             "shape": None if self.shape is None else list(self.shape),
-            "dtype": self.dtype.removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "timeout_seconds": self.timeout.total_seconds(),
