@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ from nccl_double.report import NcclReport
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends.nccl import ProcessGroupNCCL
-from collectives.core.types import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
+from collectives.core.types import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    make_premul_sum,
+)
 
 BODIES: list[Callable[[ProcessGroup], object]] = [
     test_movement.broadcast,
@@ -243,8 +249,22 @@ def test_options_reach_nccl(nccl_library: Path, provider: str) -> None:
         )
 
 
+def scaled_together(group: Any) -> None:
+    """One reduction is made for each data type that has elements, not for each tensor."""
+    float64, strided = torch.ones(5, dtype=torch.float64), torch.ones(6)[::2]
+    tensors = [torch.ones(2), float64, strided, torch.ones(0, dtype=torch.float16), torch.ones(3)]
+    communicator = group._communicators.all_ranks(
+        DoubleDevice.shared(torch.device("cpu")), group.timeout
+    ).communicator
+    with mock.patch.object(communicator, "premul_sum", wraps=communicator.premul_sum) as made:
+        group.allreduce_coalesced(tensors, AllreduceCoalescedOptions(reduceOp=make_premul_sum(0.5))).wait()
+    for tensor in tensors:
+        assert tensor.tolist() == [0.5 * group.size()] * tensor.numel()
+    assert made.call_count == 2
+
+
 def several(group: ProcessGroup) -> None:
-    for body in (messages, several_at_once, limits_of_arguments):
+    for body in (messages, several_at_once, scaled_together, limits_of_arguments):
         body(group)
 
 
