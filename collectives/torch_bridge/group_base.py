@@ -146,13 +146,6 @@ class TorchGroupBase(_Group):
         self.inner._bind_device(device)
         self.bound_device_id = device
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing.
-
-        torch calls it on those ranks that are not in a new group, whatever backend that has. So its members
-        cannot count on them, and make connections of their own; :meth:`split_group` splits them off.
-        """
-
     def split_group(
         self,
         ranks: Sequence[int],

@@ -63,8 +63,8 @@ def bound_to_a_device(rank: int, size: int, path: Path) -> None:
         assert seen(total) == [float(size)] * 2
         assert double.communicators() == before + 1
 
-    if rank:  # outside a new group of rank 0, which may have another backend, and splits nothing
-        world._get_backend(cpu).perform_nocolor_split(cpu)
+    # new_group asks for what it hands to torch's own backends, and for who else has to call
+    assert torch_dist.distributed_c10d._get_split_source(world, "over_double") is None
 
     double.fail_next("ncclCommInitRankConfig", 3, "not split, but made")
     halves = [list(range(size // 2)), list(range(size // 2, size))]

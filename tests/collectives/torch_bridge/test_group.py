@@ -308,19 +308,19 @@ def test_parts_of_a_group():
 
 def bound(rank, size):
     assert dist.group.WORLD.bound_device_id == torch.device("cpu:0")
-    assert summed(rank) == 1
-    assert summed(rank, dist.new_group()) == 1
+    assert summed(rank) == 3
+    for backend in (None, "collectives_round_robin", "gloo"):
+        assert summed(rank, dist.new_group(backend=backend)) == 3
+        part = dist.new_group([0, 2], backend=backend)  # the rank that is left out takes no part
+        assert rank == 1 or summed(rank, part) == 2
     assert not dist.distributed_c10d._supports_reconfigure()
     with pytest.raises(UnsupportedOperationError, match="reconfigure"):
         dist.distributed_c10d._reconfigure(uuid=1, handles=["a", "b"])
 
 
-@pytest.mark.skipif(
-    "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters,
-    reason="this torch binds groups to accelerators only",
-)
+@pytest.mark.skipif(torch.__version__ < (2, 15), reason="this torch binds groups to accelerators only")
 def test_bound_to_a_device():
-    run_torch(bound, init={"device_id": torch.device("cpu:0"), "enable_reconfigure": True})
+    run_torch(bound, 3, init={"device_id": torch.device("cpu:0"), "enable_reconfigure": True})
 
 
 def again_and_again(rank, size):

@@ -32,6 +32,7 @@ def autoload() -> None:
                 register_backend(name, backend, devices, fixed)
         _register_rendezvous()
         _start_batches_together()
+        _connect_new_groups_afresh()
 
 
 def register() -> None:
@@ -45,6 +46,7 @@ def register() -> None:
     _register_rendezvous()
     _register_independent()
     _start_batches_together()
+    _connect_new_groups_afresh()
 
 
 def register_backend(
@@ -141,6 +143,24 @@ def _start_batches_together() -> None:
 
     batch_isend_irecv.__doc__ = one_by_one.__doc__
     functions.batch_isend_irecv = torch_dist.batch_isend_irecv = batch_isend_irecv
+
+
+def _connect_new_groups_afresh() -> None:
+    """Keeps ``torch.distributed.new_group`` from splitting groups off ours, which ``split_group`` alone does.
+
+    In a world that is bound to a device, torch takes what supports splitting for the source of every new
+    group. It hands that to the group's maker, as its own class only, and has the ranks outside of the group
+    take part; until 2.14 also where the new group has another backend.
+    """
+    functions: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    of_torch = getattr(functions, "_get_split_source", None)
+    if getattr(of_torch, "__module__", __name__) == __name__:  # torch has none, or it is this one
+        return
+
+    def _get_split_source(pg: Any, *args: Any) -> Any:
+        return None if hasattr(pg, "make_part") else of_torch(pg, *args)
+
+    functions._get_split_source = _get_split_source
 
 
 def _taken(name: str) -> bool:
