@@ -14,6 +14,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from collectives.torch_bridge.dispatch_modes import keep_work
 from collectives.torch_bridge.group import TorchGroup
 
 __all__ = ["attach", "can_be_made"]
@@ -90,7 +91,7 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
 
 def _forward(name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(_alive(self._group), name)(*args, **kwargs)
+        return keep_work(getattr(_alive(self._group), name)(*args, **kwargs))
 
     call.__name__ = name
     return call

@@ -64,6 +64,10 @@ def _all_to_all(group: Any, *args: Any) -> Any:
     )
 
 
+def _recv_anysource(group: Any, tensors: Any, tag: int) -> Any:
+    return _work(torch.ops.c10d.recv_any_source_(tensors, group.boxed(), tag))
+
+
 def _gather_coalesced(group: Any, outputs: Any, inputs: Any, options: Any = None) -> Any:
     asynchronous = options is not None and options.asyncOp
     operator = torch.ops.c10d.allgather_into_tensor_coalesced_
@@ -90,11 +94,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
         ("allreduce",), ("allreduce_coalesced",), ("broadcast",), ("reduce",), ("allgather",),
         ("all_gather_single", "_allgather_base"), ("allgather_coalesced",), ("gather",), ("scatter",),
         ("reduce_scatter",), ("reduce_scatter_single", "_reduce_scatter_base"), ("alltoall",), ("barrier",),
-        ("send",), ("recv",), ("recv_anysource",),
+        ("send",), ("recv",),
     )
 } | {
     # not by the base, whose C++ code looks for an override under a second name, too, and finds it
     "all_to_all_single": _all_to_all,
+    "recv_anysource": _recv_anysource,
     "all_gather_single_coalesced": _gather_coalesced,
     "reduce_scatter_single_coalesced": _scatter_coalesced,
 }  # fmt: skip
@@ -131,11 +136,14 @@ def issue_by_operator(group: Any, name: str, *args: Any) -> TorchWork | None:
 
 
 def keep_work(work: Any) -> Any:
-    """Keeps the Work that a kernel made for :func:`issue_by_operator`, and returns it.
+    """Keeps the Work that was made for :func:`issue_by_operator`, and returns it.
 
     What comes back through C++ is a holder, which lacks ``_source_rank()``.
+
+    Args:
+        work: what a kernel, or a method of the group's ``Backend``, returns to C++.
     """
-    if getattr(_LOCAL, "inside", False):
+    if isinstance(work, TorchWork) and getattr(_LOCAL, "inside", False):
         _LOCAL.work = work
     return work
 
