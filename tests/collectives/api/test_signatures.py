@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import _dist2 as torch_dist2
 
 import collectives as dist
 from collectives import dist2
@@ -47,20 +46,31 @@ PRIVATE = ("_all_gather_base", "_coalescing_manager", "_reduce_scatter_base")
 """Names with an underscore that programs use all the same."""
 
 
+SINCE_2_14 = {
+    "HookOpName", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "PutOptions", "ReconfigureOptions",
+    "SignalOptions", "WaitSignalOptions", "WindowAccessType", "gather_into_tensor", "gather_single",
+    "get_backend_impl", "set_timeout",
+}  # fmt: skip
+"""Names of torch 2.14 and newer, which are no part of collectives either."""
+
+PARAMETERS_SINCE_2_14 = {"enable_reconfigure", "_backend_type"}
+"""Of ``init_process_group`` and ``register_backend``."""
+
 NEWER = {("barrier", "timeout"), ("new_group", "sort_ranks"), ("split_group", "backend")}
 """Functions with parameters that torch does not yet have in 2.11; it has ``weights_only`` from 2.15 on."""
 
 
 def public(module: Any) -> list[str]:
     # By type(), because isinstance() looks into reduce_op, which warns.
-    return [n for n in dir(module) if not n.startswith("_") and type(getattr(module, n)) is not ModuleType]
+    names = [n for n in dir(module) if not n.startswith("_") and n not in SINCE_2_14]
+    return [n for n in names if type(getattr(module, n)) is not ModuleType]
 
 
 def signature(function: Any) -> list[tuple[str, Any, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters]
+    return [(p.name, p.kind, p.default) for p in parameters if p.name not in PARAMETERS_SINCE_2_14]
 
 
 def compared() -> list[str]:
@@ -109,9 +119,10 @@ def test_register_backend_has_the_signature_of_torch() -> None:
     assert signature(dist.Backend.register_backend) == signature(torch_dist.Backend.register_backend)
 
 
-@pytest.mark.parametrize("name", sorted(set(torch_dist2.__all__) - {"ProcessGroup", "ReduceOp"}))
-def test_object_interface_is_that_of_torch(name: str) -> None:
-    assert signature(getattr(dist2, name)) == signature(getattr(torch_dist2, name))
+def test_object_interface_is_that_of_torch() -> None:
+    theirs = pytest.importorskip("torch.distributed._dist2", reason="torch 2.14 and newer have none")
+    for name in set(theirs.__all__) - {"ProcessGroup", "ReduceOp"}:
+        assert signature(getattr(dist2, name)) == signature(getattr(theirs, name)), name
 
 
 def test_names_are_documented() -> None:
@@ -147,7 +158,7 @@ def test_kinds_of_backends_are_those_of_torch() -> None:
 def enums_of_torch() -> dict[str, dict[str, int]]:
     """Returns the values of all enums of torch's extension by name, those within classes included."""
     found = {}
-    classes = {name: value for name, value in vars(c10d).items() if isinstance(value, type)}
+    classes = {name: getattr(c10d, name) for name in public(c10d) if isinstance(getattr(c10d, name), type)}
     inner = {f"{owner}.{n}": v for owner, value in classes.items() for n, v in vars(value).items()}
     for name, value in {**classes, **inner}.items():
         if isinstance(value, type) and (members := getattr(value, "__members__", None)):
@@ -172,9 +183,7 @@ def test_all_enums_are_compared() -> None:
     assert not [name for name in ENUMS_LEFT_OUT if name in dist.__all__]
 
 
-@pytest.mark.parametrize(
-    "name", sorted(name for name in vars(c10d) if name.endswith("Options") and name[0] != "_")
-)
+@pytest.mark.parametrize("name", sorted(name for name in public(c10d) if name.endswith("Options")))
 def test_option_records_are_those_of_torch(name: str) -> None:
     """Their time limit is what is not given: None here, and a negative time in torch."""
     theirs, ours = getattr(c10d, name)(), getattr(dist, name)()
