@@ -216,9 +216,11 @@ class TorchGroupBase(_Group):
             self._ended()
 
     def _get_sequence_number_for_group(self) -> int:
+        """Returns how many operations this rank has issued; called by torch on one rank or all."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
+        """Starts to count operations anew; called by torch on all ranks after it has made a group."""
         self._issued = itertools.count(1)
         self._sequence = 0
 
