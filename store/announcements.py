@@ -6,7 +6,7 @@ What the reader asks does not grow with their number, as long as every number's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from collectives.errors import DistStoreError
 from collectives.store.records import read, written
@@ -56,13 +56,11 @@ def set_all(ask: Ask, records: Mapping[str, Any]) -> None:
         ask("set", key, value)
 
 
-class Announcements(Generic[_T]):
+class Announcements:
     """What is announced under a name, for the one process that reads it.
 
     Args:
-        ask: calls the store.
         name: the counter's key.
-        check: of the records.
         most: how many there can be; whoever reaches the store may count on.
         after: the last number that is known already.
 
@@ -71,10 +69,8 @@ class Announcements(Generic[_T]):
         late: numbers whose records have not come yet; each comes a moment later, unless its process has died.
     """
 
-    def __init__(self, ask: Ask, name: str, check: Callable[[Any], _T], most: int, after: int = 0) -> None:
-        self._ask = ask
+    def __init__(self, name: str, most: int, after: int = 0) -> None:
         self._name = name
-        self._check = check
         self._most = most
         self._after = after
         self.counted = after
@@ -84,24 +80,28 @@ class Announcements(Generic[_T]):
         """Returns the key of a record."""
         return f"{self._name}/{number}"
 
-    def new(self) -> dict[int, _T]:
+    def new(self, ask: Ask, check: Callable[[Any], _T]) -> dict[int, _T]:
         """Returns the records that came since the last call by their numbers, checked; does not wait.
+
+        Args:
+            ask: calls the store.
+            check: of each record.
 
         Raises:
             DistStoreError: there are more than there can be, or one is not as it has to be.
         """
         known = self.counted
-        self.counted = int(self._ask("add", self._name, 0))
+        self.counted = int(ask("add", self._name, 0))
         if not known <= self.counted <= self._after + self._most:
             raise DistStoreError(
                 f"key {self._name!r} of the store counts {self.counted} announcements after {known}, of at "
                 f"most {self._after + self._most}; something else than these ranks writes to this store"
             )
         here = self.late = [*self.late, *range(known + 1, self.counted + 1)]
-        if here and not self._ask("check", [self.key(number) for number in here]):
-            here = [number for number in here if self._ask("check", [self.key(number)])]
+        if here and not ask("check", [self.key(number) for number in here]):
+            here = [number for number in here if ask("check", [self.key(number)])]
         if not here:
             return {}
         self.late = [number for number in self.late if number not in here]
-        found = get_all(self._ask, [self.key(number) for number in here], self._check)
+        found = get_all(ask, [self.key(number) for number in here], check)
         return dict(zip(here, found, strict=True))

@@ -211,9 +211,9 @@ class _Coordinator:
         if store.check([_SERVED]):
             served = read(store.get(_SERVED), _SERVED, _served)
         most = _MOST_ATTEMPTS + 16 * size
-        self._attempts = Announcements(self._ask, _ATTEMPTS, _attempt, most, served["attempts"])
+        self._attempts = Announcements(_ATTEMPTS, most, served["attempts"])
         self._attempts.late = served["left"]
-        self._infos = Announcements(self._ask, _INFOS, _info, most, served["infos"])
+        self._infos = Announcements(_INFOS, most, served["infos"])
         self._left: list[int] = []
         self._called: dict[int, int] = {}
         self._brought: dict[int, Checked] = {}
@@ -253,7 +253,7 @@ class _Coordinator:
         deadline = self._deadline
         while len(self._joined) < self._size - 1 and time.monotonic() < deadline:
             wait_for_keys(self._store, self._expected(), min(_left(deadline), _ATTEMPT_CHECK))
-            self._brought |= {info["attempt"]: info for info in self._infos.new().values()}
+            self._brought |= {info["attempt"]: info for info in self._infos.new(self._ask, _info).values()}
             self._join_called()  # before newer processes come as the same ranks
             self._call_new()
             self._join_called()  # whom a former process of rank 0 has called already
@@ -283,7 +283,7 @@ class _Coordinator:
     def _call_new(self) -> None:
         """Calls attempts, the newest of each rank, and refuses those of ranks that have joined."""
         calls: dict[str, Any] = {}
-        for attempt, rank in self._attempts.new().items():
+        for attempt, rank in self._attempts.new(self._ask, _attempt).items():
             if rank >= self._size:
                 self._left.append(attempt)
             elif rank in self._joined:

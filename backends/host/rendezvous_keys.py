@@ -32,7 +32,7 @@ class RendezvousKeys:
         self._size = size
         self.prefix = ""
         self._own: list[str] = []
-        self._announcements: Announcements[Checked] | None = None
+        self._announcements: Announcements | None = None
 
     def name_after(self, address: str) -> None:
         """Gives this attempt its own keys, so that nothing left by another one is taken for its own."""
@@ -85,8 +85,8 @@ class RendezvousKeys:
             DistStoreError: there are more announcements than ranks.
         """
         if self._announcements is None:
-            self._announcements = Announcements(self.ask, self.name(name), check, self._size)
-        return list(self._announcements.new().values())
+            self._announcements = Announcements(self.name(name), self._size)
+        return list(self._announcements.new(self.ask, check).values())
 
     def delete_own(self) -> None:
         """Deletes what this rank has published by :meth:`set_own` and :meth:`announce`."""

@@ -37,33 +37,33 @@ def announce(ask: Ask, text: str) -> None:
 @pytest.mark.parametrize("kind", [HashStore, PoorStore])
 def test_records_are_told_once_with_their_numbers(kind: type[HashStore]) -> None:
     ask = asking(kind())
-    news = Announcements(ask, "news", as_text, 9)
-    assert news.new() == {}
+    news = Announcements("news", 9)
+    assert news.new(ask, as_text) == {}
     announce(ask, "a")
     announce(ask, "b")
-    assert news.new() == {1: "a", 2: "b"}
-    assert (news.new(), news.counted) == ({}, 2)
-    later = Announcements(ask, "news", as_text, 9, after=1)
-    assert later.new() == {2: "b"}
+    assert news.new(ask, as_text) == {1: "a", 2: "b"}
+    assert (news.new(ask, as_text), news.counted) == ({}, 2)
+    later = Announcements("news", 9, after=1)
+    assert later.new(ask, as_text) == {2: "b"}
 
 
 def test_a_record_that_is_late_holds_up_no_other() -> None:
     ask = asking(HashStore())
-    news = Announcements(ask, "news", as_text, 9)
+    news = Announcements("news", 9)
     late = next_key(ask, "news")
     announce(ask, "b")
-    assert (news.new(), news.late) == ({2: "b"}, [1])
+    assert (news.new(ask, as_text), news.late) == ({2: "b"}, [1])
     ask("set", late, written("a", late))
-    assert (news.new(), news.late) == ({1: "a"}, [])
+    assert (news.new(ask, as_text), news.late) == ({1: "a"}, [])
 
 
 @pytest.mark.parametrize("count", [12, -1])
 def test_more_records_than_there_can_be_are_not_read(count: int) -> None:
     ask = asking(HashStore())
-    news = Announcements(ask, "news", as_text, 9, after=2)
+    news = Announcements("news", 9, after=2)
     ask("add", "news", count)
     with pytest.raises(DistStoreError, match=f"'news' of the store counts {count} .* of at most 11"):
-        news.new()
+        news.new(ask, as_text)
 
 
 @pytest.mark.parametrize("kind", [HashStore, PoorStore])

@@ -207,7 +207,7 @@ def _rounds(rank, size, rounds):
     deadline = time.monotonic() + 5
     while grown() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not grown()
+    assert not grown(), grown()
     assert before["maps"] == 0
 
 
