@@ -198,6 +198,8 @@ class PrefixStore(Store):
 
     def _wait(self, keys: list[str], limit: float) -> None:
         self._refuse_to_wait("wait", keys, limit)
+        if limit == 0:  # all are there; a limit of torch's TCPStore counts the way, too
+            return
         with self._own_errors():
             self._store.wait(self._keys(keys), _foreign_limit(limit))
 

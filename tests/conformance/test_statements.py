@@ -20,12 +20,14 @@ def hold(group: ProcessGroup, backend: str | None) -> tuple[int, int]:
     return check_statements(group, "cpu", stated)
 
 
+@pytest.mark.sampled(2)
 def test_statements(backend: str) -> None:
     results = run_ranks(hold, 2, backend, backend=backend)
     assert results[0] == results[1]
     assert min(results[0]) > 100
 
 
+@pytest.mark.full
 def test_statements_over_lanes_of_several_kinds() -> None:
     options = RoundRobinOptions(2, ("host", "gloo"))
     assert min(run_ranks(hold, 2, None, backend="round_robin", pg_options=options)[0]) > 100

@@ -296,6 +296,7 @@ late.itself = late  # goes when the interpreter ends
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["expires", "returns"])
 def test_a_process_may_end_while_a_daemon_thread_waits(how):
     """CPython before 3.14 ends a thread that asks for its lock then, which must not abort the process."""

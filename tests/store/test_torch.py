@@ -153,6 +153,21 @@ def test_a_limit_of_zero_on_torchs_store_finds_what_is_there_and_stays(reader):
     assert inner.timeout == store.timeout == timedelta(0)
 
 
+class NeverInTime(dist.HashStore):
+    """A store on whose answer to a wait the way takes longer than the limit."""
+
+    def wait(self, keys, timeout=None):
+        raise dist.DistStoreError("wait timeout after 1ms")
+
+
+def test_no_time_to_wait_is_no_time_limit_of_the_way():
+    store = PrefixStore("a", NeverInTime())
+    store.set("there", "")
+    store.wait(["there"], timedelta(0))
+    with pytest.raises(dist.DistStoreError, match="missing"):
+        store.wait(["missing"], timedelta(0))
+
+
 def test_what_is_no_store():
     with pytest.raises(TypeError, match=r"must be a torch\.distributed\.Store, not dict"):
         PrefixStore("a", {})

@@ -92,6 +92,7 @@ def test_an_unplugged_machine_hears_nothing(make_machines):  # noqa: F811
     assert subprocess.run(reach, check=False).returncode in {101, 113}  # unreachable
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_killed_maker(make_machines):  # noqa: F811
     make_machines(1)  # skips where there can be none
     code = (

@@ -73,7 +73,7 @@ def every_operation(rank: int, size: int, backend: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["host", "round_robin"])
 def test_each_operation_has_one_event(backend: str) -> None:
     run_ranks(every_operation, 2, backend)

@@ -59,7 +59,7 @@ def test_a_function_may_hold_what_is_around_it():
     assert found[0][1].tolist() == [1, 2, 3]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("world", ["host", "torch"])
 def test_the_cause_is_raised_not_what_follows_from_it(world):
     def fail():

@@ -7,6 +7,7 @@ import pytest
 from harness import run_ranks
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend", "ranks"), [("host", 3), ("gloo", 2), ("round_robin", 3)])
 def test_every_hook_trains_with_sparse_gradients_and_uneven_inputs(backend, ranks) -> None:

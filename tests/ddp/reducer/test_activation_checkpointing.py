@@ -124,7 +124,7 @@ def deep_checkpoints(group, static):
     return same
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("static", [False, True])
 def test_checkpoints_on_several_threads_of_the_engine(static) -> None:
     for same in run_ranks(deep_checkpoints, 2, static, backend="host"):
