@@ -97,13 +97,16 @@ def addresses(record: Any, size: int) -> Checked:
         machines.setdefault(_rank(leader, size), []).append(rank)
     led = found["leaders"]
     demand(len(led) == size, f"the leaders of {len(led)} ranks in a group of {size}")
-    demand(all(led[leader] == leader for leader in machines), "leaders that are led themselves")
+    if not all(led[leader] == leader for leader in machines):
+        demand(False, f"leaders {led} that are led themselves")
     hosts, ports, texts = found["hosts"], found["ports"], found["addresses"]
     demand(len(hosts) == len(machines), f"the hosts of {len(hosts)} of {len(machines)} machines")
     lanes = len(ports) // size
     demand(lanes > 0 and len(ports) == len(texts) == lanes * size, f"{len(ports)} ports of {size} ranks")
-    demand({*map(type, hosts), *map(type, texts)} == {str}, "an address that is no text")
-    demand({*map(type, ports)} == {int} and min(ports) > 0 and max(ports) < _MOST_PORTS, "no ports")
+    if {*map(type, hosts), *map(type, texts)} != {str}:
+        demand(False, f"hosts {hosts} and addresses {texts} that are not all text")
+    if {*map(type, ports)} != {int} or not 0 < min(ports) <= max(ports) < _MOST_PORTS:
+        demand(False, f"{ports}, which are not all ports")
     places = list(zip(texts, ports, strict=True))
     return {
         "machines": list(machines.values()),

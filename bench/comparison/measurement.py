@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import torch
@@ -157,14 +158,15 @@ def _start(
         mpirun = find_mpirun(prefix)
         if mpirun is None:
             raise FileNotFoundError(f"there is no mpirun in {prefix or 'PATH'} any more")
-        return mpirun if machines is None else mpirun.between(addresses, own.host, agent, ranks)
+        return mpirun if between is None else between(mpirun)
 
-    machines, addresses, agent = None, [], ""
+    between: Callable[[Mpirun], Mpirun] | None = None
     if own.machines > 1:
         machines = stack.enter_context(Machines(own.machines, own.link))
         own = replace(own, host=machines.host, namespaces=machines.namespaces_of(ranks))
         agent = machines.write_agent(stack.enter_context(TemporaryDirectory(prefix="collectives-")))
         addresses = [machines.address(machine) for machine in range(len(machines))]
+        between = partial(Mpirun.between, machines=addresses, own=own.host, agent=agent, ranks=ranks)
     store = parent_store(own.host)
     stack.callback(store.close)
     started: dict[str, RankProcesses] = {}

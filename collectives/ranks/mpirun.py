@@ -69,7 +69,7 @@ class Mpirun:
         return {**os.environ, **extra}
 
     def between(self, machines: Sequence[str], own: str, agent: str, ranks: int) -> Mpirun:
-        """Returns the same program for ranks on other machines, with equal shares of the ranks.
+        """Returns the same program for ranks on machines that namespaces play, equally many on each.
 
         The program runs under ``own`` as the name of its machine, because Intel's has daemons connect to that
         name. It reaches the daemons, and the ranks each other, over the network of that address alone.
@@ -79,9 +79,17 @@ class Mpirun:
             own: address of the machine that the program runs on, in that network.
             agent: a program that is called as ``ssh`` is, with an address and a command.
             ranks: number of ranks.
+
+        Raises:
+            subprocess.TimeoutExpired: the program does not tell its version within a minute.
         """
         said = subprocess.run(  # noqa: S603 - the installation of the caller
-            [self.program, "--version"], env=self.environment(1), capture_output=True, text=True, check=False
+            [self.program, "--version"],
+            env=self.environment(1),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         ).stdout
         share = ranks // len(machines)
         if "Open MPI" in said:
