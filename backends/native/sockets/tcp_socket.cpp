@@ -164,7 +164,7 @@ TcpHealth tcp_health(const Descriptor& socket) noexcept {
   // Where this machine's own interface is down nothing leaves, and the kernel does not count it as sent.
   int queued = 0;
   if (::ioctl(socket.get(), SIOCOUTQ, &queued) != 0) queued = 0;
-  return {info.tcpi_last_ack_recv, queued > 0};
+  return {info.tcpi_last_ack_recv, static_cast<std::uint64_t>(queued)};
 }
 
 }  // namespace collectives

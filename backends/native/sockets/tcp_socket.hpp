@@ -60,8 +60,8 @@ void keep_alive(const Descriptor& socket) noexcept;
 
 // What the kernel knows of the other end.
 struct TcpHealth {
-  std::uint32_t silent_ms = 0;  // since its kernel last acknowledged anything
-  bool unanswered = false;      // there is something that it has not acknowledged
+  std::uint32_t silent_ms = 0;       // since anything last came from its kernel
+  std::uint64_t unacknowledged = 0;  // bytes that were sent, and that its kernel has not acknowledged
 };
 TcpHealth tcp_health(const Descriptor& socket) noexcept;
 

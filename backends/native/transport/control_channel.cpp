@@ -19,11 +19,10 @@ namespace {
 constexpr Nanoseconds kTick = 100 * kMillisecond;
 // A ping is sent after so much silence.
 constexpr std::uint32_t kPingAfterMs = 400;
-// A machine whose kernel has acknowledged nothing for so long, though there is something to acknowledge, has
-// vanished. This kernel retransmits four times meanwhile.
-constexpr std::uint32_t kVanishedAfterMs = 2000;
-// Checks that must agree, in case it was this machine that was suspended.
-constexpr int kChecksToVanish = 3;
+// A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something to
+// acknowledge, has vanished. This kernel sends it four times meanwhile. Checks and not time are counted, in
+// case it was this machine that was suspended, or this thread that did not run.
+constexpr int kChecksToVanish = 22;
 // A stopped process reads nothing, so it gets no more pings than fit into the kernel's buffer. After them
 // only the kernel's keep-alive probes find out whether its machine has vanished, in a few seconds more.
 constexpr int kMostPings = 200;
@@ -141,6 +140,7 @@ void ControlChannel::flush(Link& link) {
       break;
     }
     link.out.erase(0, static_cast<std::size_t>(sent));
+    link.sent += static_cast<std::uint64_t>(sent);
   }
   if (departure_announced_ && link.out.empty()) ::shutdown(link.socket.get(), SHUT_WR);
   const bool more = !link.out.empty();
@@ -231,12 +231,14 @@ void ControlChannel::check_ranks(Nanoseconds now, bool tick) {
 void ControlChannel::check_link(Link& link) {
   if (link.closing) return;
   const TcpHealth health = tcp_health(link.socket);
-  if (health.unanswered && health.silent_ms >= kVanishedAfterMs) {
-    if (++link.silent >= kChecksToVanish) link_ended(link, ETIMEDOUT);
-    return;
+  const std::uint64_t acknowledged = link.sent - health.unacknowledged;
+  if (health.unacknowledged == 0 || acknowledged != link.acknowledged) {
+    link.acknowledged = acknowledged;
+    link.silent = 0;
+  } else if (++link.silent >= kChecksToVanish) {
+    return link_ended(link, ETIMEDOUT);
   }
-  link.silent = 0;
-  if (health.silent_ms < kPingAfterMs || health.unanswered || !link.out.empty()) return;
+  if (health.silent_ms < kPingAfterMs || health.unacknowledged != 0 || !link.out.empty()) return;
   if (link.unanswered < kMostPings) {
     ++link.unanswered;
     send(link, FrameType::ping, context_.rank(), {});

@@ -6,7 +6,8 @@
 // killed is seen by its descriptor on its own machine, or, where it is a leader, by the end of its connection
 // on the others. A machine that vanishes is known by its silence: a connection on which nothing came for a
 // while carries a ping, which the other kernel acknowledges even where the process is stopped. So a stopped
-// process is never taken for a dead one.
+// process is never taken for a dead one. What counts is what is acknowledged, not what is heard: where a link
+// carries packets one way only, both sides find out at about the same time.
 //
 // To be used on the connection manager's thread.
 #pragma once
@@ -68,12 +69,14 @@ class ControlChannel {
   struct Link {
     int leader = 0;
     Descriptor socket;
-    std::string out;             // not sent yet
-    std::string in;              // not handled yet
-    int unanswered = 0;          // pings since the other process last sent anything
-    int silent = 0;              // checks in a row that found its machine silent
-    int send_error = 0;          // errno of the send that failed; nothing is sent any more then
-    bool missed_status = false;  // it has not been sent all statuses
+    std::string out;                 // not sent yet
+    std::string in;                  // not handled yet
+    int unanswered = 0;              // pings since the other process last sent anything
+    std::uint64_t sent = 0;          // bytes that this kernel was given
+    std::uint64_t acknowledged = 0;  // of them by the other kernel, as of the last check
+    int silent = 0;                  // checks since then that found nothing more acknowledged
+    int send_error = 0;              // errno of the send that failed; nothing is sent any more then
+    bool missed_status = false;      // it has not been sent all statuses
     bool closing = false;
   };
   struct Local {

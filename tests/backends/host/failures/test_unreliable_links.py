@@ -90,9 +90,25 @@ def hears_but_is_not_heard(group):
         group.allreduce([torch.ones(1)], SYNCHRONOUS if rank % 2 else None).wait()
 
 
-def test_a_machine_that_hears_but_is_not_heard_is_named_on_both_sides(make_machines):  # noqa: F811
+def is_not_heard_by_those_who_end(group):
+    """As above; what was sent before is acknowledged, so that the end of the others' connections arrives."""
+    group.barrier().wait()
+    here = group.rank() >= group.size() // 2
+    if here:
+        time.sleep(0.4)
+        on_link("tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
+    with contextlib.suppress(dist.PeerLostError):
+        group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(dist.PeerLostError, match=r"rank . on .* cannot be reached any more"):
+        group.allreduce([torch.ones(1)]).wait()
+    if not here:
+        group.abort()
+
+
+@pytest.mark.parametrize("scene", [hears_but_is_not_heard, is_not_heard_by_those_who_end])
+def test_a_machine_that_hears_but_is_not_heard_is_named_on_both_sides(make_machines, scene):  # noqa: F811
     machines = make_machines(2)
-    run_ranks(hears_but_is_not_heard, 4, backend="host", isolated=True, machines=(machines, [0, 0, 1, 1]))
+    run_ranks(scene, 4, backend="host", isolated=True, machines=(machines, [0, 0, 1, 1]))
 
 
 def losing(group):
