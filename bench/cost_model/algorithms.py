@@ -30,6 +30,8 @@ LEAST_SHARE = 256
 share that a machine reduces (``segment_layout.cpp`` and ``machine_chunks.hpp`` of the core)."""
 
 CHUNKS_IN_FLIGHT = 4
+LINE = 64
+"""Parts begin at multiples of a cache line."""
 
 Counts = Mapping[str, float]
 """How often, or how many bytes, by what is counted: names of :data:`.predictions.PRICES`."""
@@ -128,6 +130,27 @@ def _one_shot(size: float, s: Scale) -> Work:
     # Machine by machine, then the machines' sums, so that the length changes no bit.
     sums = s.machines if s.machines > 1 and s.ranks_per_machine > 1 else 0
     return Work(_sum(_arrival(s, size), {"copies": size, "reductions": (s.ranks + sums) * size}))
+
+
+def _fits_arrival(for_machine: float, s: Scale) -> bool:
+    """Whether so many bytes of each rank for the ranks of one machine travel with the arrival."""
+    return 1 < s.machines <= MOST_DIRECT and for_machine <= _most_staged(s)
+
+
+def _staged_in_parts(size: float, s: Scale) -> Work:
+    """Each machine gets its ranks' parts with the arrival; they reduce them, and leaders exchange results."""
+    m, r, part = s.machines, s.ranks_per_machine, size / s.ranks
+    arrival = _sum(_arrival(s, r * part), {"leader copies": max(m - 2, 0) * r * r * part})  # a frame for each
+    results = (m - 1) * (HEAD_BYTES + r * part)
+    exchange = {
+        "latencies": 1,
+        "leader messages": 2 * (m - 1),
+        "link": results,
+        "leader sockets": 2 * results,
+    }
+    copies = {"copies": size * (1 if r == 1 else 2), "leader copies": HEAD_BYTES + r * part + results}
+    sums = {"reductions": (s.ranks + (m if r > 1 else 0)) * part}
+    return Work(_sum(arrival, sums, _local_arrival(s), exchange, copies, _local_arrival(s)))
 
 
 def _sliced(size: float, s: Scale) -> Work:
@@ -247,6 +270,8 @@ def _reduce_scatter(size: float, s: Scale) -> Work:
     """``size`` is that of the input."""
     part = size / s.ranks
     sums = s.machines * part if s.machines > 1 else 0.0
+    if size > _most_staged(s) and _fits_arrival(size / s.machines, s):
+        return Work(_sum(_arrival(s, size / s.machines), {"copies": size, "reductions": size + sums}))
     return _parts(size, s, size, size + _written(part, size, s), size + sums, size / s.machines)
 
 
@@ -319,6 +344,7 @@ def _tree(size: float, s: Scale) -> Work:
 
 ALGORITHMS: dict[str, Callable[[float, Scale], Work]] = {
     "one-shot": _one_shot,
+    "staged in parts": _staged_in_parts,
     "sliced": _sliced,
     "hierarchical": _hierarchical,
     "ring": _ring,
@@ -334,7 +360,7 @@ ALGORITHMS: dict[str, Callable[[float, Scale], Work]] = {
 """Functions of size in bytes and scale by name; those before ``barrier`` are all-reduces."""
 
 ALL_REDUCES = tuple(ALGORITHMS)[: list(ALGORITHMS).index("barrier")]
-HOST_ALL_REDUCES = ALL_REDUCES[:3]
+HOST_ALL_REDUCES = ALL_REDUCES[:4]
 
 
 def host_algorithm(operation: str, size: float, s: Scale) -> str:
@@ -344,6 +370,9 @@ def host_algorithm(operation: str, size: float, s: Scale) -> str:
     limit = _most_staged(s) if s.machines > 1 else _threshold("one_shot_bytes", s.ranks)
     if size <= limit:
         return "one-shot"
+    part = LINE * math.ceil(size / s.ranks / LINE)
+    if _fits_arrival(part * s.ranks_per_machine, s):
+        return "staged in parts"
     return "hierarchical" if s.machines > 1 else "sliced"
 
 
@@ -351,4 +380,6 @@ def is_possible(algorithm: str, s: Scale) -> bool:
     """Returns whether an algorithm exists at a scale."""
     if algorithm == "sliced":
         return s.machines == 1 and s.ranks > 1
+    if algorithm == "staged in parts":
+        return _fits_arrival(0, s)
     return s.machines > 1 or algorithm != "hierarchical"

@@ -1,6 +1,8 @@
 #include "algorithms/collective_context.hpp"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "common/error.hpp"
 #include "common/opcode.hpp"
@@ -9,14 +11,14 @@
 
 namespace collectives {
 
-void CollectiveContext::arrive_and_wait() {
+void CollectiveContext::arrive(const StagedParts* parts) {
   Arrival& mine = ranks_.arrival(rank(), call_.sequence);
   mine.what = call_.what;
   mine.own_count = call_.own_count;
   const bool spans_machines = machines_ != nullptr;
   if (spans_machines) ranks_.own().machine_arrival.staged[call_.sequence & 1] = staged_;
   ranks_.publish(mine.sequence, call_.sequence);
-  if (spans_machines) machines_->arrivals.arrive(call_);
+  if (spans_machines) machines_->arrivals.arrive(call_, parts);
   bool alike = true;
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
@@ -27,6 +29,42 @@ void CollectiveContext::arrive_and_wait() {
   // Where all equal this rank's they are all equal, so every rank decides alike.
   if (!alike) [[unlikely]]
     mismatch("ranks issued different operations");
+}
+
+bool CollectiveContext::fits_arrival(std::size_t for_machine) const noexcept {
+  return machines_->arrivals.takes_parts(for_machine);
+}
+
+void CollectiveContext::arrive_with_parts(std::vector<std::size_t> offsets, const std::byte* own) {
+  parts_.offsets = std::move(offsets);
+  for (const int r : topology().local()) parts_.staged.push_back(r == rank() ? own : region(r, region_));
+  arrive(&parts_);
+}
+
+const std::byte* CollectiveContext::part_of(int peer) const noexcept {
+  const auto& local = topology().local();
+  const auto me = static_cast<std::size_t>(rank());
+  if (topology().is_local(peer)) {
+    const auto i = static_cast<std::size_t>(std::find(local.begin(), local.end(), peer) - local.begin());
+    return parts_.staged[i] + parts_.offsets[me];
+  }
+  const std::byte* part = staging(peer, parts_.length(local));
+  for (const int r : local) {
+    if (r == rank()) break;
+    part += parts_.length(r);
+  }
+  return part;
+}
+
+void CollectiveContext::exchange_results() {
+  const int leader = topology().leader();
+  reduced(0);
+  if (rank() != leader) return await(leader, &Progress::arrived, 0);
+  for (const int r : topology().local()) {
+    if (r != leader) await_reduced(r, 0);
+  }
+  machines_->arrivals.exchange_results(call_, parts_);
+  publish(&Progress::arrived, 0);
 }
 
 StreamPool& CollectiveContext::streams() const noexcept { return machines_->streams; }

@@ -18,10 +18,15 @@ inline constexpr std::size_t kChunksWanted = 8;
 
 inline std::size_t as_index(int number) { return static_cast<std::size_t>(number); }
 
-// Ranks of the smallest machine.
+// Ranks of the smallest and of the largest machine.
+inline bool has_fewer(const std::vector<int>& one, const std::vector<int>& other) {
+  return one.size() < other.size();
+}
 inline std::size_t smallest_machine(const Topology& topology) {
-  const auto smaller = [](const auto& one, const auto& other) { return one.size() < other.size(); };
-  return std::min_element(topology.machines.begin(), topology.machines.end(), smaller)->size();
+  return std::min_element(topology.machines.begin(), topology.machines.end(), has_fewer)->size();
+}
+inline std::size_t largest_machine(const Topology& topology) {
+  return std::max_element(topology.machines.begin(), topology.machines.end(), has_fewer)->size();
 }
 
 // Channels in which every rank of the smallest machine is a gateway: gateways by channel and machine.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "algorithms/machine_chunks.hpp"
@@ -189,7 +190,13 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
   const std::size_t element = size_of(reduction.dtype);
   const Part& mine = parts[static_cast<std::size_t>(me)];
   const std::size_t total = total_bytes(parts);
-  const Algorithm algorithm = collective.algorithm(Opcode::reduce_scatter, total);
+  std::size_t for_machine = 0;
+  for (const auto& local : collective.topology().machines) {
+    std::size_t bytes = 0;
+    for (const int r : local) bytes += parts[as_index(r)].bytes;
+    for_machine = std::max(for_machine, bytes);
+  }
+  const Algorithm algorithm = collective.algorithm(Opcode::reduce_scatter, total, for_machine);
   if (algorithm == Algorithm::local) {
     if (output != mine.data) collectives::copy(output, mine.data, mine.bytes);
     return reduce_local(output, mine.bytes / element, reduction);
@@ -212,8 +219,18 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
     collective.arrive_and_wait();
     for (int r = 0; r < ranks; ++r)
       sources[r] = r == me ? mine.data : collective.staged(r, total) + my_offset;
-    reduce_by_machine(collective.topology(), output, sources, mine.bytes / element, reduction);
-    return;
+    return reduce_by_machine(collective.topology(), output, sources, mine.bytes / element, reduction);
+  }
+  if (algorithm == Algorithm::staged_in_parts) {
+    std::byte* stage = collective.stage_parts(total);
+    std::vector<std::size_t> offsets{0};
+    for (const Part& part : parts) {
+      collectives::copy(stage + offsets.back(), part.data, part.bytes);
+      offsets.push_back(offsets.back() + part.bytes);
+    }
+    collective.arrive_with_parts(std::move(offsets), stage);
+    for (int r = 0; r < ranks; ++r) sources[r] = collective.part_of(r);
+    return reduce_by_machine(collective.topology(), output, sources, mine.bytes / element, reduction);
   }
 
   collective.arrive_and_wait();

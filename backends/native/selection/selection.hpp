@@ -11,9 +11,11 @@
 //   reduce_scatter     all that a rank contributes  staged_bytes     chunked
 //   all_to_all         all that a rank sends        staged_bytes     chunked; each sender by itself
 //
-// In a group that spans machines every collective beyond its threshold is hierarchical. Of one rank every one
-// is local. The thresholds, their defaults and their bounds are in selection/tuning.cpp; ranks share them, so
-// that all take the same algorithm. `sliced_chunk_bytes` says how a sliced message is cut.
+// In a group that spans machines every collective beyond its threshold is hierarchical, but for all_reduce
+// and reduce_scatter as long as what a rank contributes for the ranks of one machine fits beside its arrival:
+// these are staged in parts. Of one rank every one is local. The thresholds, their defaults and their bounds
+// are in selection/tuning.cpp; ranks share them, so that all take the same algorithm. `sliced_chunk_bytes`
+// says how a sliced message is cut.
 //
 // No choice changes a bit of the result (kernels/kernels.hpp).
 #pragma once
@@ -40,6 +42,9 @@ enum class Algorithm : std::uint8_t {
   root_reduces,
   // Chunks go from the sender's ring to the receivers.
   chunked,
+  // Between machines: contributions travel with the arrival, to each machine the parts that its ranks reduce.
+  // all_reduce: a second exchange gives everybody the results.
+  staged_in_parts,
   // Each machine combines what its ranks contribute, exchanges it with the others, and hands out results.
   hierarchical,
 };
@@ -50,12 +55,12 @@ constexpr std::uint64_t most_staged_bytes(Opcode opcode, const Tuning& tuning) n
   return whole ? tuning.one_shot_bytes : tuning.staged_bytes;
 }
 
-// `bytes`: the size that decides, by the table.
+// `bytes`: the size that decides, by the table. `parts_fit`: the operation has parts, which fit.
 constexpr Algorithm select_algorithm(Opcode opcode, const Tuning& tuning, int ranks, bool spans_machines,
-                                     std::uint64_t bytes) noexcept {
+                                     std::uint64_t bytes, bool parts_fit = false) noexcept {
   if (ranks == 1) return Algorithm::local;
   if (bytes <= most_staged_bytes(opcode, tuning)) return Algorithm::staged;
-  if (spans_machines) return Algorithm::hierarchical;
+  if (spans_machines) return parts_fit ? Algorithm::staged_in_parts : Algorithm::hierarchical;
   if (opcode == Opcode::all_reduce) return Algorithm::sliced;
   if (opcode == Opcode::reduce) return ranks == 2 ? Algorithm::root_reduces : Algorithm::sliced;
   return Algorithm::chunked;

@@ -223,15 +223,38 @@ void check_movements(WorldRank& me, std::size_t count) {
   }
 }
 
+// All notice before anything is written, and the next operation finds everything in its place.
+void check_mismatch(WorldRank& me, std::size_t count) {
+  const Reduction sum{DType::float32, ReduceOp::sum, 1};
+  for (int other = 0; other < me.size(); ++other) {
+    const bool differs = me.rank() == other;
+    // Every second one has another length, the rest does another thing.
+    const std::size_t mine = count + static_cast<std::size_t>(differs && other % 2 == 1);
+    Bytes data = numbers(DType::float32, mine, me.rank());
+    Request request = request_for(differs && other % 2 == 0 ? Opcode::broadcast : Opcode::all_reduce, sum);
+    request.data = data.data();
+    request.count = mine;
+    CHECK(error_of([&] { me.run(request); }).kind() == ErrorKind::mismatch);
+    CHECK(data == numbers(DType::float32, mine, me.rank()));
+    request = request_for(Opcode::all_reduce, sum);
+    request.data = data.data();
+    request.count = count;
+    me.run(request);
+    data.resize(count * sizeof(float));
+    CHECK(data == expected(me.topology(), sum, count));
+  }
+}
+
 void test_topology(const Machines& machines, const char* sockets) {
   ::setenv("COLLECTIVES_HOST_STREAMS", sockets, 1);
   World world(machines);
   ::unsetenv("COLLECTIVES_HOST_STREAMS");
   world.on_all([&](int rank) {
     WorldRank me(world, rank);
-    for (const std::size_t count : {1, 4097, 70'001}) {
+    for (const std::size_t count : {1, 4097, 20'000, 70'001}) {
       check_reductions(me, count);
       check_movements(me, count);
+      check_mismatch(me, count);
     }
     check_movements(me, 3'000'000);
     const Reduction sum{DType::float32, ReduceOp::sum, 1};

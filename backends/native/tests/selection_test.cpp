@@ -24,6 +24,8 @@ void test_thresholds() {
       CHECK(select_algorithm(opcode, tuning, 4, false, limit) == Algorithm::staged);
       CHECK(select_algorithm(opcode, tuning, 4, false, limit + 1) == Algorithm::sliced);
       CHECK(select_algorithm(opcode, tuning, 4, true, limit + 1) == Algorithm::hierarchical);
+      CHECK(select_algorithm(opcode, tuning, 4, true, limit + 1, true) == Algorithm::staged_in_parts);
+      CHECK(select_algorithm(opcode, tuning, 4, true, limit, true) == Algorithm::staged);
     }
     for (const Opcode opcode : kStagedByBytes) {
       CHECK(select_algorithm(opcode, tuning, 4, false, limit / 2) == Algorithm::staged);

@@ -90,9 +90,12 @@ void ArrivalExchange::connect_leaders(const Call& call) {
   connected_ = true;
 }
 
-void ArrivalExchange::write_frame(const Call& call, bool with_staged, std::vector<std::byte>& frame) const {
+void ArrivalExchange::write_frame(const Call& call, Staged with, Frame& frame, const StagedParts* parts,
+                                  int machine) const {
   frame.resize(sizeof(Head));
-  for (const int rank : context_.topology().local()) {
+  const Topology& topology = context_.topology();
+  for (std::size_t i = 0; i < topology.local().size(); ++i) {
+    const int rank = topology.local()[i];
     const Arrival& arrival = context_.arrival(rank, call.sequence);
     const std::uint64_t staged = copy_once(context_.page(rank).machine_arrival.staged[call.sequence & 1]);
     if (staged > context_.shape().slot_bytes) [[unlikely]] {
@@ -103,13 +106,24 @@ void ArrivalExchange::write_frame(const Call& call, bool with_staged, std::vecto
     record.what = copy_once(arrival.what);
     const bool splits = static_cast<Opcode>(record.what.opcode) == Opcode::all_to_all;
     record.own_count = arrival.own_count;
-    record.staged = with_staged ? static_cast<std::uint32_t>(staged) : 0;
     record.splits = splits ? 2 * static_cast<std::uint32_t>(context_.size()) : 0;
+    // A rank that does something else has staged no such parts.
+    const bool in_parts = with == Staged::parts && record.what == call.what;
+    const auto& readers = topology.machines[static_cast<std::size_t>(machine)];
+    if (with == Staged::all) record.staged = static_cast<std::uint32_t>(staged);
+    if (in_parts) record.staged = static_cast<std::uint32_t>(parts->length(readers));
     append(frame, &record, sizeof(record));
     append(frame, context_.splits(rank, call.sequence), record.splits * sizeof(std::uint64_t));
-    const std::byte* bytes =
-        staged <= kInlineBytes ? arrival.payload : context_.staging_slot(rank, call.sequence);
-    append(frame, bytes, record.staged);
+    if (in_parts) {
+      for (const int reader : readers) {
+        append(frame, parts->staged[i] + parts->offsets[static_cast<std::size_t>(reader)],
+               parts->length(reader));
+      }
+    } else {
+      const std::byte* bytes =
+          staged <= kInlineBytes ? arrival.payload : context_.staging_slot(rank, call.sequence);
+      append(frame, bytes, record.staged);
+    }
   }
   const Head head{.sequence = call.sequence, .bytes = frame.size()};
   std::memcpy(frame.data(), &head, sizeof(head));
@@ -149,20 +163,19 @@ const ArrivalExchange::Frame& ArrivalExchange::outgoing(Peer& peer, const Call& 
   const Topology& topology = context_.topology();
   const Frame& own = needs_staged(peer, topology.machine, call.what) ? with_staged_ : without_staged_;
   if (peer.frames_to_send == 1) return own;
-  peer.forwarding = own;
+  peer.own_out = own;
   for (int d = 1; d < peer.frames_to_send; ++d) {
     const int origin = behind(topology.machine, d);
     const Frame& frame = forwarded_[static_cast<std::size_t>(d)];
     ArrivalRecord first{};
     std::memcpy(&first, frame.data() + sizeof(Head), sizeof(first));
     if (needs_staged(peer, origin, first.what)) {
-      append(peer.forwarding, frame.data(), frame.size());
+      append(peer.own_out, frame.data(), frame.size());
     } else {
-      append_without_staged(peer.forwarding, frame,
-                            topology.machines[static_cast<std::size_t>(origin)].size());
+      append_without_staged(peer.own_out, frame, topology.machines[static_cast<std::size_t>(origin)].size());
     }
   }
-  return peer.forwarding;
+  return peer.own_out;
 }
 
 // Whether something is still to be sent there, now or later.
@@ -215,26 +228,42 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
     if (peer.in.size() < head.bytes) peer.in.resize(head.bytes);
     return false;
   }
-  const auto broken = [&] {
-    const std::string text = context_.name_of_rank(peer.leader) + " sent an arrival that rank " +
-                             std::to_string(context_.rank()) +
-                             " does not understand; install one version for all";
-    context_.abort(text);
-    context_.check_unbroken();
-  };
-  if (head.sequence != call.sequence || !plausible) broken();
+  if (head.sequence != call.sequence || !plausible) not_understood(peer);
   const std::byte* frame = peer.in.data() + peer.used;
+  if (results_) {
+    take_results(peer, call, head, frame);
+  } else {
+    take_arrivals(peer, call, head, frame);
+  }
+  peer.used += head.bytes;
+  if (peer.used == peer.filled) peer.used = peer.filled = 0;
+  ++peer.received;
+  return true;
+}
+
+void ArrivalExchange::not_understood(const Peer& peer) const {
+  context_.abort(context_.name_of_rank(peer.leader) + " sent an arrival that rank " +
+                 std::to_string(context_.rank()) + " does not understand; install one version for all");
+  context_.check_unbroken();
+}
+
+void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& head, const std::byte* frame) {
+  const int origin = behind(peer.machine, peer.received);
+  const auto ranks = static_cast<std::size_t>(context_.size());
   std::size_t position = sizeof(Head);
   const auto next = [&](void* target, std::size_t bytes) {
-    if (head.bytes - position < bytes) broken();
+    if (head.bytes - position < bytes) not_understood(peer);
     std::memcpy(target, frame + position, bytes);
     position += bytes;
   };
-  for (const int rank : origin_ranks) {
+  for (const int rank : context_.topology().machines[static_cast<std::size_t>(origin)]) {
     ArrivalRecord record{};
     next(&record, sizeof(record));
     if ((record.splits != 0 && record.splits != 2 * ranks) || record.staged > context_.shape().slot_bytes)
-      broken();
+      not_understood(peer);
+    if (parts_ != nullptr && record.what == call.what &&
+        record.staged != parts_->length(context_.topology().local()))
+      not_understood(peer);
     Arrival& mirror = context_.arrival(rank, call.sequence);
     mirror.what = record.what;
     mirror.own_count = record.own_count;
@@ -247,17 +276,24 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
     // Release: for reports of this machine's ranks; `MachineArrival::complete` tells those who wait.
     mirror.sequence.store(call.sequence, std::memory_order_release);
   }
-  if (position != head.bytes) broken();
+  if (position != head.bytes) not_understood(peer);
   if (!forwarded_.empty()) {
     const auto at = static_cast<std::size_t>(distance(context_.topology().machine, origin));
     forwarded_[at].assign(frame, frame + head.bytes);
     while (forwarded_count_ < machines_ && !forwarded_[static_cast<std::size_t>(forwarded_count_)].empty())
       ++forwarded_count_;
   }
-  peer.used += head.bytes;
-  if (peer.used == peer.filled) peer.used = peer.filled = 0;
-  ++peer.received;
-  return true;
+}
+
+void ArrivalExchange::take_results(const Peer& peer, const Call& call, const Head& head,
+                                   const std::byte* frame) {
+  const auto& ranks = context_.topology().machines[static_cast<std::size_t>(peer.machine)];
+  if (head.bytes != sizeof(Head) + parts_->length(ranks)) not_understood(peer);
+  const std::byte* from = frame + sizeof(Head);
+  for (const int rank : ranks) {
+    std::memcpy(context_.staging_slot(rank, call.sequence), from, parts_->length(rank));
+    from += parts_->length(rank);
+  }
 }
 
 bool ArrivalExchange::done() const {
@@ -288,7 +324,7 @@ void ArrivalExchange::wait(const Call& call) {
   if (ready <= 0 || signalled || now_ns() - begin >= kCheckEvery) context_.check_liveness(call, missing);
 }
 
-void ArrivalExchange::arrive(const Call& call) {
+void ArrivalExchange::arrive(const Call& call, const StagedParts* parts) {
   const Topology& topology = context_.topology();
   for (const int r : topology.local()) {
     if (r == context_.rank()) continue;
@@ -299,14 +335,46 @@ void ArrivalExchange::arrive(const Call& call) {
   if (!topology.leads(context_.rank())) {
     return context_.await(call, RankContext::Wait::arrival, topology.leader(), complete, call.sequence);
   }
-  exchange(call);
+  exchange(call, parts);
   context_.publish(complete, call.sequence);
 }
 
-void ArrivalExchange::exchange(const Call& call) {
+bool ArrivalExchange::takes_parts(std::size_t for_machine) const noexcept {
+  return machines_ <= kMostDirect && for_machine <= context_.shape().slot_bytes;
+}
+
+void ArrivalExchange::exchange(const Call& call, const StagedParts* parts) {
   if (!connected_) connect_leaders(call);
-  write_frame(call, true, with_staged_);
-  if (gathers(call.what)) write_frame(call, false, without_staged_);
+  begin_exchange();
+  parts_ = parts;
+  if (parts != nullptr) {
+    for (Peer& peer : peers_) {
+      write_frame(call, Staged::parts, peer.own_out, parts, peer.machine);
+      peer.out = &peer.own_out;
+    }
+  } else {
+    write_frame(call, Staged::all, with_staged_);
+    if (gathers(call.what)) write_frame(call, Staged::none, without_staged_);
+  }
+  run_exchange(call);
+}
+
+void ArrivalExchange::exchange_results(const Call& call, const StagedParts& parts) {
+  begin_exchange();
+  Frame& frame = with_staged_;
+  frame.resize(sizeof(Head));
+  for (const int rank : context_.topology().local())
+    append(frame, context_.staging_slot(rank, call.sequence), parts.length(rank));
+  const Head head{.sequence = call.sequence, .bytes = frame.size()};
+  std::memcpy(frame.data(), &head, sizeof(head));
+  for (Peer& peer : peers_) peer.out = &frame;
+  parts_ = &parts;
+  results_ = true;
+  run_exchange(call);
+}
+
+void ArrivalExchange::begin_exchange() {
+  results_ = false;
   for (Peer& peer : peers_) {
     peer.sent = 0;
     peer.out = nullptr;
@@ -314,6 +382,9 @@ void ArrivalExchange::exchange(const Call& call) {
   }
   for (Frame& frame : forwarded_) frame.clear();
   forwarded_count_ = 1;
+}
+
+void ArrivalExchange::run_exchange(const Call& call) {
   const auto step = [&] {
     bool moved = false;
     for (Peer& peer : peers_) moved = send(peer, call) || moved;

@@ -3,7 +3,10 @@
 //
 //   frame   Head, then for each rank of its machine, ascending: ArrivalRecord, its splits (of all_to_all),
 //           what it staged
-// Staged bytes go only to machines that need them: to the root's, where only the root reads.
+// Staged bytes go only to machines that need them: to the root's, where only the root reads; and where what a
+// rank stages has a part for each rank, only the parts for a machine's ranks go there. What ranks make of
+// such parts goes to all in a second exchange: frames of a Head and, for each rank of the machine, its
+// result.
 //
 // Up to kMostDirect machines each sends its frame to every other. Beyond that, messages cost more than the
 // time on the wire, so frames are forwarded (the all-gather of Bruck et al., "Efficient algorithms for
@@ -27,6 +30,7 @@
 #include "memory/descriptor.hpp"
 #include "state/control_page.hpp"
 #include "state/spin_policy.hpp"
+#include "state/staged_parts.hpp"
 
 namespace collectives {
 
@@ -42,7 +46,17 @@ class ArrivalExchange {
 
   // To be called after this rank has published its arrival: returns when the arrivals of all ranks and what
   // they staged can be read. On a leader that exchanges frames; the others wait for their leader.
-  void arrive(const Call& call);
+  //
+  // With `parts`, which needs `takes_parts`, a remote rank's staged bytes are its parts for this
+  // machine's ranks, one after the other.
+  void arrive(const Call& call, const StagedParts* parts);
+
+  // Whether an arrival can take parts: leaders send to each other directly, and so many bytes of a rank for
+  // the ranks of one machine fit into its staging slot.
+  bool takes_parts(std::size_t for_machine) const noexcept;
+  // On a leader, after an arrival with parts, once the staging slots of all local ranks hold their results,
+  // each as long as its part: returns when those of all other ranks do, too.
+  void exchange_results(const Call& call, const StagedParts& parts);
 
  private:
   struct Head {
@@ -71,7 +85,7 @@ class ArrivalExchange {
     std::size_t used = 0;
     int received = 0;            // frames of this operation that are in the mirrors
     const Frame* out = nullptr;  // what is sent there in this operation, once all of it is here
-    Frame forwarding;            // memory for that
+    Frame own_out;               // memory for that, where it is not the same for all
     std::size_t sent = 0;
   };
 
@@ -83,17 +97,26 @@ class ArrivalExchange {
   int behind(int machine, int distance) const noexcept { return (machine + distance) % machines_; }
   int distance(int from, int to) const noexcept { return (to - from + machines_) % machines_; }
 
-  void write_frame(const Call& call, bool with_staged, Frame& frame) const;
+  enum class Staged : std::uint8_t { none, all, parts };
+  // `machine`: whose ranks' parts it is to hold.
+  void write_frame(const Call& call, Staged staged, Frame& frame, const StagedParts* parts = nullptr,
+                   int machine = 0) const;
   bool needs_staged(const Peer& peer, int origin, const Fingerprint& what) const;
   const Frame& outgoing(Peer& peer, const Call& call);
   static void append_without_staged(Frame& message, const Frame& frame, std::size_t ranks);
   void connect_leaders(const Call& call);
   // On a leader, once all local ranks have arrived.
-  void exchange(const Call& call);
+  void exchange(const Call& call, const StagedParts* parts);
+  void begin_exchange();
+  // Sends what was put to be sent, and takes what is to be received.
+  void run_exchange(const Call& call);
   // These return whether bytes moved.
   bool send(Peer& peer, const Call& call);
   bool receive(Peer& peer, const Call& call);
   bool take_frame(Peer& peer, const Call& call);
+  void take_arrivals(Peer& peer, const Call& call, const Head& head, const std::byte* frame);
+  void take_results(const Peer& peer, const Call& call, const Head& head, const std::byte* frame);
+  void not_understood(const Peer& peer) const;
   bool has_to_send(const Peer& peer) const noexcept;
   bool done() const;
   void wait(const Call& call);
@@ -107,6 +130,8 @@ class ArrivalExchange {
   std::vector<Frame> forwarded_;  // frames to forward, by distance from this machine; the first is not used
   int forwarded_count_ = 1;       // of them, from the first on without a gap
   bool connected_ = false;
+  const StagedParts* parts_ = nullptr;  // of the operation, if any
+  bool results_ = false;                // the second exchange goes on
   SpinPolicy spin_policy_;
 };
 

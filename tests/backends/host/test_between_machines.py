@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -213,6 +214,36 @@ def test_a_peer_that_dies_in_the_middle_of_a_long_transfer_is_named(make_machine
     )
     assert isinstance(results[victim], Died)
     assert [lost for rank, lost in enumerate(results) if rank != victim] == [victim] * 3
+
+
+def _lose_a_peer_at_some_time(group, victim):
+    tensor = torch.ones(15_000)  # its parts travel with the arrival, and then results
+    group.barrier().wait()
+    if group.rank() == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            group.allreduce([tensor]).wait()
+    except PeerLostError as error:
+        return error.rank
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("placement", ["AABB", "ABC"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_peer_that_dies_in_one_of_many_reductions_is_named(placement, victim):
+    size = len(placement)
+    results = run_ranks(
+        _lose_a_peer_at_some_time,
+        size,
+        victim,
+        backend="host",
+        isolated=True,
+        lost=[victim],
+        placement=placement,
+    )
+    assert isinstance(results[victim], Died)
+    assert [lost for rank, lost in enumerate(results) if rank != victim] == [victim] * (size - 1)
 
 
 def _time_out(group):
