@@ -43,8 +43,10 @@ __all__ = ["Options", "ScaleRecord", "ScaleReport", "add_arguments", "measure", 
 
 _WORLDS = "2x2,4x2,8x2,2x8,4x4,4x8,8x8"
 _SIZES = "8,64K,1M"
-_SEGMENT_BYTES = 5 << 20
-"""Shared memory that a rank has in a group, at most."""
+_GROUP_BYTES = 1 << 20
+"""Shared memory that a rank has in a group that nothing ran on, at most."""
+_STAGING_BYTES = 4 << 20
+"""What it has besides in the world's group, on which longer collectives run."""
 _RANK_BYTES = 24 << 20
 """Memory of its own that a rank needs besides what it shares since the fork."""
 
@@ -169,7 +171,7 @@ def measure(options: Options, progress: Progress | None = None) -> ScaleReport:
     report = ScaleReport("scale", describe_machine(), plain)
     with provided():
         for world in options.worlds:
-            need = world.size * ((options.groups + 1) * _SEGMENT_BYTES + _RANK_BYTES)
+            need = world.size * ((options.groups + 1) * _GROUP_BYTES + _STAGING_BYTES + _RANK_BYTES)
             if need > memory_available_bytes():
                 reason = f"{options.groups} groups may need {need >> 20} MiB, which are not free; make fewer"
                 report.skipped.append(Skipped(str(world), reason))

@@ -53,7 +53,7 @@ def test_a_world_for_which_there_is_no_memory_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(command, "memory_available_bytes", lambda: 300 << 20)
     assert main(["bench", "scale", "--worlds", "1x2,8x8", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "# skipped 8x8: 2 groups may need 2496 MiB, which are not free; make fewer" in out
+    assert "# skipped 8x8: 2 groups may need 1984 MiB, which are not free; make fewer" in out
 
 
 def test_the_victim_leads_the_last_machine():
