@@ -308,8 +308,8 @@ void ArrivalExchange::wait(const Call& call) {
   for (const Peer& peer : peers_) {
     const bool sends = has_to_send(peer) && peer.frames_to_send <= forwarded_count_;
     const bool receives = peer.received < peer.frames_to_receive;
-    // One peer at a time is waited for: most others' frames come meanwhile, and wake nobody. Where one of these
-    // has gone, the control channel tells.
+    // One peer at a time is waited for: most others' frames come meanwhile, and wake nobody. Where one of
+    // these has gone, the control channel tells.
     if (!sends && (!receives || missing >= 0)) continue;
     const int events = (receives ? POLLIN : 0) | (sends ? POLLOUT : 0);
     waiting.push_back({.fd = peer.socket.get(), .events = static_cast<short>(events), .revents = 0});

@@ -19,9 +19,9 @@ namespace {
 constexpr Nanoseconds kTick = 100 * kMillisecond;
 // A ping is sent after so much silence.
 constexpr std::uint32_t kPingAfterMs = 400;
-// A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something to
-// acknowledge, has vanished. This kernel sends it four times meanwhile. Checks and not time are counted, in
-// case it was this machine that was suspended, or this thread that did not run.
+// A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something
+// to acknowledge, has vanished. This kernel sends it four times meanwhile. Checks and not time are counted,
+// in case it was this machine that was suspended, or this thread that did not run.
 constexpr int kChecksToVanish = 22;
 // A stopped process reads nothing, so it gets no more pings than fit into the kernel's buffer. After them
 // only the kernel's keep-alive probes find out whether its machine has vanished, in a few seconds more.
