@@ -157,6 +157,12 @@ void keep_alive(const Descriptor& socket) noexcept {
   set(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
+void repeat_steadily(const Descriptor& socket) noexcept {
+  constexpr char kReno[] = "reno";  // others, as BBR, take no notice of the next option; every kernel has it
+  ::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, kReno, sizeof(kReno) - 1);
+  set(socket, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1);
+}
+
 TcpHealth tcp_health(const Descriptor& socket) noexcept {
   tcp_info info{};
   socklen_t size = sizeof(info);

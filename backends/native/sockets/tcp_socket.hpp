@@ -58,6 +58,10 @@ void send_at_once(const Descriptor& socket) noexcept;
 // and the process at the other end is stopped.
 void keep_alive(const Descriptor& socket) noexcept;
 
+// Lets the kernel repeat what is not acknowledged at equal intervals, six times, before it doubles them: for
+// connections on which little is sent, so that a lossy network is not taken for one that is gone.
+void repeat_steadily(const Descriptor& socket) noexcept;
+
 // What the kernel knows of the other end.
 struct TcpHealth {
   std::uint32_t silent_ms = 0;       // since anything last came from its kernel

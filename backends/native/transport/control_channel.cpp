@@ -20,7 +20,7 @@ constexpr Nanoseconds kTick = 100 * kMillisecond;
 // A ping is sent after so much silence.
 constexpr std::uint32_t kPingAfterMs = 400;
 // A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something
-// to acknowledge, has vanished. This kernel sends it four times meanwhile. Checks and not time are counted,
+// to acknowledge, has vanished. This kernel sends it eight times meanwhile. Checks and not time are counted,
 // in case it was this machine that was suspended, or this thread that did not run.
 constexpr int kChecksToVanish = 22;
 // A stopped process reads nothing, so it gets no more pings than fit into the kernel's buffer. After them
@@ -58,6 +58,7 @@ ControlChannel::~ControlChannel() {
 void ControlChannel::add_link(int leader, Descriptor socket) {
   const int fd = socket.get();
   keep_alive(socket);
+  repeat_steadily(socket);
   connections_.add(ConnectionManager::Source::control, fd, EPOLLIN);
   close_on_fork(fd);
   connected_.insert(leader);

@@ -128,6 +128,30 @@ def losing(group):
     return statistics["drops"] / statistics["packets"]
 
 
+def losing_at_random(group):
+    """The kernel drops one packet of twenty, in both directions, with traffic and without."""
+    if group.rank() % 2 == 0:
+        # Classic BPF: a random number, and whether it is below a twentieth of all; TC_ACT_SHOT, or TC_ACT_OK.
+        program = f"4,32 0 0 4294963256,53 1 0 {2**32 // 20},6 0 0 2,6 0 0 0"
+        on_link("tc", "qdisc", "add", "dev", INTERFACE, "clsact")
+        on_link(
+            "tc", "filter", "add", "dev", INTERFACE, "egress", "bpf", "direct-action", "bytecode", program
+        )
+    group.barrier().wait()
+    train(group, 1.0)
+    time.sleep(3)  # longer than a machine may be silent
+    train(group, 1.0)
+    group.barrier().wait()
+    queues = json.loads(on_link("tc", "-s", "-j", "qdisc", "show", "dev", INTERFACE))
+    return sum(queue["drops"] for queue in queues)
+
+
+def test_a_link_that_loses_packets_at_random_is_not_taken_for_one_that_is_gone(make_machines):  # noqa: F811
+    machines = make_machines(2)
+    options = {"backend": "host", "isolated": True, "machines": (machines, [0, 0, 1, 1])}
+    assert min(run_ranks(losing_at_random, 4, **options)) > 0
+
+
 def test_a_link_that_loses_packets_changes_no_result(make_machines):  # noqa: F811
     machines = make_machines(2)
     lost = run_ranks(losing, 4, backend="host", isolated=True, machines=(machines, [0, 0, 1, 1]))
