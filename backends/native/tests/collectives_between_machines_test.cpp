@@ -251,7 +251,7 @@ void test_topology(const Machines& machines, const char* sockets) {
   ::unsetenv("COLLECTIVES_HOST_STREAMS");
   world.on_all([&](int rank) {
     WorldRank me(world, rank);
-    for (const std::size_t count : {1, 4097, 20'000, 70'001}) {
+    for (const std::size_t count : {1, 4097, 13'000, 70'001}) {
       check_reductions(me, count);
       check_movements(me, count);
       check_mismatch(me, count);

@@ -242,7 +242,7 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
 }
 
 void ArrivalExchange::not_understood(const Peer& peer) const {
-  context_.abort(context_.name_of_rank(peer.leader) + " sent an arrival that rank " +
+  context_.abort(context_.name_of_rank(peer.leader) + " sent a frame that rank " +
                  std::to_string(context_.rank()) + " does not understand; install one version for all");
   context_.check_unbroken();
 }
@@ -250,6 +250,7 @@ void ArrivalExchange::not_understood(const Peer& peer) const {
 void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& head, const std::byte* frame) {
   const int origin = behind(peer.machine, peer.received);
   const auto ranks = static_cast<std::size_t>(context_.size());
+  bool in_parts = false;
   std::size_t position = sizeof(Head);
   const auto next = [&](void* target, std::size_t bytes) {
     if (head.bytes - position < bytes) not_understood(peer);
@@ -261,8 +262,9 @@ void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& he
     next(&record, sizeof(record));
     if ((record.splits != 0 && record.splits != 2 * ranks) || record.staged > context_.shape().slot_bytes)
       not_understood(peer);
-    if (parts_ != nullptr && record.what == call.what &&
-        record.staged != parts_->length(context_.topology().local()))
+    // A leader that does something else sends no parts, whatever its other ranks do.
+    if (rank == peer.leader) in_parts = parts_ != nullptr && record.what == call.what;
+    if (in_parts && record.what == call.what && record.staged != parts_->length(context_.topology().local()))
       not_understood(peer);
     Arrival& mirror = context_.arrival(rank, call.sequence);
     mirror.what = record.what;
@@ -297,24 +299,35 @@ void ArrivalExchange::take_results(const Peer& peer, const Call& call, const Hea
 }
 
 bool ArrivalExchange::done() const {
-  return std::all_of(peers_.begin(), peers_.end(), [this](const Peer& peer) {
-    return peer.received == peer.frames_to_receive && !has_to_send(peer);
-  });
+  return std::all_of(peers_.begin(), peers_.end(), [this](const Peer& peer) { return is_done(peer); });
+}
+
+bool ArrivalExchange::is_done(const Peer& peer) const noexcept {
+  return peer.received == peer.frames_to_receive && !has_to_send(peer);
+}
+
+// A peer that this exchange waits for.
+int ArrivalExchange::awaited_leader() const {
+  const auto found =
+      std::find_if(peers_.begin(), peers_.end(), [this](const Peer& peer) { return !is_done(peer); });
+  return found == peers_.end() ? peers_.front().leader : found->leader;
 }
 
 void ArrivalExchange::wait(const Call& call) {
   std::vector<pollfd> waiting;
-  int missing = -1;
+  bool receives = false;
   for (const Peer& peer : peers_) {
     const bool sends = has_to_send(peer) && peer.frames_to_send <= forwarded_count_;
-    const bool receives = peer.received < peer.frames_to_receive;
-    // One peer at a time is waited for: most others' frames come meanwhile, and wake nobody. Where one of
-    // these has gone, the control channel tells.
-    if (!sends && (!receives || missing >= 0)) continue;
-    const int events = (receives ? POLLIN : 0) | (sends ? POLLOUT : 0);
+    // Of the peers that nothing has come from, one is waited for: most others' frames come meanwhile, and
+    // wake nobody. Where one of these has gone, the control channel tells.
+    const bool begun = peer.filled > peer.used;
+    const bool receives_here = peer.received < peer.frames_to_receive && (begun || !receives);
+    if (!sends && !receives_here) continue;
+    receives = receives || receives_here;
+    const int events = (receives_here ? POLLIN : 0) | (sends ? POLLOUT : 0);
     waiting.push_back({.fd = peer.socket.get(), .events = static_cast<short>(events), .revents = 0});
-    if (missing < 0) missing = peer.leader;
   }
+  const int missing = awaited_leader();
   waiting.push_back({.fd = context_.poll_event(), .events = POLLIN, .revents = 0});
   const Nanoseconds slice = std::clamp<Nanoseconds>(call.deadline - now_ns(), 0, kLongestSleep);
   const auto limit = static_cast<int>((slice + kMillisecond - 1) / kMillisecond);
@@ -412,7 +425,7 @@ void ArrivalExchange::run_exchange(const Call& call) {
     const Nanoseconds now = now_ns();
     if (now < next_check && now < call.deadline) continue;
     if (done()) break;
-    context_.check_liveness(call, peers_.front().leader);
+    context_.check_liveness(call, awaited_leader());
     next_check = now + kCheckEvery;
   }
   context_.waits_for(-1);  // not where the exchange fails, see `RankContext::sleep`

@@ -83,7 +83,7 @@ class ArrivalExchange {
     Frame in;  // the first `filled` bytes have been received, and the first `used` of them handled
     std::size_t filled = 0;
     std::size_t used = 0;
-    int received = 0;            // frames of this operation that are in the mirrors
+    int received = 0;            // frames of this exchange that were handled
     const Frame* out = nullptr;  // what is sent there in this operation, once all of it is here
     Frame own_out;               // memory for that, where it is not the same for all
     std::size_t sent = 0;
@@ -118,7 +118,9 @@ class ArrivalExchange {
   void take_results(const Peer& peer, const Call& call, const Head& head, const std::byte* frame);
   void not_understood(const Peer& peer) const;
   bool has_to_send(const Peer& peer) const noexcept;
+  bool is_done(const Peer& peer) const noexcept;
   bool done() const;
+  int awaited_leader() const;
   void wait(const Call& call);
 
   RankContext& context_;
