@@ -163,14 +163,9 @@ void repeat_steadily(const Descriptor& socket) noexcept {
   set(socket, IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1);
 }
 
-TcpHealth tcp_health(const Descriptor& socket) noexcept {
-  tcp_info info{};
-  socklen_t size = sizeof(info);
-  if (::getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  // Where this machine's own interface is down nothing leaves, and the kernel does not count it as sent.
+std::uint64_t unacknowledged_bytes(const Descriptor& socket) noexcept {
   int queued = 0;
-  if (::ioctl(socket.get(), SIOCOUTQ, &queued) != 0) queued = 0;
-  return {info.tcpi_last_ack_recv, static_cast<std::uint64_t>(queued)};
+  return ::ioctl(socket.get(), SIOCOUTQ, &queued) == 0 ? static_cast<std::uint64_t>(queued) : 0;
 }
 
 }  // namespace collectives

@@ -62,11 +62,7 @@ void keep_alive(const Descriptor& socket) noexcept;
 // connections on which little is sent, so that a lossy network is not taken for one that is gone.
 void repeat_steadily(const Descriptor& socket) noexcept;
 
-// What the kernel knows of the other end.
-struct TcpHealth {
-  std::uint32_t silent_ms = 0;       // since anything last came from its kernel
-  std::uint64_t unacknowledged = 0;  // bytes that were sent, and that its kernel has not acknowledged
-};
-TcpHealth tcp_health(const Descriptor& socket) noexcept;
+// Bytes that were sent, and that the other end's kernel has not acknowledged.
+std::uint64_t unacknowledged_bytes(const Descriptor& socket) noexcept;
 
 }  // namespace collectives

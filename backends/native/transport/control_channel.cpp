@@ -17,17 +17,22 @@ namespace collectives {
 namespace {
 
 constexpr Nanoseconds kTick = 100 * kMillisecond;
-// A ping is sent after so much silence.
-constexpr std::uint32_t kPingAfterMs = 400;
+// A ping is sent once nothing was for so many checks. Hearing the other machine spares it none: it is what
+// this one sends whose acknowledgement shows that the way there is open.
+constexpr int kChecksToPing = 4;
 // A machine whose kernel has acknowledged nothing new at so many checks in a row, though there is something
 // to acknowledge, has vanished. This kernel sends it eight times meanwhile. Checks and not time are counted,
 // in case it was this machine that was suspended, or this thread that did not run.
 constexpr int kChecksToVanish = 22;
+// Where a connection ends after so many of them, the other side has given up on this one.
+constexpr int kChecksToDoubt = 5;
 // A stopped process reads nothing, so it gets no more pings than fit into the kernel's buffer. After them
 // only the kernel's keep-alive probes find out whether its machine has vanished, in a few seconds more.
 constexpr int kMostPings = 200;
-// Nor does it get statuses while so many bytes wait to be sent.
+// Nor does it get statuses while so many bytes wait to be sent, or were since it last sent any: what is left
+// is less than the window, so that the kernel acknowledges it.
 constexpr std::size_t kMostUnsent = 64 << 10;
+constexpr std::uint64_t kMostUnheard = 16 << 10;
 constexpr std::size_t kMostPayload = 4096;
 
 template <class Object>
@@ -142,6 +147,7 @@ void ControlChannel::flush(Link& link) {
     }
     link.out.erase(0, static_cast<std::size_t>(sent));
     link.sent += static_cast<std::uint64_t>(sent);
+    link.quiet = 0;
   }
   if (departure_announced_ && link.out.empty()) ::shutdown(link.socket.get(), SHUT_WR);
   const bool more = !link.out.empty();
@@ -215,7 +221,7 @@ void ControlChannel::check_ranks(Nanoseconds now, bool tick) {
     ages.to_ages(now);
     for (auto& [fd, link] : links_) {
       if (link.closing || !(changed || (link.missed_status && stuck))) continue;
-      if (link.out.size() > kMostUnsent || link.unanswered > 1) {
+      if (!takes_statuses(link)) {
         link.missed_status = true;
       } else {
         send(link, FrameType::status, local.rank, bytes_of(ages));
@@ -225,21 +231,26 @@ void ControlChannel::check_ranks(Nanoseconds now, bool tick) {
   }
   if (!tick) return;
   for (auto& [fd, link] : links_) {
-    if (link.out.size() <= kMostUnsent && link.unanswered <= 1) link.missed_status = false;
+    if (takes_statuses(link)) link.missed_status = false;
   }
+}
+
+bool ControlChannel::takes_statuses(const Link& link) noexcept {
+  return link.out.size() <= kMostUnsent && link.unanswered <= 1 &&
+         link.sent - link.sent_when_heard <= kMostUnheard;
 }
 
 void ControlChannel::check_link(Link& link) {
   if (link.closing) return;
-  const TcpHealth health = tcp_health(link.socket);
-  const std::uint64_t acknowledged = link.sent - health.unacknowledged;
-  if (health.unacknowledged == 0 || acknowledged != link.acknowledged) {
+  const std::uint64_t waiting = unacknowledged_bytes(link.socket);
+  const std::uint64_t acknowledged = link.sent - waiting;
+  if (waiting == 0 || acknowledged != link.acknowledged) {
     link.acknowledged = acknowledged;
     link.silent = 0;
   } else if (++link.silent >= kChecksToVanish) {
     return link_ended(link, ETIMEDOUT);
   }
-  if (health.silent_ms < kPingAfterMs || health.unacknowledged != 0 || !link.out.empty()) return;
+  if (++link.quiet < kChecksToPing || waiting != 0 || !link.out.empty()) return;
   if (link.unanswered < kMostPings) {
     ++link.unanswered;
     send(link, FrameType::ping, context_.rank(), {});
@@ -282,6 +293,7 @@ void ControlChannel::read(Link& link) {
     }
     link.in.append(bytes, static_cast<std::size_t>(got));
     link.unanswered = 0;
+    link.sent_when_heard = link.sent;
   }
   std::size_t position = 0;
   while (link.in.size() - position >= sizeof(Frame)) {
@@ -299,7 +311,7 @@ void ControlChannel::read(Link& link) {
     if (link.closing) return;
   }
   link.in.erase(0, position);
-  if (ended) link_ended(link, error);
+  if (ended) link_ended(link, link.silent < kChecksToDoubt ? error : ETIMEDOUT);
 }
 
 bool ControlChannel::handle_frame(Link& link, const Frame& frame, std::string_view payload) {

@@ -4,10 +4,10 @@
 // Each pair of leaders has one connection for it, made when the group is formed. A leader finds the events of
 // its machine in its segment, and writes those of the others to their ranks' mirrors. A process that is
 // killed is seen by its descriptor on its own machine, or, where it is a leader, by the end of its connection
-// on the others. A machine that vanishes is known by its silence: a connection on which nothing came for a
-// while carries a ping, which the other kernel acknowledges even where the process is stopped. So a stopped
-// process is never taken for a dead one. What counts is what is acknowledged, not what is heard: where a link
-// carries packets one way only, both sides find out at about the same time.
+// on the others. A machine that vanishes is known by what its kernel does not acknowledge: a connection on
+// which nothing was sent for a while carries a ping, which the other kernel acknowledges even where the
+// process is stopped. So a stopped process is never taken for a dead one. What is heard does not count: where
+// a link carries packets one way only, both sides find out at about the same time.
 //
 // To be used on the connection manager's thread.
 #pragma once
@@ -69,14 +69,16 @@ class ControlChannel {
   struct Link {
     int leader = 0;
     Descriptor socket;
-    std::string out;                 // not sent yet
-    std::string in;                  // not handled yet
-    int unanswered = 0;              // pings since the other process last sent anything
-    std::uint64_t sent = 0;          // bytes that this kernel was given
-    std::uint64_t acknowledged = 0;  // of them by the other kernel, as of the last check
-    int silent = 0;                  // checks since then that found nothing more acknowledged
-    int send_error = 0;              // errno of the send that failed; nothing is sent any more then
-    bool missed_status = false;      // it has not been sent all statuses
+    std::string out;                    // not sent yet
+    std::string in;                     // not handled yet
+    int unanswered = 0;                 // pings since the other process last sent anything
+    std::uint64_t sent = 0;             // bytes that this kernel was given
+    std::uint64_t sent_when_heard = 0;  // of them, when the other process last sent anything
+    int quiet = 0;                      // checks since anything was sent
+    std::uint64_t acknowledged = 0;     // of them by the other kernel, as of the last check
+    int silent = 0;                     // checks since then that found nothing more acknowledged
+    int send_error = 0;                 // errno of the send that failed; nothing is sent any more then
+    bool missed_status = false;         // it has not been sent all statuses
     bool closing = false;
   };
   struct Local {
@@ -99,6 +101,7 @@ class ControlChannel {
   // Returns whether the other leader has announced its departure.
   bool handle_frame(Link& link, const Frame& frame, std::string_view payload);
   void check_ranks(Nanoseconds now, bool tick);
+  static bool takes_statuses(const Link& link) noexcept;
   void check_link(Link& link);
   // The connection has ended with this error, 0 for in order.
   void link_ended(Link& link, int error);

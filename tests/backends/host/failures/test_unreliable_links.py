@@ -105,7 +105,28 @@ def is_not_heard_by_those_who_end(group):
         group.abort()
 
 
-@pytest.mark.parametrize("scene", [hears_but_is_not_heard, is_not_heard_by_those_who_end])
+def is_not_heard_while_it_is_idle(group):
+    """As above; those who are not heard begin their operation when the others are about to end theirs."""
+    group.barrier().wait()
+    here = group.rank() >= group.size() // 2
+    if here:
+        time.sleep(0.4)
+        on_link("tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
+        time.sleep(2.0)
+    else:
+        time.sleep(0.5)  # so that they send a status next, which asks for no answer
+    with contextlib.suppress(dist.PeerLostError):
+        group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(dist.PeerLostError, match=r"rank . on .* cannot be reached any more"):
+        group.allreduce([torch.ones(1)]).wait()
+    if not here:
+        group.abort()
+
+
+SCENES = [hears_but_is_not_heard, is_not_heard_by_those_who_end, is_not_heard_while_it_is_idle]
+
+
+@pytest.mark.parametrize("scene", SCENES)
 def test_a_machine_that_hears_but_is_not_heard_is_named_on_both_sides(make_machines, scene):  # noqa: F811
     machines = make_machines(2)
     run_ranks(scene, 4, backend="host", isolated=True, machines=(machines, [0, 0, 1, 1]))
