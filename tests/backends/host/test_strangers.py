@@ -15,7 +15,7 @@ from strangers import NOBODY, own_ports, silent_crowd, visit
 from collectives.backends.host import ProcessGroupHost
 
 SECRET = "a secret that all ranks of this job share"
-MAGIC, VERSION, MAIL = 0x636F6C6C65637431, 6, 3
+MAGIC, VERSION, MAIL = 0x636F6C6C65637431, 7, 3
 
 
 def hello(purpose: int, index: int) -> bytes:
