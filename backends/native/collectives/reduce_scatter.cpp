@@ -1,6 +1,7 @@
-// reduce_scatter. Staged: every rank stages all its parts, and reduces those that are for it. Chunked: every
-// rank fills chunks of its ring that hold a piece for each rank, and reduces its piece of the others' chunks.
-// Hierarchical: each machine sends its partial for a rank once to that rank's machine.
+// reduce_scatter. Staged: every rank stages all its parts, and reduces those that are for it. Staged in
+// parts: the same, and other machines get their ranks' parts only. Chunked: every rank fills chunks of its
+// ring that hold a piece for each rank, and reduces its piece of the others' chunks. Hierarchical: each
+// machine sends its partial for a rank once to that rank's machine.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

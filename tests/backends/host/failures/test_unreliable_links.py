@@ -90,13 +90,21 @@ def hears_but_is_not_heard(group):
         group.allreduce([torch.ones(1)], SYNCHRONOUS if rank % 2 else None).wait()
 
 
-def is_not_heard_by_those_who_end(group):
-    """As above; what was sent before is acknowledged, so that the end of the others' connections arrives."""
+def is_not_heard_by_those_who_end(group, idle=0.0):
+    """As above; what was sent before is acknowledged, so that the end of the others' connections arrives.
+
+    Args:
+        group: the group.
+        idle: seconds for which those who are not heard begin no operation.
+    """
     group.barrier().wait()
     here = group.rank() >= group.size() // 2
     if here:
         time.sleep(0.4)
         on_link("tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
+        time.sleep(idle)
+    elif idle:
+        time.sleep(0.5)  # so that they send a status next, which asks for no answer
     with contextlib.suppress(dist.PeerLostError):
         group.allreduce([torch.ones(1)]).wait()
     with pytest.raises(dist.PeerLostError, match=r"rank . on .* cannot be reached any more"):
@@ -106,21 +114,8 @@ def is_not_heard_by_those_who_end(group):
 
 
 def is_not_heard_while_it_is_idle(group):
-    """As above; those who are not heard begin their operation when the others are about to end theirs."""
-    group.barrier().wait()
-    here = group.rank() >= group.size() // 2
-    if here:
-        time.sleep(0.4)
-        on_link("tc", "qdisc", "replace", "dev", INTERFACE, "root", "blackhole")
-        time.sleep(2.0)
-    else:
-        time.sleep(0.5)  # so that they send a status next, which asks for no answer
-    with contextlib.suppress(dist.PeerLostError):
-        group.allreduce([torch.ones(1)]).wait()
-    with pytest.raises(dist.PeerLostError, match=r"rank . on .* cannot be reached any more"):
-        group.allreduce([torch.ones(1)]).wait()
-    if not here:
-        group.abort()
+    """As above; it begins its operation when the others are about to end theirs."""
+    is_not_heard_by_those_who_end(group, idle=2.0)
 
 
 SCENES = [hears_but_is_not_heard, is_not_heard_by_those_who_end, is_not_heard_while_it_is_idle]
