@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import preloaded_python as interpreters
 import pytest
 import tiers
 from census import shared_memory, unused
 from interrupts import let_children_be_interrupted
-from quick_ranks import loaded_process, quick_ranks  # noqa: F401 - fixtures
+from preloaded_python import fresh_python, preloaded_python  # noqa: F401 - fixtures
 
 BACKENDS = ("host", "gloo", "round_robin")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -94,9 +95,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # before the processes that share the tests start
 def pytest_sessionstart(session: pytest.Session) -> None:
     let_children_be_interrupted()
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
+    if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
+        interpreters.start()  # one for all processes that share the tests
     _segments_before.update(shared_memory())
     _sockets_before.update(_own_sockets())
 
@@ -104,6 +108,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Ends what the harness started, then looks for what the tests left: that fails the session."""
     harness.close()
+    interpreters.stop()
     gc.collect()
     for pid, command in _strays():
         _left.append(f"process {pid}: {command}")

@@ -245,7 +245,7 @@ class SpawnedRanks(RankProcesses):
         super().__init__(size)
         self._context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
             _spawned,
-            (self.address, body, args),
+            (self.address, dict(os.environ), body, args),
             nprocs=size,
             join=False,
             daemon=True,
@@ -306,7 +306,7 @@ class ForkedRanks(SpawnedRanks):
     """The same, forked by the server of ``multiprocessing``: they share what that has imported.
 
     Many ranks start in the time, and with the memory, of one that imports torch. The server imports the
-    module of the first body; it has the environment of this process at that time.
+    module of the first body, with the environment of that time; each rank then has that of its own start.
     """
 
     start_method = "forkserver"
@@ -394,6 +394,10 @@ def run_body(rank: int, connection: Connection, body: Callable[..., None], args:
         raise RuntimeError(f"rank {rank} has done its work, but was given another command: {command!r}")
 
 
-def _spawned(rank: int, address: str, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _spawned(
+    rank: int, address: str, environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()  # a forked rank has that of the server
+    os.environ.update(environment)
     with connect(address, rank) as connection:
         run_body(rank, connection, body, args)

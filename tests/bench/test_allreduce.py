@@ -18,7 +18,7 @@ from collectives.bench.core.records import Timing
 from collectives.cli import main
 from collectives.registry.backends import backend_names
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 COLUMNS = [
     *("size", "count", "type", "redop", "root", "time", "p10", "p90", "min", "algbw", "busbw", "#wrong"),

@@ -17,7 +17,7 @@ from collectives.bench.training.models import MODELS, loss_of
 from collectives.cli import main
 from collectives.registry.backends import why_unavailable
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,8 @@ from collectives.bench.training.digits import (
 )
 from collectives.cli import main
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 OUTCOME = demo.Outcome(
     ranks=2,
     lanes=3,
@@ -197,7 +199,7 @@ def test_what_the_checks_refuse(field, value, complaint):
 
 
 @pytest.mark.full
-def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, capfd):
+def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, capfd, fresh_python):
     patched_ranks(
         tmp_path,
         monkeypatch,
@@ -221,7 +223,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(tmp_path, monkeypatch, 
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path):
+def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path, fresh_python):
     command = [
         sys.executable,
         "-m",

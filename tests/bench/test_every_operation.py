@@ -13,13 +13,13 @@ from collectives.bench.comparison.operations import OPERATIONS, rounded_count
 from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 RANKS = 3  # parts do not divide sizes, and one rank has no partner
 
 
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory, quick_ranks):
+def full_run(tmp_path_factory, preloaded_python):
     """One run of everything: its status, its output and its report."""
     folder, output = tmp_path_factory.mktemp("every"), io.StringIO()
     words = [

@@ -14,7 +14,7 @@ from collectives.bench.training import models
 from collectives.bench.training.counting_group import CountingGroup
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from collectives.bench import store
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 def test_the_command_measures_both_stores_at_both_places(tmp_path, capsys):

@@ -11,6 +11,8 @@ from sources import PYTHONPATH
 
 import collectives.testing
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 CONFTEST = "import collectives.testing\nranks = collectives.testing.world(2, environment={'A': 'b'})\n"
 
 TESTS = """

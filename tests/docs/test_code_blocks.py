@@ -14,6 +14,8 @@ import pytest
 
 from collectives.cli import main
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from sources import modules
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 BEGIN = """
 import torch
 

@@ -18,6 +18,8 @@ from ports import free_port
 
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PYTHON = sorted(EXAMPLES.glob("*.py"))
 SHELL = sorted(EXAMPLES.glob("*.sh"))
@@ -116,7 +118,7 @@ def test_slurm_batch_file(launchers, monkeypatch):
 
 
 @pytest.mark.full
-def test_two_machines(launchers):
+def test_two_machines(launchers, fresh_python):
     try:
         Machines(1).close()
     except NamespacesUnavailableError as error:

@@ -22,6 +22,8 @@ from subprocess import PIPE
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "frameworks"
 LIMIT_S = 300
 

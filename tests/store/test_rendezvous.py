@@ -25,6 +25,8 @@ from collectives.store import (
     rendezvous,
 )
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 LONG = timedelta(seconds=30)
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 

@@ -33,6 +33,7 @@ from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded_python
 import rank_server
 from rank_server import Task, current_store
 from rank_watch import Died, RankFailedError, RankProcess, RankTimeoutError, Watch
@@ -105,7 +106,7 @@ class _ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(rank_server.__file__)), str(theirs.fileno())],
+                [preloaded_python.executable(), str(Path(rank_server.__file__)), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,

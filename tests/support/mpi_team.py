@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mpi_rank
+import preloaded_python
 import pytest
 from census import MPI_FOLDER, SHARED_MEMORY
 from harness import RankProcess, run_on
@@ -131,7 +132,8 @@ class Team(CommandRanks):
         # In memory, because Open MPI puts the memory that ranks share there.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{MPI_FOLDER}{os.getpid()}-", dir=SHARED_MEMORY))
         self.ranks: list[RankProcess] = []
-        command = [*installation.command(size, leave_alone=leave_alone), sys.executable, mpi_rank.__file__]
+        command = [*installation.command(size, leave_alone=leave_alone), preloaded_python.executable()]
+        command.append(mpi_rank.__file__)
         environment = {**installation.environment(str(self._folder)), **(env or {})}
         super().__init__(size, command, environment, (self._folder,))
         try:

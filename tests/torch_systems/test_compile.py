@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_systems.small import adam, batch, check, net, share, train, trained
 from torch_world import run_torch
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("preloaded_python")]
 
 
 def collectives(x, group):

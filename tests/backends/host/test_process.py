@@ -21,6 +21,8 @@ import collectives as dist
 from collectives.backends.host import ProcessGroupHost
 from collectives.bench.scale.holdings import holdings
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 LIMIT = timedelta(seconds=20)
 
 

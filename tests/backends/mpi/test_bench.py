@@ -11,6 +11,8 @@ from mpi_team import Teams, need_launcher_of
 
 from collectives.bench.comparison.records import Record, read_report
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def measure(mpi: Teams, folder: Path, *before: str) -> list[Record]:
     """Returns what the bench finds, started by the words in front of it."""

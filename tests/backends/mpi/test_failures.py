@@ -29,6 +29,8 @@ from collectives import (
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def gate(name: str, group: ProcessGroup) -> None:
     store = current_store()

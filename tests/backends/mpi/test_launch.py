@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from mpi_team import Teams
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 HEAD = """
 import os, sys, threading, time
 from datetime import timedelta

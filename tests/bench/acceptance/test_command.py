@@ -24,6 +24,8 @@ from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedEr
 from collectives.bench.acceptance.sections import SECTIONS
 from collectives.cli import main
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 class NowhereRun(DoublePlatform):
     """A platform that nothing is run on."""

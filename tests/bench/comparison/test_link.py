@@ -10,7 +10,7 @@ from collectives.bench.comparison.measurement import measure
 from collectives.bench.comparison.options import Options
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 @pytest.mark.parametrize(

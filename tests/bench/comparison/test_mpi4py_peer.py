@@ -15,6 +15,8 @@ from collectives.bench.comparison.records import read_report
 from collectives.cli import main
 from collectives.ranks import mpirun
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def test_missing_mpi4py_is_skipped_with_the_command(monkeypatch, capsys):
     monkeypatch.setattr(mpi4py_peer.importlib.util, "find_spec", lambda name: None)

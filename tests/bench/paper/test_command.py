@@ -48,7 +48,7 @@ def check_iterations(record):
             assert sum(times[phase][i] for phase in PHASES) == pytest.approx(ns, rel=1e-6), series
 
 
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("preloaded_python")
 class TestFigures:
     @pytest.mark.full
     def test_fig2_and_what_fig7_takes_from_it(self, tmp_path, monkeypatch):

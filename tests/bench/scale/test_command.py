@@ -10,7 +10,7 @@ from collectives.bench.scale import command, rank
 from collectives.bench.scale.growth import LAWS, World
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 SMALL = ["--groups", "2", "--iters", "1", "--sizes", "8,4K"]
 

@@ -25,7 +25,7 @@ from collectives.bench.tuning.search import (
 from collectives.bench.tuning.timing import Probe, TimedGroups
 from collectives.cli import CommandError, main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 SHORT, LONG = Probe("all_reduce", 4096), Probe("all_reduce", 1 << 20)
 STEPS = (

@@ -24,6 +24,8 @@ from collectives.core.checked_group import CheckedGroup
 from collectives.store.records import written
 from collectives.store.waiting import wait_for_keys
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 LONG = timedelta(seconds=30)
 
 

@@ -14,6 +14,8 @@ from harness import current_store, run_ranks
 
 import collectives as dist
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def run_script(script: str, size: int, *words: str) -> list[tuple[int, str, str]]:
     """Runs a script as ``size`` ranks; returns the exit status, output and errors of each."""

@@ -13,6 +13,8 @@ from ports import free_port
 
 import collectives as dist
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -16,7 +16,7 @@ from collectives.bench.core.records import Skipped
 from collectives.bench.doctor import command as doctor
 from collectives.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 def ended(words, capsys):
@@ -68,7 +68,7 @@ def test_backends(capsys):
 
 
 @pytest.mark.full
-def test_no_program_is_loaded_before_it_is_asked_for_and_a_closed_pipe_is_no_error():
+def test_no_program_is_loaded_before_it_is_asked_for_and_a_closed_pipe_is_no_error(fresh_python):
     script = (
         "import sys; from collectives.cli import main; status = main(['backends']);"
         "print([name for name in sys.modules if name.startswith('collectives.bench')], file=sys.stderr);"

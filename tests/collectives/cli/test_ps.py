@@ -20,7 +20,7 @@ from collectives import _native
 from collectives.cli import main
 from collectives.cli.segments import running_jobs
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 def shown(*words: str) -> str:

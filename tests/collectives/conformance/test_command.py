@@ -11,7 +11,7 @@ from sources import PYTHONPATH
 from collectives.conformance.__main__ import main, short_table
 from collectives.conformance.examination import Answer, Status, questions
 
-pytestmark = pytest.mark.usefixtures("quick_ranks")
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from sources import PYTHONPATH
 import collectives
 from collectives.ranks.launching import Ranks
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 class UnpicklableError(Exception):
     """Cannot travel."""

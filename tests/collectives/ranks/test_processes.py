@@ -38,7 +38,7 @@ def test_answers_come_in_rank_order():
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("preloaded_python")
 def test_forked_ranks_come_of_one_process_that_is_not_this_one():
     with ForkedRanks(3, bench_bodies.multiply, (10,)) as team:
         assert team.ask(2) == [20, 21, 22]
@@ -49,8 +49,15 @@ def test_forked_ranks_come_of_one_process_that_is_not_this_one():
     assert all(gone(pid) for pid in pids)
 
 
+def test_forked_ranks_have_the_environment_of_their_own_start(monkeypatch):
+    for value in ("first", "second"):
+        monkeypatch.setenv("SET_BETWEEN", value)
+        with ForkedRanks(2, bench_bodies.tell_variable, ("SET_BETWEEN",)) as team:
+            assert team.gather() == [value, value]
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -72,7 +79,7 @@ def test_a_failing_rank_ends_all(how, message):
         assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_rank_that_cannot_begin_is_named():
     with (
         # Around the start, too: a rank may have failed before the other has come.
@@ -116,7 +123,7 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("preloaded_python")
 def test_nobody_leaves_the_barrier_before_all_have_come_and_ranks_end_with_the_team():
     with barrier_memory(3) as path, SpawnedRanks(3, bench_bodies.cross, (3, path, 60)) as team:
         pids = [process.pid for process in team._context.processes]

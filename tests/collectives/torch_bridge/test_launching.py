@@ -14,6 +14,8 @@ from sources import SAFE_PATH
 import collectives
 from collectives.torch_bridge import register_backend
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def test_spawn(tmp_path):
     finished(run(tmp_path, sys.executable, *SAFE_PATH, str(script), str(free_port())))
 
 
-def test_import_registers_and_loads_no_backend(tmp_path):
+def test_import_registers_and_loads_no_backend(tmp_path, fresh_python):
     program = (
         "import sys, torch, collectives, torch.distributed as dist;"
         "print(dist.is_backend_available('collectives'), dist.Backend('Collectives'),"

@@ -19,6 +19,8 @@ from torch_world import BACKEND, run_torch
 
 from collectives.errors import CollectiveMismatchError
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def session():
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)

@@ -15,6 +15,8 @@ from torch import nn
 
 from collectives.ddp import DistributedDataParallel, SyncBatchNorm
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 WIDTH = 384  # a layer is half a bucket of the least size that the compiler splits at
 
 
@@ -141,7 +143,7 @@ def test_inductor_trains_as_no_compiler_and_communicates_during_backward(how, co
 
 
 @pytest.mark.full
-def test_the_compiler_is_not_loaded_for_those_who_do_not_use_it():
+def test_the_compiler_is_not_loaded_for_those_who_do_not_use_it(fresh_python):
     script = """if True:
         import sys, torch, collectives
         from collectives.ddp import DistributedDataParallel, SyncBatchNorm

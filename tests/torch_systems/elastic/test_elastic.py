@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from ports import free_port
 from sources import SAFE_PATH
@@ -15,6 +16,8 @@ from torch import nn
 from torch_systems.elastic import elastic_program as program
 from torch_systems.elastic import growing_program
 from torch_world import BACKEND
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 RANKS = 2
 

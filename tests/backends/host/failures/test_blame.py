@@ -26,6 +26,8 @@ from collectives.store import PrefixStore
 from collectives.store.error_records import record_of
 from collectives.store.records import written
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 LIMIT = timedelta(seconds=30)
 RECORD = _native.OperationRecord(0)
 SOON_S = 15.0

@@ -1,0 +1,111 @@
+"""A stand-in for the interpreter, whose processes start in a moment: they have torch loaded.
+
+Most of what a rank's start costs is the import of torch, two to five seconds of processor time. With the
+fixture ``preloaded_python`` a test, and all that it starts, finds under ``sys.executable`` a program that
+has the server of :mod:`python_server` fork a process instead. Arguments, environment, open files, signals
+and exit status are those of an interpreter; its number is not that of the process that works.
+
+Not for tests of what an interpreter loads or prints at its start, of the death of a process's parent, of a
+process that is stopped by the number that ``subprocess`` tells, or of other network namespaces.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+import python_client
+import python_server
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # which optimizers load in their first step
+    "pytest",
+    "sklearn.datasets",
+    "collectives.bench.comparison.command",
+    "collectives.backends.host",
+    "collectives.backends.gloo",
+    "collectives.backends.round_robin",
+]
+
+_NAME = "python"
+_started: list[_Server] = []
+
+
+class _Server:
+    """The process that forks, and the folder with its socket and the stand-in."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="collectives-python-")
+        folder = Path(self._folder.name)
+        stand_in = folder / _NAME
+        words = [sys.executable, "-I", "-S", python_client.__file__]
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        stand_in.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen(64)
+            command = [sys.executable, python_server.__file__, str(listener.fileno()), str(stand_in)]
+            self._process = subprocess.Popen(
+                [*command, *PRELOADED],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
+
+
+def start() -> None:
+    """Starts the server, which processes that share the tests find by the environment."""
+    server = _Server()
+    _started.append(server)
+    os.environ[python_client.ADDRESS] = str(Path(server._folder.name) / "socket")
+
+
+def stop() -> None:
+    """Ends the server and all its processes, where this process has started it."""
+    forkserver._forkserver._stop()  # that of multiprocessing, which the product uses, holds one of them
+    while _started:
+        _started.pop().close()
+        del os.environ[python_client.ADDRESS]
+
+
+def executable() -> str:
+    """Returns the stand-in where a server runs, else this interpreter."""
+    address = os.environ.get(python_client.ADDRESS)
+    return sys.executable if address is None else str(Path(address).with_name(_NAME))
+
+
+@pytest.fixture(scope="module")
+def preloaded_python() -> Iterator[str]:
+    """Has ``sys.executable`` be the stand-in; gives its path."""
+    if python_client.ADDRESS not in os.environ:
+        start()
+    resource_tracker.ensure_running()  # by the interpreter itself, because it outlives the server
+    stand_in = executable()
+    before = sys.executable
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # as the server has it
+        patch.setattr(sys, "executable", stand_in)
+        multiprocessing.set_executable(stand_in)
+        yield stand_in
+        multiprocessing.set_executable(before)
+
+
+@pytest.fixture
+def fresh_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has what a test starts load everything itself, with the stand-in, too."""
+    monkeypatch.delenv(python_client.ADDRESS, raising=False)
