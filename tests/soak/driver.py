@@ -21,8 +21,9 @@ from soak.rounds import BACKENDS, KINDS, Round
 
 HANG_S = 180.0
 """Seconds until a round counts as hung; more than any limit within it."""
-_KEYS_OF_A_RANK = 6
-"""Keys that a rank's two worlds may leave: which world was the last, who was served, and who left."""
+_WORLDS = 2
+_KEYS_OF_A_WORLD = 5
+"""Keys that a world may leave, besides one a rank: which was the last, who was served, and where."""
 _WARM_ROUNDS = 20
 _MORE_MEMORY_MIB = 128.0
 """What a process may use more than after its first rounds: the oracle keeps some of its values."""
@@ -100,7 +101,7 @@ class Soak:
         """Looks at the store, which this process serves, and at its own descriptors and threads."""
         keys = harness.number_of_keys()
         more, self._keys = keys - self._keys, keys
-        allowed = _KEYS_OF_A_RANK * drawn.size
+        allowed = _WORLDS * (_KEYS_OF_A_WORLD + drawn.size)
         whole = drawn.fault.kind in {"none", "pause", "mismatch"}
         if whole and drawn.backend != "gloo" and more > allowed:  # Gloo's own connections leave keys
             self._fail("leaks", f"{more} keys in the store, {allowed} are allowed")

@@ -59,6 +59,7 @@ def main() -> None:
             end.connect(address)
             status = _served(end, words)
     if status is None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         os.execv(sys.executable, [sys.executable, *words])
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
@@ -89,6 +90,7 @@ def _served(end: socket.socket, words: list[str]) -> int | None:
         for number in _FORWARDED:
             if number not in request["ignored"]:
                 signal.signal(number, lambda number, _: _pass_on(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         return int(answers.readline() or -signal.SIGKILL)
 
 

@@ -132,6 +132,7 @@ def run(request: dict[str, Any]) -> None:
         unbuffered = unbuffered or kind == "-u"
         if kind == "-W":
             warnings.simplefilter(words.pop(0))
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of package", RuntimeWarning)
     if unbuffered:
         sys.stdout.reconfigure(write_through=True)
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
