@@ -67,6 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.select(config, items)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spares the collections of garbage to come what stays until the end: thousands of tests, and torch."""
+    gc.collect()
+    gc.freeze()
+
+
 def _named_by_itself(metafunc: pytest.Metafunc) -> set[str]:
     """Returns the arguments that a test gives values to."""
     found: set[str] = set()

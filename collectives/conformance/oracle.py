@@ -67,6 +67,9 @@ OPS = (
 
 MARGIN = 0xA5
 
+KEPT_COUNT = 2048
+"""Most elements of tensors that are kept, since many cases have the same."""
+
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -81,9 +84,19 @@ def _hash(rank: int, count: int, salt: int) -> torch.Tensor:
 
 def values(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Tensor:
     """Returns what a rank holds; a new flat tensor of ``count`` elements."""
+    if count <= KEPT_COUNT:
+        return _kept_bytes(dtype, rank, count, salt).clone().view(dtype)
+    return _make(dtype, rank, count, salt)
+
+
+@functools.lru_cache(maxsize=2048)
+def _kept_bytes(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
+    return _make(dtype, rank, count, salt).view(torch.uint8)  # since torch cannot copy some of the types
+
+
+def _make(dtype: torch.dtype, rank: int, count: int, salt: int) -> torch.Tensor:
     if dtype in PARTS:
-        parts = values(PARTS[dtype], rank, 2 * count, salt)
-        return parts.view(dtype)
+        return _make(PARTS[dtype], rank, 2 * count, salt).view(dtype)
     mixed = _hash(rank, count, salt)
     if dtype is torch.bool:
         return mixed % 3 != 0
