@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from collectives.backends.nccl.device import Device
 from collectives.core import work
@@ -101,6 +100,14 @@ def _enqueue(stream: int, function: Callable[[], object]) -> None:
     _do("stream_call", stream, _run, number)
 
 
+def _holds_tensor(values: Iterable[Any]) -> bool:
+    """Returns whether there is a tensor among an operation's arguments, values and lists of them."""
+    return any(
+        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _holds_tensor(value))
+        for value in values
+    )
+
+
 class _Operations(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -113,7 +120,7 @@ class _Operations(TorchDispatchMode):
         if func.overloadpacket.__name__ in _QUEUED:
             _enqueue(_current_stream(), call)
             return args[0]
-        if any(isinstance(value, torch.Tensor) for value in tree_leaves((args, kwargs))):
+        if _holds_tensor(args) or _holds_tensor((kwargs or {}).values()):
             _do("stream_synchronize", _current_stream())
         return call()
 

@@ -77,6 +77,7 @@ def _served(end: socket.socket, words: list[str]) -> int | None:
         "files": files,
         "folder": os.getcwd(),  # noqa: PTH109
         "umask": _umask(),
+        "leads": os.getpgrp() == os.getpid(),
         "environment": dict(os.environ),
         "ignored": [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN],
     }

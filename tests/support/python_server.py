@@ -36,11 +36,25 @@ _HIGH = 512
 
 @dataclass
 class _Running:
-    """A process that somebody waits for."""
+    """A process that somebody waits for.
+
+    Attributes:
+        pid: its number.
+        pidfd: becomes readable when it ends.
+        asked_by: the connection of the one who waits.
+        leads: whether it leads a group of processes, which ends with it where it is killed.
+    """
 
     pid: int
     pidfd: int
     asked_by: socket.socket
+    leads: bool
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.leads:
+                os.killpg(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)  # it may not lead yet
 
 
 class Server:
@@ -68,13 +82,13 @@ class Server:
             ready = {number for number, _ in poller.poll()}
             if 0 in ready:
                 for one in self._running:
-                    os.kill(one.pid, signal.SIGKILL)
+                    one.kill()
                 return None
             for one in list(self._running):
                 if one.pidfd in ready:
                     self._finish(one)
                 elif one.asked_by.fileno() in ready:
-                    os.kill(one.pid, signal.SIGKILL)
+                    one.kill()
                     self._finish(one)
             if self._listener.fileno() in ready and (request := self._accept()) is not None:
                 return request
@@ -98,10 +112,12 @@ class Server:
             for connection in (self._listener, asked_by, *(one.asked_by for one in self._running)):
                 connection.detach()  # closed with all other files, whose numbers others are to have
             _take_files(files, request["files"])
+            if request["leads"]:
+                os.setsid()
             return request
         else:
             asked_by.sendall(b"%d\n" % pid)
-            self._running.append(_Running(pid, os.pidfd_open(pid), asked_by))
+            self._running.append(_Running(pid, os.pidfd_open(pid), asked_by, request["leads"]))
         for file in files:
             os.close(file)
         return None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+import preloaded_python
 
 _SCRIPT = """
 import ast, os, resource, sys
 from collectives.store import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True)
-print(store.port, flush=True)
+print(store.port, os.getpid(), flush=True)
 for line in sys.stdin:
     print(repr(eval(line)), flush=True)
 """
@@ -24,7 +25,7 @@ class StoreServer:
 
     def __init__(self, process):
         self._process = process
-        self.port = int(process.stdout.readline())
+        self.port, self._pid = map(int, process.stdout.readline().split())
 
     def evaluate(self, expression):
         """Returns the text of what a Python expression is in the server's process; ``store`` is its store."""
@@ -41,7 +42,7 @@ class StoreServer:
 
     def memory(self, name):
         """Returns a line of its ``/proc/PID/status`` in bytes, such as ``VmHWM``: most memory so far."""
-        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
             if line.startswith(name + ":"):
                 return int(line.split()[1]) * 1024
         raise KeyError(name)
@@ -51,7 +52,7 @@ class StoreServer:
 def store_server(**environment):
     """Starts a server; it ends with the block, in which it must not have died."""
     with subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT],
+        [preloaded_python.executable(), "-c", _SCRIPT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 
+import preloaded_python
 from sources import PYTHONPATH, SAFE_PATH
 
 _TEST_SECONDS = "60"
@@ -51,7 +51,7 @@ class Player:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *SAFE_PATH, "-m", "torch_suite.server", str(theirs)],
+                [preloaded_python.executable(), *SAFE_PATH, "-m", "torch_suite.server", str(theirs)],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
