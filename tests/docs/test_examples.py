@@ -118,7 +118,7 @@ def test_slurm_batch_file(launchers, monkeypatch):
 
 
 @pytest.mark.full
-def test_two_machines(launchers, fresh_python):
+def test_two_machines(launchers):
     try:
         Machines(1).close()
     except NamespacesUnavailableError as error:

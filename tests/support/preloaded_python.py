@@ -5,8 +5,8 @@ fixture ``preloaded_python`` a test, and all that it starts, finds under ``sys.e
 has the server of :mod:`python_server` fork a process instead. Arguments, environment, open files, signals
 and exit status are those of an interpreter; its number is not that of the process that works.
 
-Not for tests of what an interpreter loads or prints at its start, of the death of a process's parent, of a
-process that is stopped by the number that ``subprocess`` tells, or of other network namespaces.
+Not for tests of what an interpreter loads or prints at its start, of the death of a process's parent, or of a
+process that is stopped by the number that ``subprocess`` tells.
 """
 
 from __future__ import annotations

@@ -29,13 +29,14 @@ READ_LATER = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    """Returns the variables that must be those of the server, since they are read when it starts."""
-    return {
+def given_at_start() -> dict[str, str]:
+    """Returns what of this process's must be the server's: variables and the namespace of the network."""
+    given = {
         name: value
-        for name, value in environment.items()
+        for name, value in os.environ.items()
         if name.startswith(READ_AT_START) and name not in READ_LATER
     }
+    return {**given, "network": os.readlink("/proc/self/ns/net")}  # noqa: PTH115
 
 
 def can_be_served(words: list[str]) -> bool:
@@ -79,6 +80,7 @@ def _served(end: socket.socket, words: list[str]) -> int | None:
         "umask": _umask(),
         "leads": os.getpgrp() == os.getpid(),
         "environment": dict(os.environ),
+        "given": given_at_start(),
         "ignored": [number for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN],
     }
     text = json.dumps(request).encode()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from python_client import read_at_start
+from python_client import given_at_start
 
 _LARGEST = 250
 """The number of files that one message may carry, and more than a process of the tests has open."""
@@ -62,12 +62,12 @@ class Server:
 
     Args:
         listener: where requests come.
-        environment: what this process was started with.
+        given: what this process was given at its start, see :func:`python_client.given_at_start`.
     """
 
-    def __init__(self, listener: socket.socket, environment: dict[str, str]) -> None:
+    def __init__(self, listener: socket.socket, given: dict[str, str]) -> None:
         self._listener = listener
-        self._environment = environment
+        self._given = given
         self._running: list[_Running] = []
 
     def next_program(self) -> dict[str, Any] | None:
@@ -101,12 +101,19 @@ class Server:
         self._running.remove(one)
 
     def _accept(self) -> dict[str, Any] | None:
-        """Forks a process for a request, and returns the request in that process."""
+        """Forks a process for a request, and returns the request in that process.
+
+        A request of a process that was given something else at its start is refused.
+        """
         asked_by, _ = self._listener.accept()
-        head, files, _, _ = socket.recv_fds(asked_by, 4, _LARGEST)
-        with asked_by.makefile("rb") as source:
-            request: dict[str, Any] = json.loads(source.read(int.from_bytes(head, "little")))
-        if read_at_start(request["environment"]) != read_at_start(self._environment):
+        files: list[int] = []
+        try:
+            head, files, _, _ = socket.recv_fds(asked_by, 4, _LARGEST)
+            with asked_by.makefile("rb") as source:
+                request = json.loads(source.read(int.from_bytes(head, "little")))
+        except (OSError, ValueError):  # who asked was killed meanwhile
+            request = None
+        if request is None or request["given"] != self._given:
             asked_by.close()
         elif (pid := os.fork()) == 0:
             for connection in (self._listener, asked_by, *(one.asked_by for one in self._running)):
@@ -116,7 +123,8 @@ class Server:
                 os.setsid()
             return request
         else:
-            asked_by.sendall(b"%d\n" % pid)
+            with contextlib.suppress(BrokenPipeError):
+                asked_by.sendall(b"%d\n" % pid)
             self._running.append(_Running(pid, os.pidfd_open(pid), asked_by, request["leads"]))
         for file in files:
             os.close(file)
@@ -176,16 +184,17 @@ def run(request: dict[str, Any]) -> None:
 def main(descriptor: str, executable: str, *modules: str) -> None:
     import multiprocessing
 
-    own, environment = sys.path[0], dict(os.environ)
+    own, given = sys.path[0], given_at_start()
     for name in modules:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # of an extra that is not installed
+            importlib.import_module(name)
     sys.path.remove(own)
     sys.executable = executable
     multiprocessing.set_executable(executable)
     gc.collect()
     gc.freeze()
     listener = socket.socket(fileno=int(descriptor))
-    request = Server(listener, environment).next_program()
+    request = Server(listener, given).next_program()
     if request is None:
         return
     try:

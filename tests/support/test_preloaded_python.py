@@ -42,6 +42,22 @@ def test_variables_that_a_fork_cannot_heed_take_a_new_one(variable, monkeypatch)
     assert run("-c", LOADED) == "False\n"
 
 
+def test_another_network_namespace_takes_a_new_one():
+    command = ["unshare", "--net", sys.executable, "-c", LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+    assert done.stdout == "False\n"
+
+
+def test_one_that_is_killed_at_once_harms_no_other():
+    for delay in (0.0, 0.01, 0.02, 0.04, 0.08):
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+            time.sleep(delay)
+            process.kill()
+    assert run("-c", LOADED) == "True\n"
+
+
 def test_a_script_finds_its_words_folder_neighbours_and_environment(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("import of_the_path\nvalue = of_the_path.value\n")
     (tmp_path / "path").mkdir()

@@ -28,7 +28,7 @@ def test_machines_that_do_not_fit_are_refused(options, message):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)  # each MPI starts daemons and ranks, on however busy a machine
-def test_a_shaped_link_bounds_the_bandwidth(make_machines, monkeypatch, fresh_python):  # noqa: F811
+def test_a_shaped_link_bounds_the_bandwidth(make_machines, monkeypatch):  # noqa: F811
     make_machines(1)  # skips where there can be none
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("I_MPI_PIN", "0")
