@@ -49,6 +49,7 @@ def test_forked_ranks_come_of_one_process_that_is_not_this_one():
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_forked_ranks_have_the_environment_of_their_own_start(monkeypatch):
     for value in ("first", "second"):
         monkeypatch.setenv("SET_BETWEEN", value)
