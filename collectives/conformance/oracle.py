@@ -67,7 +67,7 @@ OPS = (
 
 MARGIN = 0xA5
 
-KEPT_COUNT = 2048
+_KEPT_COUNT = 2048
 """Most elements of tensors that are kept, since many cases have the same."""
 
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,7 +84,7 @@ def _hash(rank: int, count: int, salt: int) -> torch.Tensor:
 
 def values(dtype: torch.dtype, rank: int, count: int, salt: int = 0) -> torch.Tensor:
     """Returns what a rank holds; a new flat tensor of ``count`` elements."""
-    if count <= KEPT_COUNT:
+    if count <= _KEPT_COUNT:
         return _kept_bytes(dtype, rank, count, salt).clone().view(dtype)
     return _make(dtype, rank, count, salt)
 

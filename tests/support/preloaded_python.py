@@ -38,6 +38,8 @@ PRELOADED = [
 ]
 
 _NAME = "python"
+_PATIENCE_S = 30.0
+"""How long the server may take to load its modules, where it is to end at once, and to end its processes."""
 _started: list[_Server] = []
 
 
@@ -64,8 +66,14 @@ class _Server:
             )
 
     def close(self) -> None:
-        self._process.communicate()
-        self._folder.cleanup()
+        try:
+            self._process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            self._folder.cleanup()
 
 
 def start() -> None:

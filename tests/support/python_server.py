@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -182,8 +183,6 @@ def run(request: dict[str, Any]) -> None:
 
 
 def main(descriptor: str, executable: str, *modules: str) -> None:
-    import multiprocessing
-
     own, given = sys.path[0], given_at_start()
     for name in modules:
         with contextlib.suppress(ImportError):  # of an extra that is not installed
