@@ -28,7 +28,7 @@ def main():
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
     assert model.module.weight.grad.tolist() == [[1.5, 1.5]], model.module.weight.grad
     dist.destroy_process_group()
-    print("rank", rank, "of", size, "is done", flush=True)
+    print(f"rank {{rank}} of {{size}} is done\\n", end="", flush=True)  # in one write
 
 {start}
 """
