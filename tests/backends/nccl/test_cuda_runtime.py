@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from harness import run_ranks
 
 _SOURCE = """
@@ -90,11 +91,11 @@ def nothing_there(rank: int, size: int) -> None:
     assert loaded_runtime() is None
 
 
-def test_no_runtime(runtime: Path) -> None:
-    import torch
+without_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 
-    if torch.version.cuda is not None:
-        pytest.skip("torch is built for CUDA")
+
+@without_cuda
+def test_no_runtime(runtime: Path) -> None:
     run_ranks(nothing_there, 1, isolated=True)
 
 
@@ -107,6 +108,7 @@ def incomplete(rank: int, size: int, path: Path) -> None:
     assert loaded_runtime() is None
 
 
+@without_cuda
 def test_a_runtime_without_the_functions(tmp_path: Path) -> None:
     source, path = tmp_path / "x.cpp", tmp_path / "libcudart.so.1"
     source.write_text("int nothing;")

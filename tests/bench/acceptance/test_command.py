@@ -30,6 +30,9 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 class NowhereRun(DoublePlatform):
     """A platform that nothing is run on."""
 
+    def why_unavailable(self) -> str | None:
+        return None
+
     def prepare(self) -> None:
         pass
 
