@@ -108,7 +108,7 @@ def methods_of(cls: type) -> Iterator[Documented]:
                 text = f"{inspect.getdoc(cls)}\n{function.__doc__ and inspect.getdoc(function)}"
                 yield Documented(name, function, text, fields_of(cls), raises=True)
             elif not member.startswith("_") and not any(
-                inspect.getdoc(vars(other).get(member)) for other in ours[place + 1 :]
+                inspect.getdoc(vars(other)[member]) for other in ours[place + 1 :] if member in vars(other)
             ):
                 yield Documented(name, function, inspect.getdoc(function) or "", raises=raises)
 

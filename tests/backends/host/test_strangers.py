@@ -99,8 +99,8 @@ def _crowded(rank: int, size: int) -> int:
 
 def test_strangers_leave_descriptors_to_the_application() -> None:
     most = run_ranks(_crowded, 2, placement="ab", env={"COLLECTIVES_SECRET": SECRET})[0]
-    # A quarter is the application's, less what the connection that is being judged takes for a moment: its own
-    # descriptor, and the one it moves to where the application was first to take a closed stranger's.
+    # A quarter is the application's, less what the connection that is being judged takes for a moment: its
+    # own descriptor, and the one it moves to where the application was first to take a closed stranger's.
     assert 0 < most <= DESCRIPTORS * 3 // 4 + 2
 
 
