@@ -1,5 +1,7 @@
 #include "communicator.hpp"
 
+#include <algorithm>
+
 namespace nccl_double {
 
 thread_local Group group;
@@ -116,10 +118,30 @@ Failure Communicator::connect(const std::vector<Operation>& operations) {
   return failure;
 }
 
+bool Communicator::lacks_connections(const std::vector<Operation>& operations) {
+  const std::lock_guard lock(mutex);
+  return std::any_of(operations.begin(), operations.end(), [&](const Operation& op) {
+    const bool message = op.kind == Operation::send || op.kind == Operation::recv;
+    if (message) return op.root != rank && !connected.contains({op.root, op.kind});
+    return op.count != 0 && !collectives_connected;
+  });
+}
+
 void Communicator::settle(bool all) {
   std::unique_lock lock(mutex);
   changed.notify_all();
   changed.wait(lock, [&] { return !running && (!all || turn == issued); });
+}
+
+void hold_in_graph(const void* handle, bool on) {
+  const std::lock_guard lock(state().mutex);
+  auto& held = state().in_graphs;
+  if (on) {
+    held.insert(handle);
+  } else if (const auto one = held.find(handle); one != held.end()) {
+    held.erase(one);
+  }
+  state().graphs_changed.notify_all();
 }
 
 void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<CommunicatorPtr>& destroyed) {

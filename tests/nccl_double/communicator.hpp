@@ -89,6 +89,8 @@ struct Communicator {
   // Makes the connections that operations need and that are not there; blocks until the peers do so, too.
   // Returns what went wrong, with a status of kSuccess for nothing.
   Failure connect(const std::vector<Operation>& operations);
+  // Whether operations need connections that are not there.
+  bool lacks_connections(const std::vector<Operation>& operations);
   // Waits until nothing runs, or also until nothing is to run.
   void settle(bool all);
   // Returns the reason of the asynchronous error.
@@ -140,7 +142,7 @@ struct State {
   std::mutex mutex;
   std::map<const void*, CommunicatorPtr> communicators;
   std::map<std::string, Failing> failing;
-  std::set<const void*> in_graphs;  // communicators that graphs hold operations of
+  std::multiset<const void*> in_graphs;  // communicators that graphs hold operations of, once for each graph
   std::condition_variable graphs_changed;
   LastCall last{};
   int version = 22809;
@@ -176,6 +178,9 @@ CommunicatorPtr find(const char* function, const void* handle, int& status);
 const void* keep(CommunicatorPtr communicator);
 
 void forget(const CommunicatorPtr& communicator);
+
+// Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go.
+void hold_in_graph(const void* handle, bool on);
 
 // Ends communicators that were forgotten: those of one group of calls, or one. As NCCL, it stops all that are
 // aborted, and then frees memory, for which the device must have nothing to do for any other communicator.

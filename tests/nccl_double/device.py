@@ -7,6 +7,9 @@ torch's do, which begins again after the last: see :func:`pool_stream`.
 Inside :func:`tensors_on_device`, torch's operations of the calling thread go to its current stream, too:
 those that only write to their first argument are put there and return, and all others block the host until
 the stream is idle. Nothing else blocks: whoever reads what another stream has yet to write, reads too early.
+
+Inside :meth:`Graph.capture`, no operation is carried out, but each is noted in the graph, and what would read
+values on the host raises.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collectives.backends.nccl.device import Device
 from collectives.core import work
@@ -39,12 +43,20 @@ _SIGNATURES = {
     "event_record": (ctypes.c_int, _number, _number),
     "event_wait": (ctypes.c_int, _number, _number),
     "event_query": (ctypes.c_int, _number),
+    "event_synchronize": (ctypes.c_int, _number),
     "set_device": (ctypes.c_int, ctypes.c_int),
+    "capture_begin": (ctypes.c_int, _number),
+    "capturing": (ctypes.c_int, _number),
+    "capture_end": (_number, _number),
+    "graph_launch": (ctypes.c_int, _number, _number),
+    "graph_destroy": (ctypes.c_int, _number),
 }
 """Result and arguments of the double's functions."""
 
 _thread = threading.local()
 _calls: dict[int, Callable[[], object]] = {}
+_captured: dict[int, Callable[[], object]] = {}
+"""What nodes of graphs call, again and again."""
 _numbers = itertools.count(1)
 _functions: dict[str, Any] = {}
 _collect_all = torch.futures.collect_all
@@ -60,10 +72,22 @@ _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, t
 """Methods that need the values on the host, and read them without an operation."""
 
 
+_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+_CAPTURE_ERRORS = {
+    900: "not permitted when a stream is captured",
+    901: "a forbidden call has broken the capture off",
+    903: "the capture was begun on another stream",
+    904: "a stream of the capture has work that its first stream did not join",
+    905: "an event from outside would become part of the capture",
+    907: "not permitted on an event that was recorded in a capture",
+}
+
+
 @_callback
 def _run(number: int) -> None:
     with torch.no_grad():
-        _calls.pop(number)()
+        (_captured[number] if number in _captured else _calls.pop(number))()
 
 
 def use(path: Path) -> None:
@@ -77,6 +101,8 @@ def use(path: Path) -> None:
 
 def _do(name: str, *arguments: object) -> int:
     result = int(_functions[name](*arguments))
+    if -result in _CAPTURE_ERRORS:
+        raise RuntimeError(f"double_{name}{arguments}: {_CAPTURE_ERRORS[-result]} ({-result})")
     assert result >= 0, f"double_{name}{arguments}: there is no such stream or event"
     return result
 
@@ -96,7 +122,12 @@ def pool_stream() -> int:
 
 def _enqueue(stream: int, function: Callable[[], object]) -> None:
     number = next(_numbers)
-    _calls[number] = function
+    graph: Graph | None = getattr(_thread, "graph", None)
+    if graph is not None and _do("capturing", stream):
+        graph.calls.append(number)
+        _captured[number] = function
+    else:
+        _calls[number] = function
     _do("stream_call", stream, _run, number)
 
 
@@ -108,6 +139,76 @@ def _holds_tensor(values: Iterable[Any]) -> bool:
     )
 
 
+def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operation that autograd knows of since it was put on its stream."""
+    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
+        return func(*args, **kwargs)
+
+
+def _is_capturing() -> bool:
+    return bool(_do("capturing", _current_stream()))
+
+
+def _capture(func: Any, args: Any, kwargs: Any) -> Any:
+    """Notes an operation in the graph; returns tensors that each replay writes to."""
+    call = partial(_carry_out, func, args, kwargs)
+    if func is torch.ops.aten._local_scalar_dense.default:
+        raise RuntimeError("reading a value on the host is not permitted when a stream is captured")
+    if func._schema.is_mutable:
+        _enqueue(_current_stream(), call)
+        about = func._schema.arguments
+        written = [given for given, one in zip(args, about, strict=False) if one.is_write]
+        written += [kwargs[one.name] for one in about if one.is_out]
+        return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+    results = call()  # shapes, and memory; their values are those of now
+    into, spec = tree_flatten(results)
+
+    def replay() -> None:
+        for old, new in zip(into, tree_flatten(call())[0], strict=True):
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+
+    _enqueue(_current_stream(), replay)
+    return tree_unflatten(into, spec)
+
+
+class Graph:
+    """Operations that can be carried out again and again, as a ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.kept: list[object] = []
+        self._number = 0
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Captures what this thread does, on a new stream that becomes the current one."""
+        before, stream = _current_stream(), _do("stream_create")
+        _do("stream_synchronize", before)
+        _do("capture_begin", stream)
+        _thread.stream, _thread.graph = stream, self
+        try:
+            yield
+        finally:
+            _thread.stream, _thread.graph = before, None
+            ended = int(_functions["capture_end"](stream))
+        self._number = ended
+        if ended < 0:
+            raise RuntimeError(f"the capture has failed: {_CAPTURE_ERRORS[-ended]} ({-ended})")
+
+    def replay(self) -> None:
+        """Carries the graph out on the current stream, behind what that holds; does not block."""
+        _do("graph_launch", self._number, _current_stream())
+
+    def reset(self) -> None:
+        """Lets the graph go, after what was replayed."""
+        _do("stream_synchronize", _current_stream())
+        _do("graph_destroy", self._number)
+        for number in self.calls:
+            del _captured[number]
+        self.calls, self.kept = [], []
+
+
 class _Operations(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,8 +218,10 @@ class _Operations(TorchDispatchMode):
         call = partial(func, *args, **(kwargs or {}))
         if func.is_view:
             return call()
+        if _is_capturing():
+            return _capture(func, args, kwargs or {})
         if func.overloadpacket.__name__ in _QUEUED:
-            _enqueue(_current_stream(), call)
+            _enqueue(_current_stream(), partial(_carry_out, func, args, kwargs or {}))
             return args[0]
         if _holds_tensor(args) or _holds_tensor((kwargs or {}).values()):
             _do("stream_synchronize", _current_stream())
@@ -128,15 +231,19 @@ class _Operations(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
-            _do("stream_synchronize", _current_stream())
+            _do("stream_synchronize", _current_stream())  # raises in a capture
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def tensors_on_device() -> Iterator[None]:
     """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so."""
-    futures = mock.patch.object(work, "Future", DoubleFuture)
-    with futures, mock.patch.object(torch.futures, "collect_all", collect_all), _Reads(), _Operations():
+    with (
+        mock.patch.object(work, "Future", DoubleFuture),
+        mock.patch.object(torch.futures, "collect_all", collect_all),
+        _Reads(),
+        _Operations(),
+    ):
         yield
 
 
@@ -288,10 +395,24 @@ class DoubleDevice(Device):
         pass  # drop keeps tensors until the stream has passed
 
     def drop(self, stream: int, tensors: list[torch.Tensor]) -> None:
-        self.run(stream, tensors.clear)
+        if _do("capturing", stream):  # the graph's own memory
+            _thread.graph.kept.append(list(tensors))
+            tensors.clear()
+        else:
+            self.run(stream, tensors.clear)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        stream = self.current_stream()
+        given = tensor.detach()
+        _enqueue(stream, lambda: values.copy_(given))
+        return values, self.record(stream)
+
+    def block(self, event: int) -> None:
+        _do("event_synchronize", event)
 
     def future(self) -> torch.futures.Future[Any]:
         return DoubleFuture()
 
     def capturing(self) -> bool:
-        return False
+        return _is_capturing()

@@ -422,15 +422,7 @@ int double_set_async_error(const void* handle, int error, const char* reason) {
 }
 
 // Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go.
-void double_hold_in_graph(const void* handle, int on) {
-  const std::lock_guard lock(state().mutex);
-  if (on) {
-    state().in_graphs.insert(handle);
-  } else {
-    state().in_graphs.erase(handle);
-  }
-  state().graphs_changed.notify_all();
-}
+void double_hold_in_graph(const void* handle, int on) { hold_in_graph(handle, on != 0); }
 
 // With dry runs, operations are checked and noted, but not carried out, whatever counts and pointers they
 // have.

@@ -84,16 +84,74 @@ bool run_all(Communicator& comm, const std::vector<Operation>& operations) {
   return comm.mesh.exchange(Lane::point_to_point, Operation::send, sends, receives, comm.aborted);
 }
 
+using Parts = std::vector<std::pair<CommunicatorPtr, std::vector<Operation>>>;
+
+std::uint64_t take_turn(Communicator& comm) {
+  const std::lock_guard lock(comm.mutex);
+  return comm.issued++;
+}
+
+// Notes operations that start together as one node of a graph, which every launch carries out anew.
+int capture_launch(const Parts& parts) {
+  std::vector<const void*> owners;
+  for (const auto& [comm, ops] : parts) {
+    bool broken = false;
+    for (const Operation& op : ops) {
+      if (!is_captured(op.stream, &broken) || broken) {
+        return fail(kUnhandledCudaError,
+                    "an operation of the group is not captured, or its capture is invalid");
+      }
+    }
+    if (comm->lacks_connections(ops)) {
+      return fail(kUnhandledCudaError, "connections cannot be made while a graph is captured");
+    }
+    owners.push_back(comm.get());
+  }
+  const std::intptr_t stream = parts.front().second.front().stream;
+  const auto join = [&](std::intptr_t from, std::intptr_t into) {
+    if (from == into) return;
+    const auto event = make_event();
+    record(event, from);
+    await(event, into);
+  };
+  for (const auto& [comm, ops] : parts) {
+    for (const Operation& op : ops) join(op.stream, stream);
+  }
+  const auto prepare = [parts] {
+    std::vector<std::uint64_t> turns;
+    for (const auto& [comm, ops] : parts) turns.push_back(take_turn(*comm));
+    return [parts, turns] {
+      std::vector<std::thread> helpers;  // the communicators do not wait for each other
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        const auto& [comm, ops] = parts[i];
+        helpers.emplace_back([comm = comm, ops = ops, turn = turns[i]] {
+          comm->in_turn(turn, [&] { return run_all(*comm, ops); });
+        });
+      }
+      for (std::thread& helper : helpers) helper.join();
+    };
+  };
+  capture(stream, prepare, owners);
+  for (const auto& [comm, ops] : parts) {
+    for (const Operation& op : ops) join(stream, op.stream);
+  }
+  return kSuccess;
+}
+
 }  // namespace
 
 int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations) {
   ++state().launches;
-  std::vector<std::pair<CommunicatorPtr, std::vector<Operation>>> parts;
+  Parts parts;
   for (const auto& [comm, op] : operations) {
     const auto same = [&, &comm = comm](const auto& part) { return part.first == comm; };
     auto part = std::find_if(parts.begin(), parts.end(), same);
     if (part == parts.end()) part = parts.insert(part, {comm, {}});
     part->second.push_back(op);
+  }
+  if (std::any_of(operations.begin(), operations.end(),
+                  [](const auto& one) { return is_captured(one.second.stream); })) {
+    return capture_launch(parts);
   }
   std::vector<std::thread> helpers;
   std::vector<Failure> failures(parts.size());
@@ -108,11 +166,7 @@ int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations)
   }
   helpers.clear();
   for (const auto& [comm, ops] : parts) {
-    std::uint64_t turn;
-    {
-      const std::lock_guard lock(comm->mutex);
-      turn = comm->issued++;
-    }
+    const std::uint64_t turn = take_turn(*comm);
     const auto work = [comm = comm, ops = ops, turn] {
       comm->in_turn(turn, [&] { return run_all(*comm, ops); });
     };

@@ -98,6 +98,9 @@ class DoublePlatform(Platform):
         assert isinstance(shared, DoubleDevice)
         shared.sleep(shared.current_stream(), seconds)
 
+    def graph(self) -> device.Graph:
+        return device.Graph()
+
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
         do, thread = device._do, threading.get_ident()

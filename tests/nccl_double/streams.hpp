@@ -1,12 +1,18 @@
-// What stands for CUDA streams and events: threads that carry out tasks in order.
+// What stands for CUDA streams, events and graphs: threads that carry out tasks in order.
 //
 // A stream is a number. Stream 0 has no thread: its tasks run in the caller, so that calls return when they
 // are done. An event notes a place in a stream; noted again, it forgets the place before.
+//
+// While a stream is captured, what is put on it is not carried out but noted in a graph, and so is what is
+// put on streams that wait for one of its events. As CUDA does, a capture ends in an error after what it
+// forbids: to wait for an event from outside, to ask for one from inside, to block the host, not to join a
+// stream again. A launched graph carries out its nodes in any order that events and streams leave it.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace nccl_double {
 
@@ -21,10 +27,19 @@ bool stream_exists(std::intptr_t stream);
 // Runs a task after those that the stream has.
 void enqueue(std::intptr_t stream, std::function<void()> task);
 
+// Whether the stream is being captured; `error` is set where that capture has met an error.
+bool is_captured(std::intptr_t stream, bool* error = nullptr);
+
+// Notes a task in the graph that the stream is captured into. Each launch of the graph calls `prepare` in the
+// thread that launches it, and carries out what that returns. Nodes with owners keep their order;
+// owners are communicators, which the graph holds.
+void capture(std::intptr_t stream, std::function<std::function<void()>()> prepare,
+             const std::vector<const void*>& owners);
+
 std::shared_ptr<Event> make_event();
 // Notes the place that the stream has reached.
 void record(const std::shared_ptr<Event>& event, std::intptr_t stream);
-// Lets later tasks of the stream wait until the noted place has been passed.
-void await(const std::shared_ptr<Event>& event, std::intptr_t stream);
+// Lets later tasks of the stream wait until the noted place has been passed; returns whether that is allowed.
+bool await(const std::shared_ptr<Event>& event, std::intptr_t stream);
 
 }  // namespace nccl_double
