@@ -3,10 +3,14 @@
 Ten times a second, while any is pending, it checks whether one has completed, has passed its time limit, or
 has met an error of its communicator. For one that has been pending for a second the group asks the store
 about the other ranks.
+
+All threads have ended when the interpreter does: torch's stores abort the process where a thread comes back
+from them after that.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -21,6 +25,10 @@ __all__ = ["Watchdog", "Watched"]
 _TICK_SECONDS = 0.1
 _SLOW_SECONDS = 1.0
 """How long an operation is pending before the group first asks about the other ranks, and how often then."""
+
+
+_EXIT_SECONDS = 5.0
+"""How long the end of the interpreter waits for all threads; a store that does not answer may hold them."""
 
 
 class Watched(Protocol):
@@ -41,6 +49,21 @@ class Watched(Protocol):
 
     def note_device_error(self, pending: PendingOperation, error: RuntimeError) -> None:
         """Breaks the group after the device has met an error."""
+
+
+_running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+"""Those whose thread has been started."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all threads, and waits for them; of a parent, whose locks a fork may have held, there are none."""
+    watchdogs = [watchdog for watchdog in _running if watchdog.is_alive()]
+    for watchdog in watchdogs:
+        watchdog.stop()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for watchdog in watchdogs:
+        watchdog.join(deadline - time.monotonic())
 
 
 class Watchdog:
@@ -70,6 +93,7 @@ class Watchdog:
             self._pending.append(pending)
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                _running.add(self)
                 self._thread.start()
             elif len(self._pending) == 1:
                 self._changed.notify()
@@ -84,6 +108,19 @@ class Watchdog:
         with self._lock:
             self._stopped = True
             self._changed.notify()
+
+    def is_alive(self) -> bool:
+        """Returns whether its thread runs in this process."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, at_most: float) -> None:
+        """Waits for the end of the thread.
+
+        Args:
+            at_most: seconds; none where negative.
+        """
+        if self._thread is not None:
+            self._thread.join(max(0.0, at_most))
 
     def _run(self) -> None:
         while self._wait():
