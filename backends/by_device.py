@@ -99,8 +99,11 @@ class ProcessGroupByDevice(ForwardingGroup):
         """Sends or receives a tensor where the CPU's group takes the fast path."""
         return None if self._cpu is None else self._cpu.fast_message(sends, tensor, peer, tag, async_op)
 
+    def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:
+        return self._groups[tensor.device.type]
+
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
-        return issue(self._groups[tensor.device.type])
+        return issue(self._group_for(tensor))
 
     def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
         """Goes to one group as a whole where all tensors are of its device type."""

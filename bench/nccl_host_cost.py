@@ -219,6 +219,12 @@ class _Device(Device):
     def drop(self, stream: Stream, tensors: list[torch.Tensor]) -> None:  # noqa: ARG002
         tensors.clear()
 
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        return tensor.clone(), 0
+
+    def block(self, event: Event) -> None:
+        pass
+
     def future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future()
 

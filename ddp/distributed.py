@@ -56,6 +56,15 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     code ends the pass of that rank as it would without this module; the other ranks are told. In both cases
     the next iteration may go on, after gradients are zeroed.
 
+    On CUDA devices backward does not wait for the device. There the rank at fault raises at the end of its
+    pass, and the others at their next synchronised forward, when an optimizer may have used the gradients; so
+    it is where a rank is lost. All raise at the end of the pass where the group's waits block the host
+    (``blocking_wait`` of nccl), unused parameters are found, within :meth:`join`, and in the first pass of a
+    static graph.
+
+    Forward and backward can be captured into a CUDA graph together, after eleven iterations on another stream
+    than the default one, as torch asks for.
+
     Whether a backward pass averages is decided by the forward that it belongs to; see :meth:`no_sync`.
     Several forwards may come before their backward passes; a backward pass that forward runs itself, as
     manual optimization does, is averaged when it ends. Gradients are averaged as they stand in ``.grad``,
@@ -259,6 +268,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
             "mixed_precision": self.mixed_precision,
             "bucket caps in bytes": self._bucket_limits,
             "buffers are sent before forward": self.forward_sync_buffers,
+            "errors are told before the next pass": self.reducer.defers_errors,
         }
         rows = describe_model(parameters, buffers, options)
         verify_agreement(self.process_group, rows, self.device, self._in_words())

@@ -295,6 +295,28 @@ class ProcessGroupNCCL(ProcessGroup):
         )
         return self._enqueuer.submit(request)
 
+    def is_stream_ordered(self, device: torch.device) -> bool:
+        """Returns whether ``Work.wait()`` lets the current stream wait: unless ``blocking_wait`` is set."""
+        return device.type == self._make_device.kind and not self.options.waits_block
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Returns whether the current stream of a device is being captured into a CUDA graph."""
+        return device.type == self._make_device.kind and self._devices[device].capturing()
+
+    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
+        device = self._devices[tensor.device]
+        if device.capturing():  # the copy would become part of the graph
+            return super().to_host_later(tensor)
+        values, event = device.to_host(tensor)
+
+        def finish() -> torch.Tensor:
+            device.block(event)
+            self._raise_failure()
+            return values
+
+        return finish
+
     # ---- several at once -----------------------------------------------------------------------------------
 
     @contextmanager

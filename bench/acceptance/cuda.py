@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -14,13 +14,29 @@ import torch
 from collectives import ProcessGroup
 from collectives.backends import nccl
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench.acceptance.platform import Platform
+from collectives.bench.acceptance.platform import Graph, Platform
 from collectives.bench.core.devices import CudaDevice
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["PLATFORM", "CudaPlatform"]
 
 _SPARE_BYTES = 64 << 20
+
+
+class _CudaGraph:
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self) -> AbstractContextManager[object]:
+        # Threads that watch groups may call CUDA meanwhile.
+        return torch.cuda.graph(self._graph, capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize()
+        self._graph.reset()
 
 
 class CudaPlatform(Platform):
@@ -83,6 +99,10 @@ class CudaPlatform(Platform):
     def delay(self, seconds: float) -> None:
         """Lets the current stream count cycles, at most 2 GHz."""
         torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]
+
+    def graph(self) -> Graph:
+        """Returns a graph of CUDA."""
+        return _CudaGraph()
 
     @contextmanager
     def refusing_to_wait(self) -> Iterator[None]:

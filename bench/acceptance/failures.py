@@ -53,12 +53,13 @@ def _stopped(context: Context) -> None:
 
 def _missing(context: Context) -> None:
     group = context.group(_SHORT_S)
-    if context.last:
-        context.hear("gave up")
-        context.answer()
-    else:
+    if not context.last:
         context.answer_error_of(lambda: group.allreduce(context.ones(3)).wait(_BLOCKS))
-        context.tell("gave up")
+        context.tell(f"gave up {context.rank}")
+    for rank in range(context.size - 1):  # an abort would be told to those whose limit has yet to pass
+        context.hear(f"gave up {rank}")
+    if context.last:
+        context.answer()
     group.abort()
 
 
@@ -95,8 +96,20 @@ def _loss_in_training(context: Context) -> None:
     loss = module(inputs).sum()
     if context.last:
         os.kill(os.getpid(), signal.SIGKILL)
-    context.answer_error_of(loss.backward)
+
+    def goes_on() -> None:
+        loss.backward()
+        if not group.is_stream_ordered(inputs.device):
+            return
+        module(inputs)  # reads how that pass ended
+
+    context.answer_error_of(goes_on)
     group.abort()
+
+
+def _loss_under_blocking_waits(context: Context) -> None:
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    _loss_in_training(context)
 
 
 def _abort_and_make_again(context: Context) -> None:
@@ -171,8 +184,13 @@ CASES: Final[Mapping[str, Case]] = {
     "uncaught": Case("an uncaught exception with an open irecv", _uncaught, _uncaught_judge),
     "live_graph": Case("exit with a live graph", _live_graph, _exit_judge),
     "loss_in_training": Case(
-        "no backward() that succeeds after a loss",
+        "no forward that follows a loss in backward()",
         _loss_in_training,
+        _survivors("PeerLostError", status=-signal.SIGKILL),
+    ),
+    "loss_under_blocking_waits": Case(
+        "no backward() that succeeds after a loss, where waits block",
+        _loss_under_blocking_waits,
         _survivors("PeerLostError", status=-signal.SIGKILL),
     ),
     "abort_and_make_again": Case(

@@ -7,11 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from collectives import ProcessGroup
 
-__all__ = ["Platform", "load"]
+__all__ = ["Graph", "Platform", "load"]
+
+
+class Graph(Protocol):
+    """A CUDA graph, or what stands for one."""
+
+    def capture(self) -> AbstractContextManager[object]:
+        """Captures what this thread issues in a ``with`` block, on a stream that is its current one there."""
+
+    def replay(self) -> None:
+        """Carries out what was captured, on the current stream; does not block."""
+
+    def reset(self) -> None:
+        """Lets what was captured go, after it was carried out."""
 
 
 class Platform(ABC):
@@ -87,6 +100,10 @@ class Platform(ABC):
     @abstractmethod
     def delay(self, seconds: float) -> None:
         """Lets the current stream do nothing for about that long; does not block."""
+
+    @abstractmethod
+    def graph(self) -> Graph:
+        """Returns a new graph that holds nothing."""
 
     @abstractmethod
     def refusing_to_wait(self) -> AbstractContextManager[object]:

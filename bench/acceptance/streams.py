@@ -13,12 +13,16 @@ from collectives.bench.acceptance.context import Context
 from collectives.bench.acceptance.processes import RankEnd
 from collectives.bench.acceptance.report import CheckFailedError
 from collectives.core.types import AllreduceOptions
+from collectives.ddp import DistributedDataParallel
 
 __all__ = ["CASES"]
 
 _COUNT: Final = 1 << 14
 _LATE_S: Final = 1.0
 _TURNS: Final = 10
+_WARM_UP: Final = 11
+"""Iterations before one is captured, as torch asks for."""
+_CLOSE: Final = 1e-5
 
 
 def _values(tensor: torch.Tensor) -> list[float]:
@@ -76,6 +80,74 @@ def _no_waiting(context: Context) -> None:
     context.answer(found=found, wanted=[float(size * size)] * 2)
 
 
+def _captured(context: Context) -> None:
+    group, size = context.connected(), context.size
+    tensor, whole = context.ones(_COUNT), context.full(size * _COUNT, 0.0)
+
+    def collectives() -> None:
+        group.allreduce([tensor], AllreduceOptions(asyncOp=False)).wait()
+        work = group.all_gather_single(whole, tensor)
+        group.allreduce(tensor).wait()
+        work.wait()
+
+    collectives()
+    group.barrier().wait()
+    graph = context.platform.graph()
+    with graph.capture():
+        collectives()
+    found, wanted = [], []
+    for turn in range(_TURNS):
+        tensor.fill_(float(turn))
+        graph.replay()
+        found += [*_values(tensor), *_values(whole)]
+        wanted += [float(turn * size * size), float(turn * size)]
+    graph.reset()
+    group.shutdown()
+    context.answer(found=found, wanted=wanted)
+
+
+def _captured_training(context: Context) -> None:
+    group, kind = context.connected(), context.platform.kind
+    given = torch.zeros(8, 16, device=kind)
+    modules, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(5)
+        layers = [torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)]
+        inner = torch.nn.Sequential(*layers).to(kind)
+        modules.append(DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.001))
+        optimizers.append(torch.optim.SGD(inner.parameters(), lr=0.1))
+
+    def iteration(which: int) -> None:
+        modules[which](given).square().mean().backward()
+        optimizers[which].step()
+
+    def next_inputs(turn: int) -> None:
+        given.fill_(0.1 * (turn + context.rank))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    for turn in range(_WARM_UP):
+        next_inputs(turn)
+        iteration(0)
+        iteration(1)
+    next_inputs(_WARM_UP)
+    graph = context.platform.graph()
+    with graph.capture():
+        optimizers[1].zero_grad()
+        iteration(1)
+    found = []
+    for turn in range(_TURNS):
+        given.fill_(0.1 * (turn - context.rank))
+        optimizers[0].zero_grad()
+        iteration(0)
+        graph.replay()
+        pairs = zip(modules[0].parameters(), modules[1].parameters(), strict=True)
+        found.append(float(max((one - other).abs().max().item() for one, other in pairs) <= _CLOSE))
+    graph.reset()
+    group.shutdown()
+    context.answer(found=found, wanted=[1.0] * _TURNS)
+
+
 def _right(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
     answers = answers_of(ends, range(len(ends)))
     for rank, answer in enumerate(answers):
@@ -96,5 +168,7 @@ CASES: Final[Mapping[str, Case]] = {
     "late_producer": Case("a producer that is late", _late_producer, _right_without_waiting),
     "memory": Case("tensors that nobody keeps", _memory, _right),
     "no_waiting": Case("no call waits for a stream", _no_waiting, _right),
+    "captured": Case("collectives in a graph", _captured, _right),
+    "captured_training": Case("an iteration of training in a graph", _captured_training, _right),
 }
 """The checks by the name of their body."""

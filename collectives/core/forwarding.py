@@ -65,6 +65,29 @@ class ForwardingGroup(ProcessGroup):
         """Whether one of the groups does."""
         return any(group.needs_batches for group in self.inner_groups)
 
+    def is_stream_ordered(self, device: torch.device) -> bool:
+        """Returns whether a group is; see :meth:`collectives.ProcessGroup.is_stream_ordered`."""
+        return any(group.is_stream_ordered(device) for group in self.inner_groups)
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Returns whether a group is captured; see :meth:`collectives.ProcessGroup.is_capturing`."""
+        return any(group.is_capturing(device) for group in self.inner_groups)
+
+    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy an output to the host; see :meth:`collectives.ProcessGroup.to_host_later`."""
+        finish = self._group_for(tensor).to_host_later(tensor)
+
+        def finish_here() -> torch.Tensor:
+            values = finish()
+            self._raise_failure()
+            return values
+
+        return finish_here
+
+    def _group_for(self, tensor: torch.Tensor) -> ProcessGroup:  # noqa: ARG002 - derived classes look at it
+        """Returns a group that takes a tensor."""
+        return self.inner_groups[0]
+
     def stats(self) -> Totals:
         """Returns the sums of the groups; see :meth:`collectives.ProcessGroup.stats`."""
         sums: Totals = {}

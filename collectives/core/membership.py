@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -202,6 +202,26 @@ class Membership(BackendInterface):
         values = tensor.detach().cpu()
         self._raise_failure()
         return values
+
+    def is_stream_ordered(self, device: torch.device) -> bool:  # noqa: ARG002 - derived classes look at it
+        """Returns whether ``Work.wait()`` lets a device's current stream wait, and the host go on."""
+        return False
+
+    def is_capturing(self, device: torch.device) -> bool:  # noqa: ARG002 - derived classes look at it
+        """Returns whether what this thread issues on a device now becomes part of a CUDA graph."""
+        return False
+
+    def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins :meth:`to_host`, and does not block.
+
+        Args:
+            tensor: the output, which stays as it is until its values were asked for.
+
+        Returns:
+            A function, to be called once, that blocks until the values are there and returns them; it raises
+            as :meth:`to_host`.
+        """
+        return partial(self.to_host, tensor)
 
     def next_monitored_barrier(self) -> int:
         """Returns the number of monitored barriers so far, and counts one more."""

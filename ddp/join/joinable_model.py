@@ -159,6 +159,7 @@ class JoinableModel(Joinable):
     def _notify_forward(self, *, averages: bool) -> int:
         """Tells ranks that have joined what a forward communicates; returns whose buffers are sent."""
         config = self._join_config
+        self.reducer.is_joining = bool(config.enable)
         if not config.enable:
             self.reducer.call_before_passes(None)
             self.reducer.divide_by(None)

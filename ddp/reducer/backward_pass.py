@@ -68,6 +68,7 @@ class BackwardPass:
         cause: the first exception that the report tells of.
         shadow: whether it is one of other ranks, in which this one, which has joined, only takes part.
         zeros_only: whether zeros are sent for unused parameters, whatever is in ``.grad``.
+        joining: whether ranks with uneven inputs join.
     """
 
     counts: list[int]
@@ -87,6 +88,7 @@ class BackwardPass:
     cause: Exception | None = None
     shadow: bool = False
     zeros_only: bool = False
+    joining: bool = False
     forwards: list[Forward] = field(default_factory=list)
 
     def took_part(self) -> bool:

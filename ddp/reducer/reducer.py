@@ -16,6 +16,7 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.ddp.autograd import engine
+from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.module.mixed_precision import CastParameters
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
@@ -59,6 +60,8 @@ class Reducer:
         unused: which parameters they left unused.
         initial_bucket_bytes: sizes of the buckets before the first pass.
         has_rebuilt_buckets: whether the ranks have agreed on the order of the gradients.
+        defers_errors: whether errors of other ranks may be raised before the next pass.
+        is_joining: whether the ranks train within a Join, on uneven inputs.
         clock: times of the iterations.
 
     Args:
@@ -112,7 +115,10 @@ class Reducer:
         find_unused = find_unused_parameters or skip_unused
         self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
-        self._consensus = Consensus(self._averager, model, self.unused, self._order, device)
+        self.defers_errors = group.is_stream_ordered(device)
+        self._consensus = Consensus(
+            self._averager, model, self.unused, self._order, device, self.defers_errors
+        )
         self._delayed = DelayedGradients(delayed, trigger, self._averager)
         self.gradients = Gradients(
             parameters,
@@ -137,7 +143,9 @@ class Reducer:
         self._lock = threading.RLock()
         self.passes = 0
         self.has_rebuilt_buckets = False
+        self.is_joining = False
         self._must_rebuild = False
+        self._was_captured = False
         self._latest: Forward | None = None
         self._running: Forward | None = None
         self._shadowed: list[Forward] = []
@@ -191,10 +199,24 @@ class Reducer:
             sync: whether gradients are averaged; ``False`` under ``no_sync``.
         """
         if sync:
-            self.clock.begin(self.passes)
+            captured = self._group.is_capturing(self._device)
+            if captured:
+                self._was_captured = True
+                self._check_capture()
+            self.clock.begin(self.passes, captured)
             self.rebuild_buckets()
         self._running = Forward(sync)
         return self._running
+
+    def _check_capture(self) -> None:
+        """Raises unless a pass can become part of a CUDA graph, where nothing is read on the host."""
+        reason = self._consensus.why_not_deferred()
+        if self.is_joining:
+            reason = "join() communicates on the host before each pass"
+        elif self.gradients.sparse:
+            reason = "sparse gradients have sizes that the host must know"
+        if reason is not None:
+            raise RuntimeError(f"{self._model} cannot be captured into a CUDA graph: {reason}")
 
     def end_forward(self) -> None:
         """Ends a forward, also one that raised."""
@@ -208,8 +230,10 @@ class Reducer:
         Called before each synchronised forward, on all ranks.
         """
         self._hooks.come_last()
+        self._settle()
         self._wait_for_abandoned()
-        if self._must_rebuild and not self._open_tasks:
+        # A graph goes on to use the buckets that it was captured with.
+        if self._must_rebuild and not self._open_tasks and not self._was_captured:
             self._must_rebuild = False
             group = None if self._bucket_reducer.is_local else self._group
             self._bucket_reducer.rebuild_buckets(self._order.agree(group, self._device))
@@ -243,6 +267,7 @@ class Reducer:
         What ranks did apart from each other before does not count: a forward without a backward pass, as
         before an exception, or passes under ``no_sync`` of ranks that had more inputs.
         """
+        self._settle()
         self._consensus.progress = Progress(accumulated=self._consensus.progress.has_gradients())
 
     def call_before_passes(self, call: Callable[[], None] | None) -> None:
@@ -421,8 +446,10 @@ class Reducer:
 
         Blocks where the ranks' searches of their graphs have no results yet.
         """
+        self._settle()
         current = self._pass
         current.sync = True
+        current.joining = self.is_joining or current.shadow
         self.clock.mark(Mark.BACKWARD_BEGIN)
         self._bucket_reducer.reset()
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -455,6 +482,15 @@ class Reducer:
         self._delayed.launch(zeros=True)
         if communicates:
             self._consensus.abandon(current)
+
+    def _settle(self) -> None:
+        """Raises what went wrong on other ranks in the pass before, where that is deferred."""
+        try:
+            self._must_rebuild |= self._consensus.settle()
+        except GradientSyncError:
+            self.passes -= 1  # as on the rank that raised in that pass
+            self._must_rebuild = False
+            raise
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""

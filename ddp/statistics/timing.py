@@ -94,13 +94,14 @@ class IterationClock:
         self._latest: tuple[IterationTimes, dict[Mark, int]] | None = None
         self._sums = IterationTimes()
 
-    def begin(self, iteration: int) -> None:
+    def begin(self, iteration: int, is_captured: bool = False) -> None:
         """Marks the beginning of forward.
 
         Args:
             iteration: number of iterations that were averaged before this one.
+            is_captured: whether it becomes part of a CUDA graph, whose marks have no times.
         """
-        self._sampling = iteration < ALWAYS_SAMPLED or iteration % self.sample_rate == 0
+        self._sampling = not is_captured and (iteration < ALWAYS_SAMPLED or iteration % self.sample_rate == 0)
         if self._sampling:
             self._host_ns, self._events = {}, {}
             self.mark(Mark.FORWARD_BEGIN)

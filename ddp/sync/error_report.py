@@ -7,7 +7,7 @@ all ranks. Where it is up, all ranks exchange their reports and raise the same e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from collectives import ProcessGroup
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.unused_parameters.errors import ParameterFault, in_words
 
-__all__ = ["ErrorReport", "ReportExchange", "sync_error"]
+__all__ = ["ErrorReport", "ReportExchange", "late_error", "sync_error"]
 
 _REPORT_BYTES = 16384
 """Size of an encoded report; long lists are cut and counted."""
@@ -119,3 +119,22 @@ def sync_error(group: ProcessGroup, model: str, reports: Mapping[int, bytes]) ->
     )
     lines = [head, *(f"  rank {rank}: {reason}" for rank, reason in reasons.items()), *advice]
     return GradientSyncError("\n".join(lines), reasons)
+
+
+def late_error(group: ProcessGroup, model: str, ranks: Sequence[int]) -> GradientSyncError:
+    """Returns the error of ranks that learn of one after the pass.
+
+    Args:
+        group: the ranks.
+        model: the model in words.
+        ranks: those that raised the error.
+    """
+    reasons = dict.fromkeys(ranks, "it raised an error at the end of that pass, which tells more")
+    return GradientSyncError(
+        f"[rank {group.rank()}] {model} over {group.describe()}: the gradients of the backward pass before "
+        f"this forward were not averaged, because of rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(map(str, ranks))}, where the error was raised. What an optimizer made of them is wrong: "
+        "load a checkpoint. Over a group whose waits block the host (blocking_wait of nccl), every rank "
+        "raises the whole error at the end of its backward pass.",
+        reasons,
+    )

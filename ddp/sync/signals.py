@@ -17,16 +17,15 @@ import torch
 
 __all__ = ["Position", "ReducedSignals", "Signals"]
 
-_ERROR = 0
-_RELAYOUT = 1
-_FIRST_GROUP = 2
+_RELAYOUT = 0
+_FIRST_GROUP = 1
 _MODULI = (4, 5, 7)
 """A number is signalled by its remainders: two that differ by less than the product differ in one."""
 
 _GROUPS = (*_MODULI, *_MODULI, 2)
 """Number of signals for each part of a :class:`Position`."""
 
-_HEADER = _FIRST_GROUP + sum(_GROUPS)
+_FIRST_ERROR = _FIRST_GROUP + sum(_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ class ReducedSignals:
     """What the ranks signalled.
 
     Attributes:
-        error: whether something went wrong on a rank.
+        errors: where something went wrong: the ranks, or just 0 where they share one signal for it.
         out_of_step: whether the ranks stand at different positions.
         relayout: whether a rank requests another layout of the buckets.
         unused: indices of the parameters that no rank gave a gradient, where that is reported.
     """
 
-    error: bool = False
+    errors: Sequence[int] = ()
     out_of_step: bool = False
     relayout: bool = False
     unused: frozenset[int] = field(default_factory=frozenset)
@@ -86,11 +85,15 @@ class Signals:
 
     Args:
         counted: number of parameters whose use is reported; zero where all are used.
+        ranks: number of signals for errors: one for each rank, or one that they share.
+        rank: the one that this rank raises.
     """
 
-    def __init__(self, counted: int) -> None:
-        self.size = _HEADER + counted
+    def __init__(self, counted: int, ranks: int = 1, rank: int = 0) -> None:
+        self._first_used = _FIRST_ERROR + ranks
+        self.size = self._first_used + counted
         self._counted = counted
+        self._error = _FIRST_ERROR + rank
         self._written: list[float] | None = None
         self._on_device = torch.empty(0)
 
@@ -102,8 +105,9 @@ class Signals:
         relayout: bool,
         position: Position | None,
         used: Sequence[int] | None,
+        captured: bool = False,
     ) -> None:
-        """Writes this rank's signals; waits for the device only where they are others than before.
+        """Writes this rank's signals; does not wait for the device, unless parameters are counted.
 
         Args:
             tail: where to; floating, flat.
@@ -111,22 +115,34 @@ class Signals:
             relayout: whether it requests another layout of the buckets.
             position: where it stands; ``None`` where it is in step with any.
             used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
+            captured: whether this becomes part of a CUDA graph.
         """
-        header = [0.0] * _HEADER
-        header[_ERROR] = float(error)
+        header = [0.0] * self._first_used
+        header[self._error] = float(error)
         header[_RELAYOUT] = float(relayout)
         for place in () if position is None else position.raised():
             header[place] = 1.0
         if self._counted:
             header += [1.0] * self._counted if used is None else map(float, used)
+        if captured:  # a graph must not read memory that is given back when other signals are kept
+            self._raise(tail, header, captured)
+            return
         kept = self._on_device
         if header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype):
             tail.copy_(kept)
             return
-        # A copy from the host waits for the device, and passes mostly signal what they did before.
-        tail.copy_(torch.tensor(header, dtype=torch.float32))
-        self._on_device = tail.clone()
+        self._raise(tail, header)
+        self._on_device = tail.clone()  # passes mostly signal what they did before
         self._written = header
+
+    def _raise(self, tail: torch.Tensor, header: Sequence[float], captured: bool = False) -> None:
+        if self._counted or (tail.device.type == "cpu" and not captured):
+            tail.copy_(torch.tensor(header, dtype=torch.float32))
+            return
+        tail.zero_()  # a copy from the host would wait for the device
+        for place, value in enumerate(header):
+            if value:
+                tail[place].fill_(value)
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
         """Returns what the ranks signalled.
@@ -135,14 +151,15 @@ class Signals:
             tail: the average of all ranks' signals, on the CPU.
         """
         values = tail.tolist()
-        used = values[_HEADER:]
+        used = values[self._first_used :]
         out_of_step = False
         place = _FIRST_GROUP
         for width in _GROUPS:
             out_of_step |= sum(value != 0 for value in values[place : place + width]) > 1
             place += width
+        errors = values[_FIRST_ERROR : self._first_used]
         return ReducedSignals(
-            error=values[_ERROR] != 0,
+            errors=[rank for rank, value in enumerate(errors) if value != 0],
             out_of_step=out_of_step,
             relayout=values[_RELAYOUT] != 0,
             unused=frozenset(index for index, value in enumerate(used) if value == 0)

@@ -161,6 +161,18 @@ class Device(ABC):
         """Empties a list of tensors that a stream may still use, but that nothing later than it does."""
 
     @abstractmethod
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Lets the current stream copy a tensor; returns what it copies to, and the event that it has."""
+
+    @abstractmethod
+    def block(self, event: Event) -> None:
+        """Blocks until a stream has got to the event, with the GIL released.
+
+        Raises:
+            RuntimeError: the device has met an error.
+        """
+
+    @abstractmethod
     def future(self) -> torch.futures.Future[Any]:
         """Returns a future whose values may be on this device."""
 

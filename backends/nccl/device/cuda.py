@@ -113,6 +113,16 @@ class CudaDevice(Device):
         """Empties the list now: the caching allocator gives memory out again in the order of its stream."""
         tensors.clear()
 
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Copies to pinned memory, which the device writes to without the host."""
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        values.copy_(tensor.detach(), non_blocking=True)
+        return values, self.record(self.current_stream())
+
+    def block(self, event: Event) -> None:
+        """Blocks until the event is done."""
+        event.synchronize()
+
     def future(self) -> torch.futures.Future[Any]:
         """Returns a future that makes its users' streams wait for the one that it was completed on."""
         return torch.futures.Future(devices=[self.device])
