@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from store_pairs import EVERY, LONG, OURS, SHORT, over, without
+from store_pairs import EVERY, LONG, OURS, SHORT, over, skip_without_barrier, without
 
 import collectives
 
@@ -356,7 +356,8 @@ def test_a_push_to_a_queue_does_not_end_a_wait_for_a_key(pair):
 
 
 @over(EVERY)
-def test_barrier(pair):
+def test_barrier(pair, request):
+    skip_without_barrier(request)
     one, other = pair
     one.barrier("alone", 1)
     with ThreadPoolExecutor(2) as threads:
@@ -369,7 +370,8 @@ def test_barrier(pair):
 
 
 @over(NOT_OVER_TORCHS)
-def test_a_barrier_that_is_given_up_can_be_tried_again(pair):
+def test_a_barrier_that_is_given_up_can_be_tried_again(pair, request):
+    skip_without_barrier(request)
     one, other = pair
     for _ in range(3):
         with pytest.raises(
@@ -456,8 +458,9 @@ def test_wrong_types(pair):
 
 
 @over(OURS)
-def test_names_of_arguments(pair):
+def test_names_of_arguments(pair, request):
     """As torch's documentation has them."""
+    skip_without_barrier(request)
     one, _ = pair
     one.set(key="key", value="1")
     assert one.get(key="key") == b"1"

@@ -90,7 +90,7 @@ def test_the_next_store_demands_the_secret(monkeypatch) -> None:
     for secret in ("", KEY[::-1]):
         monkeypatch.setenv(SECRET, secret)
         with pytest.raises(dist.DistNetworkError, match="secret"):
-            TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=3))
+            TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=20))
     assert next_store.get("key") == b"value"
     for end in (standby, other, first):
         end.close()

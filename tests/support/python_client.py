@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -53,6 +54,7 @@ def main() -> None:
     address = os.environ.get(ADDRESS)
     status = None
     if address is not None and can_be_served(words):
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until they can be passed on
         with (
             contextlib.suppress(ConnectionRefusedError, FileNotFoundError),
             socket.socket(socket.AF_UNIX) as end,
@@ -86,15 +88,30 @@ def _served(end: socket.socket, words: list[str]) -> int | None:
     text = json.dumps(request).encode()
     socket.send_fds(end, [len(text).to_bytes(4, "little")], files)
     end.sendall(text)
-    with end.makefile("r") as answers:
-        pid = int(answers.readline() or 0)
-        if pid == 0:
-            return None
-        for number in _FORWARDED:
-            if number not in request["ignored"]:
-                signal.signal(number, lambda number, _: _pass_on(pid, number))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        return int(answers.readline() or -signal.SIGKILL)
+    pid = int(_line(end) or 0)
+    if pid == 0:
+        return None
+    # Also a signal that comes right before the wait ends it.
+    waker, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in _FORWARDED:
+        if number not in request["ignored"]:
+            signal.signal(number, lambda number, _: _pass_on(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    while end not in select.select([end, waker], [], [])[0]:
+        os.read(waker, 64)
+    return int(_line(end) or -signal.SIGKILL)
+
+
+def _line(end: socket.socket) -> bytes:
+    """Returns the next line, and takes nothing of what follows."""
+    line = b""
+    while byte := end.recv(1):
+        line += byte
+        if byte == b"\n":
+            break
+    return line
 
 
 def _is_open(file: int) -> bool:

@@ -116,7 +116,13 @@ def test_a_failure_shows_the_trace():
     assert "in f\nZeroDivisionError: division by zero" in done.stderr
 
 
-WAITING = "import os, signal, sys, time; exec(sys.argv[1]); print(os.getpid(), flush=True); time.sleep(60)"
+WAITING = """
+import os, signal, sys, time
+exec(sys.argv[1])
+print(os.getpid(), flush=True)
+for _ in range(600):
+    time.sleep(0.1)  # a signal that comes right before one is answered after it
+"""
 
 
 @pytest.mark.parametrize(
