@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.bench.acceptance import repository
@@ -21,6 +20,7 @@ from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
 from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.arguments import parse_counts, parse_names
+from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import write_json
 from collectives.cli import CommandError
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if reason is not None:
         raise CommandError(f"accept: {reason}")
     platform.prepare()
-    ranks = arguments.ranks or _usual_ranks(len(platform.gpus()))
+    ranks = arguments.ranks or numbers_of_ranks(len(platform.gpus()))
     plan = Plan(module, platform, ranks, arguments.short)
     options = {"ranks": [*ranks], "sections": [*arguments.sections], "short": arguments.short}
     report = Report("collectives accept", {"on": platform.title, **describe_machine()}, options)
@@ -89,11 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
             _write(report, arguments.json, arguments.markdown)  # what there is, should the machine go down
     print(f"# {report.summary()}")
     return int(not 0 < report.count(Verdict.PASSED) == len(report.records))
-
-
-def _usual_ranks(gpus: int) -> Sequence[int]:
-    """Returns 2, 3 and one rank for each GPU, as far as each rank has one; else 2, which share."""
-    return sorted({ranks for ranks in (2, 3, gpus) if 2 <= ranks <= gpus}) or [2]
 
 
 def _find_double() -> None:

@@ -31,6 +31,7 @@ LIMITS_US: Final[Mapping[str, float]] = {
 SLOWER: Final = 1.05
 """What an iteration of training may take, of that of torch's wrapper."""
 
+_MODELS: Final = ("resnet50", "bert-base", "gpt2")
 _SIZES: Final = "8:4G:8"
 _SHORT_SIZES: Final = "8:4K:512"
 _BUFFERS: Final = 6
@@ -114,7 +115,7 @@ def training_rows(platform: Platform, ranks: int, provider: str, short: bool) ->
         short: a small model, few iterations.
     """
     judged = platform.times_tell and ranks <= len(platform.gpus())
-    for model in ("small",) if short else ddp.FIELD:
+    for model in ("small",) if short else _MODELS:
         asked = {
             "models": (model,),
             "peers": platform.trained,

@@ -33,6 +33,7 @@ __all__ = [
     "CudaDevice",
     "Device",
     "check_device",
+    "numbers_of_ranks",
     "shared_gpu_environment",
     "why_not_on",
 ]
@@ -68,6 +69,11 @@ def shared_gpu_environment(rank: int, given: Mapping[str, str]) -> dict[str, str
     return {name: given.get(name, value) for name, value in ON_ONE_GPU.items()} | {
         "NCCL_HOSTID": f"rank{rank}"
     }
+
+
+def numbers_of_ranks(gpus: int) -> Sequence[int]:
+    """Returns 2, 3 and one rank for each GPU, as far as each rank has one; else 2, which share."""
+    return sorted({ranks for ranks in (2, 3, gpus) if 2 <= ranks <= gpus}) or [2]
 
 
 class Device(ABC):

@@ -23,7 +23,7 @@ __all__ = ["MODELS", "Model", "checksum", "install_command", "loss_of", "residua
 PACKAGE = "transformers"
 
 VOCABULARY = 30522
-"""Words of BERT."""
+"""Words of BERT; GPT-2 has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +241,15 @@ MODELS = {
             4,
             64,
             functools.partial(_from_config, "Bert", **_MINI),
+            _tokens,
+            PACKAGE,
+        ),
+        Model(
+            "gpt2",
+            "GPT-2 of 12 layers of width 768, 124.4 M parameters",
+            1,
+            128,
+            functools.partial(_from_config, "GPT2", use_cache=False),
             _tokens,
             PACKAGE,
         ),

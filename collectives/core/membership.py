@@ -204,11 +204,21 @@ class Membership(BackendInterface):
         return values
 
     def is_stream_ordered(self, device: torch.device) -> bool:  # noqa: ARG002 - derived classes look at it
-        """Returns whether ``Work.wait()`` lets a device's current stream wait, and the host go on."""
+        """Returns whether ``Work.wait()`` lets the current stream wait, and the host go on.
+
+        An operation may fail after that, and its outputs are right only where :meth:`to_host` says so.
+
+        Args:
+            device: of the tensors.
+        """
         return False
 
     def is_capturing(self, device: torch.device) -> bool:  # noqa: ARG002 - derived classes look at it
-        """Returns whether what this thread issues on a device now becomes part of a CUDA graph."""
+        """Returns whether what this thread issues now becomes part of a CUDA graph, and does not run.
+
+        Args:
+            device: where it is issued.
+        """
         return False
 
     def to_host_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

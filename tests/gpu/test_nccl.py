@@ -17,11 +17,17 @@ from optimizers_in_hooks import every_form
 
 import collectives
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
+from collectives.backends.nccl.libnccl import loading
+from collectives.bench.core.devices import numbers_of_ranks
 from collectives.core.types import AllreduceOptions, make_premul_sum
 from collectives.ddp import DistributedDataParallel
 
 pytestmark = needs_device
-providers = pytest.mark.parametrize("provider", ["cupy", "pynccl"])
+SIZES = numbers_of_ranks(torch.cuda.device_count())
+sizes = pytest.mark.parametrize("size", SIZES)
+everywhere = pytest.mark.parametrize(
+    ("provider", "size"), [(name, size) for size in SIZES for name in loading.PROVIDERS]
+)
 
 CYCLES = 100_000_000
 """What torch.cuda._sleep takes; 50 to 100 ms on today's devices."""
@@ -124,14 +130,14 @@ def movements(group: ProcessGroup) -> None:
     group.barrier().wait()
 
 
-@providers
-def test_values(provider: str) -> None:
-    run_on_cuda(reductions, provider=provider)
+@everywhere
+def test_values(provider: str, size: int) -> None:
+    run_on_cuda(reductions, provider=provider, size=size)
 
 
-@providers
-def test_movements(provider: str) -> None:
-    run_on_cuda(movements, provider=provider)
+@everywhere
+def test_movements(provider: str, size: int) -> None:
+    run_on_cuda(movements, provider=provider, size=size)
 
 
 def streams(group: ProcessGroup) -> None:
@@ -163,8 +169,9 @@ def streams(group: ProcessGroup) -> None:
         assert elsewhere.unique().tolist() == [total]
 
 
-def test_streams() -> None:
-    run_on_cuda(streams)
+@everywhere
+def test_streams(provider: str, size: int) -> None:
+    run_on_cuda(streams, provider=provider, size=size)
 
 
 def to_oneself(group: ProcessGroup) -> None:
@@ -205,8 +212,9 @@ def memory(group: ProcessGroup) -> None:
     assert [tensor.unique().tolist() for tensor in kept] == [[float(turn)] for turn in range(20)]
 
 
-def test_memory() -> None:
-    run_on_cuda(memory)
+@everywhere
+def test_memory(provider: str, size: int) -> None:
+    run_on_cuda(memory, provider=provider, size=size)
 
 
 def graphs(group: ProcessGroup) -> None:
@@ -232,8 +240,9 @@ def graphs(group: ProcessGroup) -> None:
     group.barrier().wait()
 
 
-def test_cuda_graphs() -> None:
-    run_on_cuda(graphs)
+@everywhere
+def test_cuda_graphs(provider: str, size: int) -> None:
+    run_on_cuda(graphs, provider=provider, size=size)
 
 
 def network() -> torch.nn.Module:
@@ -273,16 +282,18 @@ def training(group: ProcessGroup) -> None:
     assert named(given).device == torch.device("cuda", local_rank)
 
 
-def test_training() -> None:
-    run_on_cuda(training)
+@everywhere
+def test_training(provider: str, size: int) -> None:
+    run_on_cuda(training, provider=provider, size=size)
 
 
 def optimizers_in_hooks(group: ProcessGroup) -> None:
     assert every_form(group, "cuda") == []
 
 
-def test_steps_in_hooks_equal_steps_after_backward() -> None:
-    run_on_cuda(optimizers_in_hooks)
+@everywhere
+def test_steps_in_hooks_equal_steps_after_backward(provider: str, size: int) -> None:
+    run_on_cuda(optimizers_in_hooks, provider=provider, size=size)
 
 
 def too_late(group: ProcessGroup) -> None:
@@ -301,8 +312,9 @@ def too_late(group: ProcessGroup) -> None:
     assert torch.ones(3, device="cuda").sum().item() == 3.0
 
 
-def test_a_time_limit() -> None:
-    run_on_cuda(too_late)
+@everywhere
+def test_a_time_limit(provider: str, size: int) -> None:
+    run_on_cuda(too_late, provider=provider, size=size)
 
 
 def needs_a_provider() -> None:
@@ -373,9 +385,11 @@ def test_one_visible_device_for_each_rank() -> None:
     assert run_ranks(in_sight_of_one, 2, visible, isolated=True) == [[3.0] * 3] * 2
 
 
-def test_world() -> None:
-    run_ranks(in_a_world, 2, isolated=True, timeout=110)
+@sizes
+def test_world(size: int) -> None:
+    run_ranks(in_a_world, size, isolated=True, timeout=110)
 
 
-def test_world_of_torch(tmp_path: Any) -> None:
-    run_ranks(in_torchs_world, 2, f"{tmp_path}/store", isolated=True, timeout=110)
+@sizes
+def test_world_of_torch(size: int, tmp_path: Any) -> None:
+    run_ranks(in_torchs_world, size, f"{tmp_path}/store", isolated=True, timeout=110)

@@ -22,6 +22,7 @@ from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, checked
 from collectives.bench.acceptance.sections import SECTIONS
+from collectives.bench.core.devices import numbers_of_ranks
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -122,7 +123,7 @@ def test_an_installed_package_has_no_double(
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, [2]), (2, [2]), (3, [2, 3]), (4, [2, 3, 4]), (8, [2, 3, 8])])
 def test_numbers_of_ranks(gpus: int, ranks: list[int]) -> None:
-    assert [*command._usual_ranks(gpus)] == ranks
+    assert [*numbers_of_ranks(gpus)] == ranks
 
 
 def refused_by_the_double(rank: int, size: int, file: str) -> str:
