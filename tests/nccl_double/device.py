@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -71,6 +72,9 @@ _QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
 
+
+_POISON = 0xA5
+"""Every byte of memory that was given back."""
 
 _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -143,6 +147,16 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operation that autograd knows of since it was put on its stream."""
     with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
         return func(*args, **kwargs)
+
+
+def _give_back(tensors: list[torch.Tensor]) -> None:
+    """Empties a list; memory that nobody has then is overwritten, as by who would get it next."""
+    while tensors:
+        tensor = tensors.pop()
+        storage = tensor.untyped_storage()
+        held_by_these = 2  # the tensor and the object for its storage
+        if sys.getrefcount(tensor) == 2 and torch._C._storage_Use_Count(storage._cdata) <= held_by_these:
+            storage.fill_(_POISON)
 
 
 def _is_capturing() -> bool:
@@ -399,7 +413,7 @@ class DoubleDevice(Device):
             _thread.graph.kept.append(list(tensors))
             tensors.clear()
         else:
-            self.run(stream, tensors.clear)
+            self.run(stream, lambda: _give_back(tensors))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
