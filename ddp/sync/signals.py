@@ -107,7 +107,7 @@ class Signals:
         used: Sequence[int] | None,
         captured: bool = False,
     ) -> None:
-        """Writes this rank's signals; does not wait for the device, unless parameters are counted.
+        """Writes this rank's signals; waits for a device only to tell of other unused parameters than before.
 
         Args:
             tail: where to; floating, flat.
@@ -115,7 +115,7 @@ class Signals:
             relayout: whether it requests another layout of the buckets.
             position: where it stands; ``None`` where it is in step with any.
             used: for each parameter 1 where it took part on this rank, else 0; ``None`` where all did.
-            captured: whether this becomes part of a CUDA graph.
+            captured: whether this becomes part of a CUDA graph, where no parameters may be unused.
         """
         header = [0.0] * self._first_used
         header[self._error] = float(error)
@@ -124,25 +124,29 @@ class Signals:
             header[place] = 1.0
         if self._counted:
             header += [1.0] * self._counted if used is None else map(float, used)
+        from_host = tail.device.type == "cpu" or (self._counted > 0 and used is not None)
         if captured:  # a graph must not read memory that is given back when other signals are kept
-            self._raise(tail, header, captured)
+            self._raise(tail, header)
             return
         kept = self._on_device
         if header == self._written and (kept.device, kept.dtype) == (tail.device, tail.dtype):
             tail.copy_(kept)
             return
-        self._raise(tail, header)
+        if from_host:
+            tail.copy_(torch.tensor(header, dtype=torch.float32))
+        else:
+            self._raise(tail, header)
         self._on_device = tail.clone()  # passes mostly signal what they did before
         self._written = header
 
-    def _raise(self, tail: torch.Tensor, header: Sequence[float], captured: bool = False) -> None:
-        if self._counted or (tail.device.type == "cpu" and not captured):
-            tail.copy_(torch.tensor(header, dtype=torch.float32))
-            return
-        tail.zero_()  # a copy from the host would wait for the device
-        for place, value in enumerate(header):
-            if value:
-                tail[place].fill_(value)
+    def _raise(self, tail: torch.Tensor, header: Sequence[float]) -> None:
+        """Writes signals of a rank that uses all parameters, without a copy from the host."""
+        tail.zero_()
+        for place in range(self._first_used):
+            if header[place]:
+                tail[place].fill_(1.0)
+        if self._counted:
+            tail[self._first_used :].fill_(1.0)
 
     def read(self, tail: torch.Tensor) -> ReducedSignals:
         """Returns what the ranks signalled.

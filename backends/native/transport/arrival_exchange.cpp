@@ -18,9 +18,12 @@
 namespace collectives {
 namespace {
 
-// Between machines an answer takes so long that spinning pays only where it is on its way: checking a socket
-// is a system call.
+// Checking a socket is a system call, so that a background thread spins only where that has paid. A caller
+// looks again and again for longer, and yields its core between looks: to be woken between machines takes
+// longer than most answers (measured on a virtual machine with 4 machines of one rank on 2 cores: 8 bytes
+// take 45 to 60 us instead of 89, 16 KiB 72 to 104 instead of 148).
 constexpr Nanoseconds kSpin = 50'000;
+constexpr Nanoseconds kCallerSpin = 200'000;
 constexpr std::size_t kReadAtLeast = 16 << 10;
 
 void append(std::vector<std::byte>& frame, const void* bytes, std::size_t count) {
@@ -408,10 +411,11 @@ void ArrivalExchange::run_exchange(const Call& call) {
   };
   step();
   if (done()) return;
-  const bool spins = spin_policy_.should_spin_long(false);
-  const Nanoseconds end = spins ? now_ns() + kSpin : 0;
+  const bool waited_for = call.interrupt != nullptr;
+  const bool spins = spin_policy_.should_spin_long(waited_for);
+  const Nanoseconds end = spins ? now_ns() + (waited_for ? kCallerSpin : kSpin) : 0;
   while (spins && now_ns() < end) {
-    step();
+    if (!step()) sched_yield();
     if (done()) return spin_policy_.succeeded();
   }
   if (spins) spin_policy_.failed();

@@ -268,10 +268,10 @@ def captured_collectives(group: ProcessGroup, path: Path) -> None:
     assert load(path).misuses() == 0
 
 
-def captured_training(group: ProcessGroup) -> None:
+def captured_training(group: ProcessGroup, arguments: dict[str, Any]) -> None:
     """Forward, backward and optimizer as one graph train as they do without one."""
     me = group.rank()
-    modules = [model(group, bucket_cap_mb=0.0001), model(group, bucket_cap_mb=0.0001)]
+    modules = [model(group, bucket_cap_mb=0.0001, **arguments) for _ in range(2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in modules]
     given = rows(me).clone()
     for turn in range(12):
@@ -319,8 +319,12 @@ def test_captured_collectives(nccl_library: Path, size: int) -> None:
     run_over_double(captured_collectives, size, nccl_library, nccl_library)
 
 
-def test_captured_training(nccl_library: Path) -> None:
-    run_over_double(captured_training, 2, nccl_library)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
+)
+def test_captured_training(nccl_library: Path, arguments: dict[str, Any]) -> None:
+    run_over_double(captured_training, 2, nccl_library, arguments)
 
 
 def test_refused_captures(nccl_library: Path) -> None:

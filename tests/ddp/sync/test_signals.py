@@ -47,11 +47,12 @@ def test_unchanged_signals_do_not_wait_for_the_device(counted: int) -> None:
     assert transfers(signals, tail, used=used, error=True) == waits
     assert transfers(signals, tail, used=used, error=True) == 0
     assert transfers(signals, tail, used=used, position=Position(2)) == waits
+    assert transfers(signals, tail, position=Position(3)) == 0
 
 
 def test_what_is_captured_reads_no_memory_of_the_signals() -> None:
     """Which is given back when others are kept, while the graph goes on."""
-    signals = Signals(0)
+    signals = Signals(2)
     tail = torch.zeros(signals.size)
     about: dict[str, Any] = {"error": False, "relayout": False, "used": None}
     signals.write(tail, position=Position(1), **about)
