@@ -53,15 +53,21 @@ def count_in_processes(rank, size, port, rounds):
     return sums
 
 
+def hold_the_lock(count):
+    """Runs one bytecode within which the interpreter gives the GIL to nobody; returns its seconds."""
+    start = time.monotonic()
+    deque(itertools.repeat(None, count), maxlen=0)
+    return time.monotonic() - start
+
+
 def answer_within(rank, size, port):
     """Rank 1 uses the store of rank 0, which holds the GIL all the time; returns the longest answer."""
     if rank == 0:
         server = TCPStore("127.0.0.1", port, is_master=True, timeout=LONG)
         server.get("ready")
-        # One bytecode, within which the interpreter gives the GIL to nobody.
-        start = time.monotonic()
-        deque(itertools.repeat(None, 4 * 10**8), maxlen=0)
-        held = time.monotonic() - start
+        count = 10**7
+        seconds = min(hold_the_lock(count) for _ in range(3))
+        held = hold_the_lock(int(count * 1.2 / seconds))
         server.get("done")
         server.close()
         return held
