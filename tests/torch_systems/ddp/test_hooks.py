@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from functools import partial
 
 import pytest
@@ -101,7 +100,6 @@ def test_every_hook():
 
 def keeps_errors(rank, size):
     """Buckets are rebuilt after the first pass; a state that compresses already keeps its errors."""
-    logging.getLogger("collectives").setLevel(logging.ERROR)
     state = power()
     model = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=0.0005)
     model.register_comm_hook(state, powerSGD_hook)
