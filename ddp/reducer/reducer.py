@@ -201,8 +201,8 @@ class Reducer:
         if sync:
             captured = self._group.is_capturing(self._device)
             if captured:
-                self._was_captured = True
                 self._check_capture()
+                self._was_captured = True
             self.clock.begin(self.passes, captured)
             self.rebuild_buckets()
         self._running = Forward(sync)
@@ -216,7 +216,10 @@ class Reducer:
         elif self.gradients.sparse:
             reason = "sparse gradients have sizes that the host must know"
         if reason is not None:
-            raise RuntimeError(f"{self._model} cannot be captured into a CUDA graph: {reason}")
+            raise RuntimeError(
+                f"[rank {self._group.rank()}] {self._model} cannot be captured into a CUDA graph: {reason}; "
+                "run this pass without a graph"
+            )
 
     def end_forward(self) -> None:
         """Ends a forward, also one that raised."""

@@ -308,6 +308,8 @@ def refused_captures(group: ProcessGroup) -> None:
     module(rows(0)).sum().backward()
     with pytest.raises(RuntimeError, match="CUDA graph: find_unused_parameters"), Graph().capture():
         module(rows(0)).sum().backward()
+    module(rows(0)).sum().backward()
+    assert module.reducer.has_rebuilt_buckets, "the refusal has left something behind"
     outside = group.allreduce(torch.ones(2))
     with pytest.raises(RuntimeError, match="from outside"), Graph().capture():
         outside.wait()
