@@ -413,8 +413,10 @@ void ArrivalExchange::run_exchange(const Call& call) {
   if (done()) return;
   const bool waited_for = call.interrupt != nullptr;
   const bool spins = spin_policy_.should_spin_long(waited_for);
-  const Nanoseconds end = spins ? now_ns() + (waited_for ? kCallerSpin : kSpin) : 0;
-  while (spins && now_ns() < end) {
+  const Nanoseconds begin = now_ns();
+  const Nanoseconds end = spins ? begin + (waited_for ? kCallerSpin : kSpin) : 0;
+  for (Nanoseconds now = begin; now < end; now = now_ns()) {
+    if (waited_for && now >= begin + kSpin) call.interrupt->blocks();  // other threads of Python go on
     if (!step()) sched_yield();
     if (done()) return spin_policy_.succeeded();
   }
