@@ -82,8 +82,9 @@ def _crowded(rank: int, size: int) -> int:
             with silent_crowd(port, CROWD):
                 end = time.monotonic() + 1.0  # within the 2 s that a stranger may stay
                 while time.monotonic() < end:
-                    most = max(most, os.open("/dev/null", os.O_RDONLY))
-                    os.close(most)
+                    opened = os.open("/dev/null", os.O_RDONLY)
+                    os.close(opened)
+                    most = max(most, opened)
                     time.sleep(0.01)
                 store.set("crowded", b"")
                 group.recv(torch.empty(3), 1).wait()  # on a connection that is made meanwhile
