@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import select
 import signal
+import struct
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,10 +76,24 @@ class RankProcess:
         self.pidfd = os.pidfd_open(pid)
         self._log = log
         self._seen = 0
+        self._former = self._task = "nothing"
 
     def start(self, task: Task) -> None:
         self._seen = self._log.stat().st_size
+        self._former, self._task = self._task, task.qualname
         self.connection.send_bytes(pickle.dumps(task))
+
+    def state(self) -> str:
+        """Returns what tells a late rank from one that never got its task, or whose task another read."""
+        unread = struct.unpack("i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+        children: list[str] = []
+        with contextlib.suppress(OSError):  # it ends just now
+            for thread in Path(f"/proc/{self.pid}/task").iterdir():
+                children += (thread / "children").read_text().split()
+        return (
+            f"pid {self.pid}, its task {'not read' if unread else 'read'}, the one before {self._former}, "
+            f"its children {', '.join(children) or 'none'}"
+        )
 
     def output(self) -> str:
         """Returns what the rank wrote to stdout and stderr since its task began."""
@@ -188,9 +205,10 @@ class Watch:
             with contextlib.suppress(ProcessLookupError):
                 self._ranks[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
+        late = [(rank, self._ranks[rank]) for rank in sorted(self._waiting)]
         return [
-            f"--- rank {rank} is here, after its output\n{self._ranks[rank].output()}"
-            for rank in sorted(self._waiting)
+            f"--- rank {rank} ({process.state()}) is here, after its output\n{process.output()}"
+            for rank, process in late
         ]
 
 

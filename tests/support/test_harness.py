@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,9 +193,27 @@ def test_ranks_work_on_after_one_died() -> None:
 
 def test_a_hang_ends_and_shows_where() -> None:
     with pytest.raises(
-        RankTimeoutError, match=r"(?s)ranks \[1\] did not finish within 0.5 s.*a_telling_name"
+        RankTimeoutError, match=r"(?s)ranks \[1\] did not finish within 0.5 s.*its task read.*a_telling_name"
     ):
         run_ranks(hang_on_one, 2, timeout=0.5)
+
+
+def answer_and_stop(rank: int, size: int) -> int:
+    if rank == 0:
+        return 0
+    child = subprocess.Popen(["sleep", "60"])
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return child.pid
+
+
+def test_a_hang_tells_whether_the_task_was_read() -> None:
+    child = run_ranks(answer_and_stop, 2)[1]
+    time.sleep(0.5)
+    with pytest.raises(
+        RankTimeoutError, match=rf"its task not read, the one before answer_and_stop, its children {child}\)"
+    ):
+        run_ranks(multiply, 2, Case(1), timeout=0.5)
+    os.kill(child, signal.SIGKILL)
 
 
 def test_lost_ranks_need_not_answer() -> None:
