@@ -8,11 +8,12 @@
     double.synchronize(stream)
 
 It is test equipment and no part of the package. What it does and does not share with NCCL stands at the top
-of nccl.cpp.
+of native/nccl.cpp.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 __all__ = ["LastCall", "NcclDouble", "build"]
 
-_SOURCES = Path(__file__).parent
+_SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 
 
@@ -43,7 +44,9 @@ def build(folder: Path) -> Path:
     command = [compiler, *_FLAGS, f"-Wl,-soname,{path.name}", "-o", str(new), *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
-    new.replace(path)
+    with contextlib.suppress(FileExistsError):  # where another process was first: ranks have its file open
+        path.hardlink_to(new)
+    new.unlink()
     return path
 
 
@@ -119,7 +122,7 @@ class NcclDouble:
         """Lets the stream call a function, which must not raise."""
         callback = self._callback(lambda _: function())
         self._called.append(callback)
-        self._do("stream_call", stream, callback, ctypes.c_void_p(None))
+        self._do("stream_call", stream, callback, *[ctypes.c_void_p(None)] * 3, 0)
 
     def event(self) -> int:
         """Makes an event."""

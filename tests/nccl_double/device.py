@@ -8,6 +8,9 @@ Inside :func:`tensors_on_device`, torch's operations of the calling thread go to
 those that only write to their first argument are put there and return, and all others block the host until
 the stream is idle. Nothing else blocks: whoever reads what another stream has yet to write, reads too early.
 
+Inside, too, the double finds what no stream, event or wait of the host orders, however it happens to run:
+memory that two operations use, one of which writes. The end of :func:`tensors_on_device` raises with it.
+
 Inside :meth:`Graph.capture`, no operation is carried out, but each is noted in the graph, and what would read
 values on the host raises.
 """
@@ -19,7 +22,7 @@ import ctypes
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,12 +35,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collectives.backends.nccl.device import Device
 from collectives.core import work
+from nccl_double import accesses
+from nccl_double.accesses import Range
 
 _number = ctypes.c_ssize_t
 _callback = ctypes.CFUNCTYPE(None, _number)
+_accesses = ctypes.c_char_p, ctypes.POINTER(Range), ctypes.c_size_t
 _SIGNATURES = {
     "stream_create": (_number,),
-    "stream_call": (ctypes.c_int, _number, _callback, _number),
+    "stream_call": (ctypes.c_int, _number, _callback, _number, *_accesses),
+    "stream_settle": (ctypes.c_int, _number),
     "stream_sleep": (ctypes.c_int, _number, ctypes.c_int),
     "stream_synchronize": (ctypes.c_int, _number),
     "event_create": (_number,),
@@ -51,6 +58,11 @@ _SIGNATURES = {
     "capture_end": (_number, _number),
     "graph_launch": (ctypes.c_int, _number, _number),
     "graph_destroy": (ctypes.c_int, _number),
+    "access": (ctypes.c_int, _number, *_accesses),
+    "access_more": (ctypes.c_int, *_accesses),
+    "forget_accesses": (ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t),
+    "watch_accesses": (ctypes.c_int, ctypes.c_int),
+    "races": (ctypes.c_char_p,),
 }
 """Result and arguments of the double's functions."""
 
@@ -72,6 +84,10 @@ _QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
 
+_ANSWERS = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+)
+"""Operations that tell the host something about values, for which it waits."""
 
 _POISON = 0xA5
 """Every byte of memory that was given back."""
@@ -124,7 +140,18 @@ def pool_stream() -> int:
     return _pool[next(_next_of_pool)]
 
 
-def _enqueue(stream: int, function: Callable[[], object]) -> None:
+def _noted(what: str, ranges: Sequence[Range]) -> tuple[bytes, Any, int]:
+    """Returns accesses as the double takes them."""
+    return f"{what} at {accesses.caller()}".encode(), (Range * len(ranges))(*ranges), len(ranges)
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    _do("forget_accesses", *accesses.memory_of(tensor))
+
+
+def _enqueue(
+    stream: int, function: Callable[[], object], what: str = "", ranges: Sequence[Range] = ()
+) -> None:
     number = next(_numbers)
     graph: Graph | None = getattr(_thread, "graph", None)
     if graph is not None and _do("capturing", stream):
@@ -132,15 +159,7 @@ def _enqueue(stream: int, function: Callable[[], object]) -> None:
         _captured[number] = function
     else:
         _calls[number] = function
-    _do("stream_call", stream, _run, number)
-
-
-def _holds_tensor(values: Iterable[Any]) -> bool:
-    """Returns whether there is a tensor among an operation's arguments, values and lists of them."""
-    return any(
-        isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _holds_tensor(value))
-        for value in values
-    )
+    _do("stream_call", stream, _run, number, *_noted(what, ranges))
 
 
 def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,10 +185,11 @@ def _is_capturing() -> bool:
 def _capture(func: Any, args: Any, kwargs: Any) -> Any:
     """Notes an operation in the graph; returns tensors that each replay writes to."""
     call = partial(_carry_out, func, args, kwargs)
-    if func is torch.ops.aten._local_scalar_dense.default:
+    name, ranges = str(func), accesses.of_call(func, args, kwargs)
+    if func in _ANSWERS:
         raise RuntimeError("reading a value on the host is not permitted when a stream is captured")
     if func._schema.is_mutable:
-        _enqueue(_current_stream(), call)
+        _enqueue(_current_stream(), call, name, ranges)
         about = func._schema.arguments
         written = [given for given, one in zip(args, about, strict=False) if one.is_write]
         written += [kwargs[one.name] for one in about if one.is_out]
@@ -182,7 +202,10 @@ def _capture(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(old, torch.Tensor):
                 old.copy_(new)
 
-    _enqueue(_current_stream(), replay)
+    made = accesses.new_memory(func, args, kwargs, results)
+    for tensor in made:
+        _forget(tensor)
+    _enqueue(_current_stream(), replay, name, ranges + accesses.of_new(func, made))
     return tree_unflatten(into, spec)
 
 
@@ -229,30 +252,97 @@ class _Operations(TorchDispatchMode):
         return False  # which would import the compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(func, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if func.is_view:
-            return call()
+            return func(*args, **kwargs)
+        stream, given = _current_stream(), accesses.tensors_in((args, kwargs))
+        ranges = accesses.of_call(func, args, kwargs)
+        if given and all(accesses.is_on_host(tensor) for tensor in given):
+            _do("access", 0, *_noted(str(func), ranges))
+            return func(*args, **kwargs)
         if _is_capturing():
-            return _capture(func, args, kwargs or {})
+            return _capture(func, args, kwargs)
         if func.overloadpacket.__name__ in _QUEUED:
-            _enqueue(_current_stream(), partial(_carry_out, func, args, kwargs or {}))
+            _enqueue(stream, partial(_carry_out, func, args, kwargs), str(func), ranges)
             return args[0]
-        if _holds_tensor(args) or _holds_tensor((kwargs or {}).values()):
-            _do("stream_synchronize", _current_stream())
-        return call()
+        if given:
+            _do("stream_synchronize" if func in _ANSWERS else "stream_settle", stream)
+        results = func(*args, **kwargs)
+        made = accesses.new_memory(func, args, kwargs, results)
+        for tensor in made:
+            _forget(tensor)
+        _do("access", stream, *_noted(str(func), ranges + accesses.of_new(func, made)))
+        return results
+
+
+class _Steps(TorchDispatchMode):
+    """Notes what operations access that a stream carries out one after the other as one task."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if not func.is_view:
+            made = accesses.new_memory(func, args, kwargs, results)
+            for tensor in made:
+                _forget(tensor)
+            ranges = accesses.of_call(func, args, kwargs) + accesses.of_new(func, made)
+            _do("access_more", *_noted(str(func), ranges))
+        return results
 
 
 class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
-            _do("stream_synchronize", _current_stream())  # raises in a capture
+            ranges = list(accesses.of_tensor(args[0], False))
+            if accesses.is_on_host(args[0]):
+                _do("access", 0, *_noted(func.__name__, ranges))
+            else:
+                _do("access", _current_stream(), *_noted(func.__name__, ranges))
+                _do("stream_synchronize", _current_stream())  # raises in a capture
         return func(*args, **(kwargs or {}))
+
+
+_watches = 0
+"""How many contexts of :func:`tensors_on_device` there are."""
+_watching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    global _watches
+    with _watching:
+        if _watches == 0:
+            _do("watch_accesses", 1)
+        _watches += 1
+    try:
+        yield
+    finally:
+        with _watching:
+            _watches -= 1
+            found = races()
+            if _watches == 0:
+                _do("watch_accesses", 0)
+    assert not found, found
+
+
+def races() -> str:
+    """Returns the accesses in no order that were found and not returned before, a line each."""
+    return str(_functions["races"]().decode())
 
 
 @contextlib.contextmanager
 def tensors_on_device() -> Iterator[None]:
-    """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so."""
+    """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so.
+
+    Raises:
+        AssertionError: at the end: operations accessed memory in no order.
+    """
     with (
+        _watched(),
         mock.patch.object(work, "Future", DoubleFuture),
         mock.patch.object(torch.futures, "collect_all", collect_all),
         _Reads(),
@@ -392,7 +482,11 @@ class DoubleDevice(Device):
         return bool(_do("event_query", event))
 
     def run(self, stream: int, function: Callable[[], object]) -> None:
-        _enqueue(stream, function)
+        def steps() -> None:
+            with _Steps():
+                function()
+
+        _enqueue(stream, steps)
 
     def sleep(self, stream: int, seconds: float) -> None:
         """Lets a stream do nothing for a while."""
@@ -403,7 +497,9 @@ class DoubleDevice(Device):
         _do("stream_synchronize", stream)
 
     def empty(self, stream: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype)
+        made = torch.empty(count, dtype=dtype)
+        _forget(made)  # a thread of ours may ask, whose operations nobody notes
+        return made
 
     def share(self, stream: int, tensor: torch.Tensor) -> None:
         pass  # drop keeps tensors until the stream has passed
@@ -413,13 +509,16 @@ class DoubleDevice(Device):
             _thread.graph.kept.append(list(tensors))
             tensors.clear()
         else:
-            self.run(stream, lambda: _give_back(tensors))
+            _enqueue(stream, lambda: _give_back(tensors))
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _forget(values)
+        accesses.keep_on_host(values)
         stream = self.current_stream()
         given = tensor.detach()
-        _enqueue(stream, lambda: values.copy_(given))
+        ranges = [*accesses.of_tensor(given, False), *accesses.of_tensor(values, True)]
+        _enqueue(stream, lambda: values.copy_(given), "copy to the host", ranges)
         return values, self.record(stream)
 
     def block(self, event: int) -> None:

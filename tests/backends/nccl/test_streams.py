@@ -16,7 +16,7 @@ from conformance.test_works import eventually, gate
 from nccl_double.device import DoubleDevice, pool_stream
 from nccl_double.groups import load, make_group, run_over_double
 
-from collectives import CollectiveTimeoutError, ProcessGroup
+from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
 
@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 def late(device: DoubleDevice, stream: int, tensor: torch.Tensor, value: float) -> None:
     """Lets a stream fill a tensor, after a while."""
     device.sleep(stream, DELAY)
-    device.run(stream, lambda: tensor.fill_(value))
+    with device.using(stream):
+        tensor.fill_(value)
 
 
 def asynchronous(group: ProcessGroup) -> None:
@@ -36,30 +37,30 @@ def asynchronous(group: ProcessGroup) -> None:
     own, other = pool_stream(), pool_stream()
     total = sum(range(1, size + 1))
     for layout in ("dense", "strided"):
-        x = torch.zeros(16) if layout == "dense" else torch.zeros(48)[::3]
-        seen: list[list[float]] = []
+        seen = []
         with device.using(own):
+            x = torch.zeros(16) if layout == "dense" else torch.zeros(48)[::3]
             late(device, own, x, 1.0 + me)
             work = group.allreduce(x)
             assert not work.is_completed()
             began = time.monotonic()
             work.wait()
-            device.run(own, lambda x=x, seen=seen: seen.append(x.tolist()))
+            seen.append(torch.empty(16).copy_(x))
             assert time.monotonic() - began < DELAY / 2, "the host waited"
             assert work.is_completed()
         with device.using(other):  # another stream waits, too
             work.wait()
-            device.run(other, lambda x=x, seen=seen: seen.append(x.tolist()))
+            seen.append(torch.empty(16).copy_(x))
         device.synchronize(own)
         device.synchronize(other)
-        assert seen == [[total] * 16] * 2
+        assert [copy.tolist() for copy in seen] == [[total] * 16] * 2
 
 
 def on_the_current_stream(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
     own = pool_stream()
-    x = torch.zeros(48)[::3]
     with device.using(own):
+        x = torch.zeros(48)[::3]
         late(device, own, x, 1.0 + me)
         work = group.allreduce([x], AllreduceOptions(asyncOp=False))
         assert not work._pending.completed()
@@ -141,12 +142,12 @@ def issued_by_two_threads(group: ProcessGroup) -> None:
     """Operations of two threads, in any order: messages here, in the other direction there."""
     peer, turns = 1 - group.rank(), 200
     tensors = [torch.zeros(8) for _ in range(turns)]
+    works: list[Work] = []
     errors: list[Exception] = []
 
-    def issue(call: Callable[[torch.Tensor], object], values: Iterable[torch.Tensor]) -> None:
+    def issue(call: Callable[[torch.Tensor], Work], values: Iterable[torch.Tensor]) -> None:
         try:
-            for value in values:
-                call(value)
+            works.extend(call(value) for value in values)
         except Exception as error:  # noqa: BLE001 - told below
             errors.append(error)
 
@@ -160,15 +161,16 @@ def issued_by_two_threads(group: ProcessGroup) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    group.barrier().wait()
-    assert eventually(lambda: [tensor[0].item() for tensor in tensors] == list(range(turns)))
+    for work in works:
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == list(range(turns))
 
 
 def futures(group: ProcessGroup) -> None:
     device, me, size = DoubleDevice.shared(CPU), group.rank(), group.size()
     own = pool_stream()
-    x = torch.zeros(3)
     with device.using(own):
+        x = torch.zeros(3)
         late(device, own, x, 1.0 + me)
         future = group.allreduce(x).get_future()
         doubled = future.then(lambda done: done.value()[0] * 2)
@@ -199,22 +201,22 @@ def last_steps(group: ProcessGroup) -> None:
     own, other = pool_stream(), pool_stream()
     total = float(sum(range(1, size + 1)))
     for asks in (True, False):
-        x = torch.zeros(48)[::3]
-        seen: list[list[float]] = []
+        seen = []
         with device.using(own):
+            x = torch.zeros(48)[::3]
             late(device, own, x, 1.0 + me)
             # Tensors that share memory are reduced as copies, which a last step writes back.
             work = group.allreduce_coalesced([x, x])
             if asks:
                 work.get_future()
             work.wait()
-            device.run(own, lambda x=x, seen=seen: seen.append(x.tolist()))
+            seen.append(torch.empty(16).copy_(x))
         with device.using(other):
             work.wait()
-            device.run(other, lambda x=x, seen=seen: seen.append(x.tolist()))
+            seen.append(torch.empty(16).copy_(x))
         device.synchronize(own)
         device.synchronize(other)
-        assert seen == [[total] * 16] * 2
+        assert [copy.tolist() for copy in seen] == [[total] * 16] * 2
 
 
 def host_blocks(group: ProcessGroup) -> None:
@@ -241,8 +243,8 @@ def host_blocks(group: ProcessGroup) -> None:
 def messages(group: ProcessGroup) -> None:
     device, me = DoubleDevice.shared(CPU), group.rank()
     own = pool_stream()
-    x, y = torch.zeros(4), torch.zeros(4)
     with device.using(own):
+        x, y = torch.zeros(4), torch.zeros(4)
         late(device, own, x, 5.0 + me)
         sent = group.send(x, 1 - me)
         received = group.recv(y, 1 - me)

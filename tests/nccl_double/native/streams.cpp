@@ -10,6 +10,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,8 +22,9 @@ namespace nccl_double {
 namespace {
 
 struct Node {
-  std::function<std::function<void()>()> prepare;
-  std::set<std::size_t> after;  // indices of nodes
+  Prepare prepare;
+  std::set<std::size_t> after;                                 // indices of nodes
+  std::vector<std::pair<std::intptr_t, Accesses>> operations;  // and their sequences
 };
 
 // A capture under way, and the graph that it makes.
@@ -36,11 +38,12 @@ struct Graph {
   std::set<const void*> owners;
   std::optional<std::size_t> last_owned;  // node
 
-  void add(std::intptr_t stream, std::function<std::function<void()>()> prepare,
-           const std::vector<const void*>& its_owners) {
+  void add(std::intptr_t stream, Prepare prepare, const std::vector<const void*>& its_owners,
+           const std::vector<Accesses>& operations) {
     const std::lock_guard lock(mutex);
     const std::size_t index = nodes.size();
-    nodes.push_back({std::move(prepare), std::exchange(reached[stream], {index})});
+    nodes.push_back({std::move(prepare), std::exchange(reached[stream], {index}), {}});
+    for (const Accesses& one : operations) nodes.back().operations.emplace_back(new_sequence(), one);
     if (its_owners.empty()) return;
     if (last_owned) nodes.back().after.insert(*last_owned);
     owners.insert(its_owners.begin(), its_owners.end());
@@ -68,14 +71,20 @@ class Event {
     const std::lock_guard lock(mutex_);
     return after_;
   }
-  std::uint64_t note() {
+  // Notes a place, which has a clock.
+  std::uint64_t note(Clock clock) {
     const std::lock_guard lock(mutex_);
     graph_ = nullptr;
+    clock_ = std::move(clock);
     return ++noted_;
   }
   std::uint64_t noted() {
     const std::lock_guard lock(mutex_);
     return noted_;
+  }
+  Clock clock() {
+    const std::lock_guard lock(mutex_);
+    return clock_;
   }
   void pass(std::uint64_t place) {
     const std::lock_guard lock(mutex_);
@@ -95,6 +104,7 @@ class Event {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::uint64_t noted_ = 0;
+  Clock clock_;  // of the noted place
   std::uint64_t passed_ = 0;
   GraphPtr graph_;
   std::set<std::size_t> after_;
@@ -180,6 +190,17 @@ GraphPtr capture_of(std::intptr_t stream) {
   return found == registry().captured.end() ? nullptr : found->second;
 }
 
+// Where the task is that this thread carries out.
+thread_local Place current_place;
+
+std::function<void()> at_place(const Place& place, std::function<void()> task) {
+  return [place, task = std::move(task)] {
+    const Place before = std::exchange(current_place, place);
+    task();
+    current_place = before;
+  };
+}
+
 void break_off(const GraphPtr& graph) {
   const std::lock_guard lock(graph->mutex);
   graph->failed = true;
@@ -199,18 +220,20 @@ bool is_captured(std::intptr_t stream, bool* error) {
   return true;
 }
 
-void capture(std::intptr_t stream, std::function<std::function<void()>()> prepare,
-             const std::vector<const void*>& owners) {
-  if (const GraphPtr graph = capture_of(stream)) graph->add(stream, std::move(prepare), owners);
+void capture(std::intptr_t stream, Prepare prepare, const std::vector<const void*>& owners,
+             const std::vector<Accesses>& operations) {
+  if (const GraphPtr graph = capture_of(stream)) graph->add(stream, std::move(prepare), owners, operations);
 }
 
-void enqueue(std::intptr_t stream, std::function<void()> task) {
+void enqueue(std::intptr_t stream, std::function<void()> task, const std::vector<Accesses>& operations) {
   if (stream == 0) {
-    task();
+    at_place(access(0, operations), task)();
   } else if (is_captured(stream)) {
-    capture(stream, [task = std::move(task)] { return task; }, {});
+    capture(
+        stream, [task = std::move(task)](const Place& place) { return at_place(place, task); }, {},
+        operations);
   } else if (const auto found = stream_of(stream)) {
-    found->add(std::move(task));
+    found->add(at_place(access(stream, operations), std::move(task)));
   }
 }
 
@@ -222,12 +245,13 @@ void record(const std::shared_ptr<Event>& event, std::intptr_t stream) {
     event->capture(graph, graph->reached[stream]);
     return;
   }
-  enqueue(stream, [event, place = event->note()] { event->pass(place); });
+  enqueue(stream, [event, place = event->note(clock_of(stream))] { event->pass(place); });
 }
 
 bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
   const GraphPtr graph = capture_of(stream), other = event->graph();
   if (!graph && !other) {
+    follow(stream, event->clock());
     enqueue(stream, [event, place = event->noted()] { event->wait(place); });
     return true;
   }
@@ -295,6 +319,15 @@ int double_stream_synchronize(std::intptr_t id) {
     break_off(graph);
     return -kNotInCapture;
   }
+  const Clock clock = clock_of(id);
+  if (const auto stream = stream_of(id)) stream->synchronize();
+  follow(0, clock);
+  return 0;
+}
+
+// Waits as double_stream_synchronize does, where the device would not: nothing is ordered by it.
+int double_stream_settle(std::intptr_t id) {
+  if (!stream_exists(id)) return -1;
   if (const auto stream = stream_of(id)) stream->synchronize();
   return 0;
 }
@@ -309,15 +342,48 @@ int double_stream_sleep(std::intptr_t id, int milliseconds) {
 // Adds a task that copies memory.
 int double_stream_copy(std::intptr_t id, void* to, const void* from, std::size_t bytes) {
   if (!stream_exists(id)) return -1;
-  enqueue(id, [=] { std::memmove(to, from, bytes); });
+  enqueue(id, [=] { std::memmove(to, from, bytes); }, {{"copy", {reads(from, bytes), writes(to, bytes)}}});
   return 0;
 }
 
-// Adds a task that calls a function of the host.
-int double_stream_call(std::intptr_t id, void (*function)(void*), void* argument) {
+// Adds a task that calls a function of the host, which stands for an operation that accesses `count` ranges.
+int double_stream_call(std::intptr_t id, void (*function)(void*), void* argument, const char* what,
+                       const Range* ranges, std::size_t count) {
   if (!stream_exists(id)) return -1;
-  enqueue(id, [=] { function(argument); });
+  enqueue(id, [=] { function(argument); }, {{what, {ranges, ranges + count}}});
   return 0;
+}
+
+// Notes more accesses of the operation that the calling function of double_stream_call is part of.
+int double_access_more(const char* what, const Range* ranges, std::size_t count) {
+  access_at(current_place, {what, {ranges, ranges + count}});
+  return 0;
+}
+
+// Notes the accesses of an operation of the stream that the caller carries out.
+int double_access(std::intptr_t id, const char* what, const Range* ranges, std::size_t count) {
+  if (!stream_exists(id)) return -1;
+  access(id, {{what, {ranges, ranges + count}}});
+  return 0;
+}
+
+// Forgets the accesses to memory that has been given out anew.
+int double_forget_accesses(std::uintptr_t begin, std::uintptr_t end) {
+  forget_accesses(begin, end);
+  return 0;
+}
+
+// Begins to look for races, or ends it.
+int double_watch_accesses(int on) {
+  watch_accesses(on != 0);
+  return 0;
+}
+
+// Returns the races that were found since the last call, in lines.
+const char* double_races() {
+  thread_local std::string text;
+  text = take_races();
+  return text.c_str();
 }
 
 std::intptr_t double_event_create() {
@@ -351,14 +417,19 @@ int double_event_query(std::intptr_t id) {
   const auto event = event_of(id);
   if (!event) return -1;
   if (event->graph()) return -kCapturedEvent;
-  return event->has_passed(event->noted());
+  const Clock clock = event->clock();
+  if (!event->has_passed(event->noted())) return 0;
+  follow(0, clock);
+  return 1;
 }
 
 int double_event_synchronize(std::intptr_t id) {
   const auto event = event_of(id);
   if (!event) return -1;
   if (event->graph()) return -kCapturedEvent;
+  const Clock clock = event->clock();
   event->wait(event->noted());
+  follow(0, clock);
   return 0;
 }
 
@@ -422,15 +493,27 @@ int double_graph_launch(std::intptr_t id, std::intptr_t stream) {
     for (const std::size_t one : graph->nodes[node].after) before[one].push_back(node);
     if (waits[node] == 0) ready.push_back(node);
   }
+  const Clock before_all = clock_of(stream);
+  Clock behind_all = before_all;
+  std::vector<Clock> behind(graph->nodes.size(), before_all);
   while (!ready.empty()) {
     std::swap(ready[random() % ready.size()], ready.back());
     const std::size_t node = ready.back();
     ready.pop_back();
-    enqueue(stream, graph->nodes[node].prepare());
+    for (const std::size_t one : graph->nodes[node].after) join(behind[node], behind[one]);
+    const Clock start = behind[node];
+    Place last;
+    for (const auto& [sequence, accesses] : graph->nodes[node].operations) {
+      last = access_behind(start, sequence, accesses);
+      join(behind[node], *last.clock);
+    }
+    enqueue(stream, graph->nodes[node].prepare(last));
+    join(behind_all, behind[node]);
     for (const std::size_t next : before[node]) {
       if (--waits[next] == 0) ready.push_back(next);
     }
   }
+  follow(stream, behind_all);
   return 0;
 }
 

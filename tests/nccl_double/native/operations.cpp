@@ -1,6 +1,7 @@
 // What operations do when their stream gets to them.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <thread>
 
 #include "communicator.hpp"
@@ -84,6 +85,36 @@ bool run_all(Communicator& comm, const std::vector<Operation>& operations) {
   return comm.mesh.exchange(Lane::point_to_point, Operation::send, sends, receives, comm.aborted);
 }
 
+// Returns what an operation of NCCL accesses on this rank.
+Accesses accesses_of(const Communicator& comm, const Operation& op) {
+  static const std::map<Operation::Kind, const char*> names = {
+      {Operation::all_reduce, "ncclAllReduce"},
+      {Operation::reduce, "ncclReduce"},
+      {Operation::broadcast, "ncclBroadcast"},
+      {Operation::all_gather, "ncclAllGather"},
+      {Operation::send, "ncclSend"},
+      {Operation::reduce_scatter, "ncclReduceScatter"},
+      {Operation::recv, "ncclRecv"}};
+  const std::size_t bytes = op.count * element_bytes(op.type);
+  const std::size_t everyones = bytes * static_cast<std::size_t>(comm.size);
+  const bool at_root = comm.rank == op.root;
+  const bool rooted = op.kind == Operation::reduce || op.kind == Operation::broadcast;
+  Accesses found{names.at(op.kind), {}};
+  if (op.kind != Operation::recv && (op.kind != Operation::broadcast || at_root)) {
+    found.ranges.push_back(reads(op.from, op.kind == Operation::reduce_scatter ? everyones : bytes));
+  }
+  if (op.kind != Operation::send && (!rooted || at_root || op.kind == Operation::broadcast)) {
+    found.ranges.push_back(writes(op.to, op.kind == Operation::all_gather ? everyones : bytes));
+  }
+  return found;
+}
+
+std::vector<Accesses> accesses_of(const Communicator& comm, const std::vector<Operation>& ops) {
+  std::vector<Accesses> found;
+  for (const Operation& op : ops) found.push_back(accesses_of(comm, op));
+  return found;
+}
+
 using Parts = std::vector<std::pair<CommunicatorPtr, std::vector<Operation>>>;
 
 std::uint64_t take_turn(Communicator& comm) {
@@ -117,7 +148,7 @@ int capture_launch(const Parts& parts) {
   for (const auto& [comm, ops] : parts) {
     for (const Operation& op : ops) join(op.stream, stream);
   }
-  const auto prepare = [parts] {
+  const auto prepare = [parts](const Place&) {
     std::vector<std::uint64_t> turns;
     for (const auto& [comm, ops] : parts) turns.push_back(take_turn(*comm));
     return [parts, turns] {
@@ -131,7 +162,11 @@ int capture_launch(const Parts& parts) {
       for (std::thread& helper : helpers) helper.join();
     };
   };
-  capture(stream, prepare, owners);
+  std::vector<Accesses> accesses;
+  for (const auto& [comm, ops] : parts) {
+    for (const Operation& op : ops) accesses.push_back(accesses_of(*comm, op));
+  }
+  capture(stream, prepare, owners, accesses);
   for (const auto& [comm, ops] : parts) {
     for (const Operation& op : ops) join(stream, op.stream);
   }
@@ -183,7 +218,7 @@ int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations)
       record(ready, op.stream);
       await(ready, stream);
     }
-    enqueue(stream, work);
+    enqueue(stream, work, accesses_of(*comm, ops));
     record(done, stream);
     for (const Operation& op : ops) {
       if (other(op)) await(done, op.stream);

@@ -14,6 +14,8 @@
 #include <memory>
 #include <vector>
 
+#include "races.hpp"
+
 namespace nccl_double {
 
 class Event;
@@ -24,17 +26,19 @@ void use_device();
 
 bool stream_exists(std::intptr_t stream);
 
-// Runs a task after those that the stream has.
-void enqueue(std::intptr_t stream, std::function<void()> task);
+// Runs a task after those that the stream has. Its operations start together; the last is carried out by the
+// task, where more accesses of it may become known.
+void enqueue(std::intptr_t stream, std::function<void()> task, const std::vector<Accesses>& operations = {});
 
 // Whether the stream is being captured; `error` is set where that capture has met an error.
 bool is_captured(std::intptr_t stream, bool* error = nullptr);
 
 // Notes a task in the graph that the stream is captured into. Each launch of the graph calls `prepare` in the
-// thread that launches it, and carries out what that returns. Nodes with owners keep their order;
-// owners are communicators, which the graph holds.
-void capture(std::intptr_t stream, std::function<std::function<void()>()> prepare,
-             const std::vector<const void*>& owners);
+// thread that launches it, with the place of the last operation, and carries out what that returns. Nodes
+// with owners keep their order; owners are communicators, which the graph holds.
+using Prepare = std::function<std::function<void()>(const Place&)>;
+void capture(std::intptr_t stream, Prepare prepare, const std::vector<const void*>& owners,
+             const std::vector<Accesses>& operations);
 
 std::shared_ptr<Event> make_event();
 // Notes the place that the stream has reached.
