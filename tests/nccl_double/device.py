@@ -320,6 +320,9 @@ def _watched() -> Iterator[None]:
         _watches += 1
     try:
         yield
+    except BaseException:
+        sys.stderr.write(races())  # what may have led to it
+        raise
     finally:
         with _watching:
             _watches -= 1

@@ -255,8 +255,11 @@ def messages(group: ProcessGroup) -> None:
     with device.using(own):
         late(device, own, x, 9.0)
         group.send(x, me)
+    other = pool_stream()
+    with device.using(other):
+        y = torch.zeros(4)
         group.recv(y, me).wait()
-    device.synchronize(own)
+    device.synchronize(other)
     assert y.tolist() == [9.0] * 4
 
 
