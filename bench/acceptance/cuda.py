@@ -113,6 +113,10 @@ class CudaPlatform(Platform):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
+    def finish(self) -> None:
+        """Waits for the device, which raises what its kernels met."""
+        torch.cuda.synchronize()
+
     @property
     def tests(self) -> Sequence[str]:
         """Those with the mark."""

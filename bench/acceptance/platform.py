@@ -109,6 +109,10 @@ class Platform(ABC):
     def refusing_to_wait(self) -> AbstractContextManager[object]:
         """Returns a ``with`` block in which an error is raised where this thread would wait for a stream."""
 
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until the device of this process has done everything, and raises what went wrong on it."""
+
     @property
     @abstractmethod
     def tests(self) -> Sequence[str]:

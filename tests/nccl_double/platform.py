@@ -113,6 +113,14 @@ class DoublePlatform(Platform):
         with mock.patch.object(device, "_do", checked):
             yield
 
+    def finish(self) -> None:
+        """Raises, too, where operations accessed memory in no order."""
+        shared = DoubleDevice.shared(torch.device("cpu"))
+        assert isinstance(shared, DoubleDevice)
+        shared.synchronize(shared.current_stream())
+        found = device.races()
+        assert not found, found
+
     @property
     def tests(self) -> Sequence[str]:
         return ["tests/backends/nccl/test_cuda_runtime.py", "tests/backends/nccl/test_rendezvous.py"]
