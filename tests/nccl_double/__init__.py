@@ -122,7 +122,8 @@ class NcclDouble:
         """Lets the stream call a function, which must not raise."""
         callback = self._callback(lambda _: function())
         self._called.append(callback)
-        self._do("stream_call", stream, callback, *[ctypes.c_void_p(None)] * 3, 0)
+        nothing = ctypes.c_void_p(None)
+        self._do("stream_call", stream, callback, nothing, b"a function of the host", nothing, 0)
 
     def event(self) -> int:
         """Makes an event."""

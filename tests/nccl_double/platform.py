@@ -18,7 +18,7 @@ from collectives.backends.nccl.libnccl import loading
 from collectives.bench.acceptance.platform import Platform
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
-from nccl_double import build, device
+from nccl_double import build, device, library, modes
 from nccl_double.device import DoubleDevice, tensors_on_device
 from nccl_double.groups import load, make_group
 
@@ -103,14 +103,14 @@ class DoublePlatform(Platform):
 
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
-        do, thread = device._do, threading.get_ident()
+        do, thread = library.do, threading.get_ident()
 
         def checked(name: str, *arguments: object) -> int:
             if name == "stream_synchronize" and threading.get_ident() == thread:
                 raise RuntimeError("this thread would wait for a stream")
             return do(name, *arguments)
 
-        with mock.patch.object(device, "_do", checked):
+        with mock.patch.object(modes, "do", checked), mock.patch.object(device, "do", checked):
             yield
 
     def finish(self) -> None:

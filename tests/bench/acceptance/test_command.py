@@ -133,9 +133,9 @@ def refused_by_the_double(rank: int, size: int, file: str) -> str:
     tensor = torch.ones(3)
     platform.delay(0.01)
     with platform.refusing_to_wait():
-        tensor.add_(1.0)
+        total = tensor.add_(1.0).sum()
         try:
-            tensor.sum()
+            total.item()
         except RuntimeError as error:
             return str(error)
     return "nothing"

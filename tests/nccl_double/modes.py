@@ -1,0 +1,186 @@
+"""torch's operations, as those on tensors of a device: put on streams, captured, and looked at for races.
+
+Operations of a thread go to its current stream: those that only write to their first argument are put there
+and return, and all others block the host until the stream is idle, as no device would: nothing is ordered by
+that. Who reads what another stream has yet to write, reads too early.
+
+The double finds, however it happens to run, what no stream, event or wait of the host orders: memory that two
+operations access, one of which writes.
+
+While the current stream is captured, no operation is carried out, but each is noted in the graph, and what
+would read values on the host raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from collectives.core import work
+from nccl_double import accesses
+from nccl_double.futures import DoubleFuture, collect_all
+from nccl_double.library import current_stream, do, enqueue, forget, functions, is_capturing, noted
+
+_QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "neg_"})
+"""Operations that write to their first argument and do nothing else."""
+
+_READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""Methods that need the values on the host, and read them without an operation."""
+
+_ANSWERS = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
+)
+"""Operations that tell the host something about values, for which it waits."""
+
+_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls an operation that autograd knows of since it was put on its stream."""
+    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
+        return func(*args, **kwargs)
+
+
+def _capture(func: Any, args: Any, kwargs: Any) -> Any:
+    """Notes an operation in the graph; returns tensors that each replay writes to."""
+    call = partial(_carry_out, func, args, kwargs)
+    name, ranges = str(func), accesses.of_call(func, args, kwargs)
+    if func in _ANSWERS:
+        raise RuntimeError("reading a value on the host is not permitted when a stream is captured")
+    if func._schema.is_mutable:
+        enqueue(current_stream(), call, name, ranges)
+        about = func._schema.arguments
+        written = [given for given, one in zip(args, about, strict=False) if one.is_write]
+        written += [kwargs[one.name] for one in about if one.is_out]
+        return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+    results = call()  # shapes, and memory; their values are those of now
+    into, spec = tree_flatten(results)
+
+    def replay() -> None:
+        for old, new in zip(into, tree_flatten(call())[0], strict=True):
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+
+    made = accesses.new_memory(func, args, kwargs, results)
+    for tensor in made:
+        forget(tensor)
+    enqueue(current_stream(), replay, name, ranges + accesses.of_new(func, made))
+    return tree_unflatten(into, spec)
+
+
+class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        stream, given = current_stream(), accesses.tensors_in((args, kwargs))
+        ranges = accesses.of_call(func, args, kwargs)
+        if given and all(accesses.is_on_host(tensor) for tensor in given):
+            do("access", 0, *noted(str(func), ranges))
+            return func(*args, **kwargs)
+        if is_capturing():
+            return _capture(func, args, kwargs)
+        if func.overloadpacket.__name__ in _QUEUED:
+            enqueue(stream, partial(_carry_out, func, args, kwargs), str(func), ranges)
+            return args[0]
+        if given:
+            do("stream_synchronize" if func in _ANSWERS else "stream_settle", stream)
+        results = func(*args, **kwargs)
+        made = accesses.new_memory(func, args, kwargs, results)
+        for tensor in made:
+            forget(tensor)
+        do("access", stream, *noted(str(func), ranges + accesses.of_new(func, made)))
+        return results
+
+
+class Steps(TorchDispatchMode):
+    """Notes what operations access that a stream carries out one after the other as one task."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if not func.is_view:
+            made = accesses.new_memory(func, args, kwargs, results)
+            for tensor in made:
+                forget(tensor)
+            ranges = accesses.of_call(func, args, kwargs) + accesses.of_new(func, made)
+            do("access_more", *noted(str(func), ranges))
+        return results
+
+
+class _Reads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            ranges = list(accesses.of_tensor(args[0], False))
+            if accesses.is_on_host(args[0]):
+                do("access", 0, *noted(func.__name__, ranges))
+            else:
+                do("access", current_stream(), *noted(func.__name__, ranges))
+                do("stream_synchronize", current_stream())  # raises in a capture
+        return func(*args, **(kwargs or {}))
+
+
+_watches = 0
+"""How many contexts of :func:`tensors_on_device` there are."""
+_watching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    global _watches
+    with _watching:
+        if _watches == 0:
+            do("watch_accesses", 1)
+        _watches += 1
+    try:
+        yield
+    except BaseException:
+        sys.stderr.write(races())  # what may have led to it
+        raise
+    finally:
+        with _watching:
+            _watches -= 1
+            found = races()
+            if _watches == 0:
+                do("watch_accesses", 0)
+    assert not found, found
+
+
+def races() -> str:
+    """Returns the accesses in no order that were found and not returned before, a line each."""
+    return str(functions["races"]().decode())
+
+
+@contextlib.contextmanager
+def tensors_on_device() -> Iterator[None]:
+    """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so.
+
+    Raises:
+        AssertionError: at the end: operations accessed memory in no order.
+    """
+    with (
+        _watched(),
+        mock.patch.object(work, "Future", DoubleFuture),
+        mock.patch.object(torch.futures, "collect_all", collect_all),
+        _Reads(),
+        _Operations(),
+    ):
+        yield
