@@ -7,53 +7,15 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <random>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "communicator.hpp"
+#include "graphs.hpp"
 
 namespace nccl_double {
-
-namespace {
-
-struct Node {
-  Prepare prepare;
-  std::set<std::size_t> after;                                 // indices of nodes
-  std::vector<std::pair<std::intptr_t, Accesses>> operations;  // and their sequences
-};
-
-// A capture under way, and the graph that it makes.
-struct Graph {
-  std::mutex mutex;
-  std::vector<Node> nodes;
-  std::intptr_t origin = 0;
-  bool failed = false;
-  bool ended = false;
-  std::map<std::intptr_t, std::set<std::size_t>> reached;  // by stream, the last nodes that it is behind
-  std::set<const void*> owners;
-  std::optional<std::size_t> last_owned;  // node
-
-  void add(std::intptr_t stream, Prepare prepare, const std::vector<const void*>& its_owners,
-           const std::vector<Accesses>& operations) {
-    const std::lock_guard lock(mutex);
-    const std::size_t index = nodes.size();
-    nodes.push_back({std::move(prepare), std::exchange(reached[stream], {index}), {}});
-    for (const Accesses& one : operations) nodes.back().operations.emplace_back(new_sequence(), one);
-    if (its_owners.empty()) return;
-    if (last_owned) nodes.back().after.insert(*last_owned);
-    owners.insert(its_owners.begin(), its_owners.end());
-    last_owned = index;
-  }
-};
-
-using GraphPtr = std::shared_ptr<Graph>;
-
-}  // namespace
 
 class Event {
  public:
@@ -162,8 +124,6 @@ struct Registry {
   std::mutex mutex;
   std::map<std::intptr_t, std::shared_ptr<Stream>> streams;
   std::map<std::intptr_t, std::shared_ptr<Event>> events;
-  std::map<std::intptr_t, GraphPtr> captured;  // by stream, the captures under way
-  std::map<std::intptr_t, GraphPtr> graphs;
   std::intptr_t next = 0x1000;
 };
 
@@ -184,12 +144,6 @@ std::shared_ptr<Event> event_of(std::intptr_t id) {
   return found == registry().events.end() ? nullptr : found->second;
 }
 
-GraphPtr capture_of(std::intptr_t stream) {
-  const std::lock_guard lock(registry().mutex);
-  const auto found = registry().captured.find(stream);
-  return found == registry().captured.end() ? nullptr : found->second;
-}
-
 // Where the task is that this thread carries out.
 thread_local Place current_place;
 
@@ -201,29 +155,11 @@ std::function<void()> at_place(const Place& place, std::function<void()> task) {
   };
 }
 
-void break_off(const GraphPtr& graph) {
-  const std::lock_guard lock(graph->mutex);
-  graph->failed = true;
-}
-
 }  // namespace
 
 void use_device() { contexts |= 1U << current_device; }
 
 bool stream_exists(std::intptr_t stream) { return stream == 0 || stream_of(stream) != nullptr; }
-
-bool is_captured(std::intptr_t stream, bool* error) {
-  const GraphPtr graph = capture_of(stream);
-  if (!graph) return false;
-  const std::lock_guard lock(graph->mutex);
-  if (error != nullptr) *error = graph->failed;
-  return true;
-}
-
-void capture(std::intptr_t stream, Prepare prepare, const std::vector<const void*>& owners,
-             const std::vector<Accesses>& operations) {
-  if (const GraphPtr graph = capture_of(stream)) graph->add(stream, std::move(prepare), owners, operations);
-}
 
 void enqueue(std::intptr_t stream, std::function<void()> task, const std::vector<Accesses>& operations) {
   if (stream == 0) {
@@ -260,8 +196,7 @@ bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
     const std::lock_guard lock(other->mutex);
     if (!other->ended && (!graph || graph == other)) {
       other->reached[stream].insert(after.begin(), after.end());
-      const std::lock_guard both(registry().mutex);
-      registry().captured[stream] = other;  // from now on, until the capture ends
+      join_capture(stream, other);
       return true;
     }
   } else if (event->noted() == 0) {
@@ -276,14 +211,6 @@ bool await(const std::shared_ptr<Event>& event, std::intptr_t stream) {
 }  // namespace nccl_double
 
 using namespace nccl_double;
-
-// CUDA's errors of captures.
-constexpr int kNotInCapture = 900;    // cudaErrorStreamCaptureUnsupported
-constexpr int kInvalidated = 901;     // cudaErrorStreamCaptureInvalidated
-constexpr int kUnmatched = 903;       // cudaErrorStreamCaptureUnmatched
-constexpr int kUnjoined = 904;        // cudaErrorStreamCaptureUnjoined
-constexpr int kCrossesCapture = 905;  // cudaErrorStreamCaptureIsolation
-constexpr int kCapturedEvent = 907;   // cudaErrorCapturedEvent
 
 // The functions that tests call. They return 0 or more, -1 for a stream, event or graph that does not exist,
 // and the negative number of an error of CUDA.
@@ -430,100 +357,6 @@ int double_event_synchronize(std::intptr_t id) {
   const Clock clock = event->clock();
   event->wait(event->noted());
   follow(0, clock);
-  return 0;
-}
-
-// Begins to capture a stream.
-int double_capture_begin(std::intptr_t id) {
-  if (id == 0 || !stream_exists(id)) return -1;
-  if (capture_of(id)) return -kNotInCapture;
-  const auto graph = std::make_shared<Graph>();
-  graph->origin = id;
-  const std::lock_guard lock(registry().mutex);
-  registry().captured[id] = graph;
-  return 0;
-}
-
-// Returns whether a stream is being captured.
-int double_capturing(std::intptr_t id) {
-  if (!stream_exists(id)) return -1;
-  return is_captured(id);
-}
-
-// Ends a capture on the stream that it began on; returns the graph.
-std::intptr_t double_capture_end(std::intptr_t id) {
-  const GraphPtr graph = capture_of(id);
-  if (!graph || graph->origin != id) return -kUnmatched;
-  const std::scoped_lock lock(registry().mutex, graph->mutex);
-  std::erase_if(registry().captured, [&](const auto& one) { return one.second == graph; });
-  graph->ended = true;
-  if (graph->failed) return -kInvalidated;
-  // All is joined where the origin is behind every node, directly or by way of others.
-  std::set<std::size_t> behind;
-  std::vector<std::size_t> next(graph->reached[id].begin(), graph->reached[id].end());
-  while (!next.empty()) {
-    const std::size_t one = next.back();
-    next.pop_back();
-    if (!behind.insert(one).second) continue;
-    next.insert(next.end(), graph->nodes[one].after.begin(), graph->nodes[one].after.end());
-  }
-  if (behind.size() != graph->nodes.size()) return -kUnjoined;
-  for (const void* const owner : graph->owners) hold_in_graph(owner, true);
-  registry().graphs[++registry().next] = graph;
-  return registry().next;
-}
-
-// Puts a graph on a stream: its nodes one after the other, in an order that their dependencies allow.
-int double_graph_launch(std::intptr_t id, std::intptr_t stream) {
-  GraphPtr graph;
-  {
-    const std::lock_guard lock(registry().mutex);
-    const auto found = registry().graphs.find(id);
-    if (found != registry().graphs.end()) graph = found->second;
-  }
-  if (!graph || !stream_exists(stream)) return -1;
-  if (is_captured(stream)) return -kNotInCapture;
-  thread_local std::mt19937 random(1);
-  const std::lock_guard lock(graph->mutex);
-  std::vector<std::size_t> waits(graph->nodes.size());
-  std::vector<std::vector<std::size_t>> before(graph->nodes.size());
-  std::vector<std::size_t> ready;
-  for (std::size_t node = 0; node < graph->nodes.size(); ++node) {
-    waits[node] = graph->nodes[node].after.size();
-    for (const std::size_t one : graph->nodes[node].after) before[one].push_back(node);
-    if (waits[node] == 0) ready.push_back(node);
-  }
-  const Clock before_all = clock_of(stream);
-  Clock behind_all = before_all;
-  std::vector<Clock> behind(graph->nodes.size(), before_all);
-  while (!ready.empty()) {
-    std::swap(ready[random() % ready.size()], ready.back());
-    const std::size_t node = ready.back();
-    ready.pop_back();
-    for (const std::size_t one : graph->nodes[node].after) join(behind[node], behind[one]);
-    const Clock start = behind[node];
-    Place last;
-    for (const auto& [sequence, accesses] : graph->nodes[node].operations) {
-      last = access_behind(start, sequence, accesses);
-      join(behind[node], *last.clock);
-    }
-    enqueue(stream, graph->nodes[node].prepare(last));
-    join(behind_all, behind[node]);
-    for (const std::size_t next : before[node]) {
-      if (--waits[next] == 0) ready.push_back(next);
-    }
-  }
-  follow(stream, behind_all);
-  return 0;
-}
-
-// Lets a graph go; what was launched is still carried out.
-int double_graph_destroy(std::intptr_t id) {
-  const std::lock_guard lock(registry().mutex);
-  const auto found = registry().graphs.find(id);
-  if (found == registry().graphs.end()) return -1;
-  for (const void* const owner : found->second->owners) hold_in_graph(owner, false);
-  registry().graphs.erase(found);
   return 0;
 }
 
