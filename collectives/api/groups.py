@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -25,6 +24,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.errors import DistBackendError
 from collectives.logs import Log
 from collectives.registry import backends as registry
+from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
 from collectives.store.group_rendezvous import join_group
@@ -87,8 +87,7 @@ def make_group(
         )
         group = made[names[0]]
         if mixed:
-            module = importlib.import_module("collectives.backends.by_device")
-            group = module.ProcessGroupByDevice(by_device, store)
+            group = ProcessGroupByDevice(by_device, store)
         group = checked(group)
     except BaseException:
         abort_all(made.values())

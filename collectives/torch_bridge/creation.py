@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,10 +16,11 @@ from collectives.api.debug import checked
 from collectives.core.arguments.option_records import is_general
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
+from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
 from collectives.store.world_rendezvous import KEYS, join_world
-from collectives.torch_bridge import backend as torch_backend
+from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.nan_check import NanCheckedGroup
@@ -89,9 +89,9 @@ def _group(name: str, backend: str, about: GroupOptions, existing: ProcessGroup 
     else:
         inner = existing
     kind = NanCheckedGroup if nan_check_wanted() else TorchGroup
-    if torch_backend.can_be_made():
+    if c10d_backend.can_be_made():
         group = kind(inner, name, about.group_name)
-        torch_backend.attach(group)
+        c10d_backend.attach(group)
     else:
         kernels.acquire()
         group = kind(inner, name, about.group_name, ended=kernels.release)
@@ -183,9 +183,7 @@ def _make(backend: str, options: GroupOptions) -> ProcessGroup:
         )
         for device, name in (("cpu", "host"), ("cuda", "nccl"))
     }
-    module = importlib.import_module("collectives.backends.by_device")
-    group: ProcessGroup = module.ProcessGroupByDevice(parts, options.store)
-    return group
+    return ProcessGroupByDevice(parts, options.store)
 
 
 def _with_fixed(given: Any, fixed: Mapping[str, Any], who: str) -> Any:

@@ -13,7 +13,6 @@ from harness import current_store, run_ranks
 from recorder import Recorder
 
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp, Work
-from collectives.backends.by_device import ProcessGroupByDevice
 from collectives.core.opcodes import ALL_REDUCE, BARRIER
 from collectives.core.types import (
     AllgatherOptions,
@@ -29,6 +28,7 @@ from collectives.core.types import (
 )
 from collectives.core.work import COMPLETED
 from collectives.registry.backends import GroupOptions, create_group
+from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.store import PrefixStore
 
 LIMIT = timedelta(seconds=40)

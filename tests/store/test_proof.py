@@ -14,6 +14,7 @@ from datetime import timedelta
 import no_sock_diag
 import pytest
 import torch.distributed as dist
+from forked import in_child
 from store_pairs import LONG
 from store_server import store_server
 from strangers import NOBODY, visit
@@ -257,15 +258,15 @@ class TestWithoutSecret:
     def test_last_words_of_another_user_do_no_harm(self, server: TCPStore) -> None:
         """The kernel shows a connection that has been closed as one of root."""
         set_key = struct.pack("<BQ", 1, 5) + b"/evil" + struct.pack("<Q", 1) + b"x"
-        child = os.fork()
-        if child == 0:
+
+        def say() -> None:
             os.setuid(NOBODY)
             for _ in range(50):
                 with socket.socket() as plug:
                     plug.connect(("127.0.0.1", server.port))
                     plug.sendall(VALIDATE_AND_PING + set_key)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+
+        in_child(say)
         assert not server.check(["evil"])
 
     @pytest.mark.full
@@ -296,12 +297,13 @@ class TestWithoutSecret:
     def test_the_user_may_let_everybody_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLLECTIVES_INSECURE", "1")
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG)
-        child = os.fork()
-        if child == 0:
+
+        def ask() -> bytes:
             if os.geteuid() == 0:
                 os.setuid(NOBODY)
             with socket.create_connection(("127.0.0.1", store.port)) as plug:
                 plug.sendall(VALIDATE_AND_PING)
-                os._exit(0 if plug.recv(4) == PONG else 1)
-        assert os.waitpid(child, 0)[1] == 0
+                return plug.recv(4)
+
+        assert in_child(ask) == PONG
         store.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from forked import in_child
 from ports import free_port, listening
 from store_pairs import LONG
 from waiting import until
@@ -154,8 +155,8 @@ class TestForking:
     def test_a_child_is_another_client(self, server):
         client = TCPStore("127.0.0.1", server.port)
         client.set("before", "")
-        results = run_in_child(lambda: (client.get("before"), client.add("n", 1), server.add("n", 1)))
-        assert results == "(b'', 1, 2)"
+        results = in_child(lambda: (client.get("before"), client.add("n", 1), server.add("n", 1)))
+        assert results == (b"", 1, 2)
         assert client.add("n", 1) == 3
         assert server.get("before") == b""
         client.close()
@@ -182,28 +183,10 @@ class TestForking:
 
     def test_closing_in_a_child_closes_nothing_here(self, server):
         client = TCPStore("127.0.0.1", server.port)
-        assert run_in_child(lambda: (client.close(), server.close())) == "(None, None)"
+        assert in_child(lambda: (client.close(), server.close())) == (None, None)
         client.set("key", "value")
         assert server.get("key") == b"value"
         client.close()
-
-
-def run_in_child(function):
-    """Returns the text of a function's result in a forked child, or of its error."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = repr(function())
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            text = repr(error)
-        os.write(write_end, text.encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
 
 
 class TestInterrupts:

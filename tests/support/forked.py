@@ -25,8 +25,10 @@ def in_child(function):
             answer = pickle.dumps(function())
         except BaseException:  # noqa: BLE001 - told to the parent
             answer = pickle.dumps(AssertionError(traceback.format_exc()))
-        os.write(write_end, answer)
-        os._exit(0)
+        try:
+            os.write(write_end, answer)
+        finally:  # it must never go on as the parent
+            os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
         value = pickle.loads(pipe.read())

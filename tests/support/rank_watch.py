@@ -86,13 +86,16 @@ class RankProcess:
     def state(self) -> str:
         """Returns what tells a late rank from one that never got its task, or whose task another read."""
         unread = struct.unpack("i", fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+        process = Path(f"/proc/{self.pid}")
         children: list[str] = []
-        with contextlib.suppress(OSError):  # it ends just now
-            for thread in Path(f"/proc/{self.pid}/task").iterdir():
+        waits = "?"
+        with contextlib.suppress(OSError):  # it ends just now, or the kernel does not tell us
+            for thread in (process / "task").iterdir():
                 children += (thread / "children").read_text().split()
+            waits = (process / "stack").read_text().partition(" ")[2].partition("+")[0]
         return (
             f"pid {self.pid}, its task {'not read' if unread else 'read'}, the one before {self._former}, "
-            f"its children {', '.join(children) or 'none'}"
+            f"in the kernel's {waits}, its children {', '.join(children) or 'none'}"
         )
 
     def output(self) -> str:

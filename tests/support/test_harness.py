@@ -210,7 +210,8 @@ def test_a_hang_tells_whether_the_task_was_read() -> None:
     child = run_ranks(answer_and_stop, 2)[1]
     time.sleep(0.5)
     with pytest.raises(
-        RankTimeoutError, match=rf"its task not read, the one before answer_and_stop, its children {child}\)"
+        RankTimeoutError,
+        match=rf"its task not read, the one before answer_and_stop, .* its children {child}\)",
     ):
         run_ranks(multiply, 2, Case(1), timeout=0.5)
     os.kill(child, signal.SIGKILL)

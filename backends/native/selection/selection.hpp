@@ -13,9 +13,9 @@
 //
 // In a group that spans machines every collective beyond its threshold is hierarchical, but for all_reduce
 // and reduce_scatter as long as what a rank contributes for the ranks of one machine fits beside its arrival:
-// these are staged in parts. Of one rank every one is local. The thresholds, their defaults and their bounds
-// are in selection/tuning.cpp; ranks share them, so that all take the same algorithm. `sliced_chunk_bytes`
-// says how a sliced message is cut.
+// these are staged in parts. Of one rank every one is local. The thresholds are
+// in selection/thresholds.cpp, what each may be in selection/tuning.cpp; ranks share them, so that all take
+// the same algorithm. `sliced_chunk_bytes` says how a sliced message is cut.
 //
 // No choice changes a bit of the result (kernels/kernels.hpp).
 #pragma once

@@ -3,7 +3,7 @@
 //
 // One rank decides them for all; the leader of each machine hands them over in its segment's header, because
 // ranks that chose differently would wait for each other for ever. Defaults depend on the number of ranks
-// alone (`default_tuning`); the table in tuning.cpp has the bounds. Which algorithm each threshold selects:
+// alone (thresholds.cpp); the table in tuning.cpp has the bounds. Which algorithm each threshold selects:
 // selection/selection.hpp.
 #pragma once
 

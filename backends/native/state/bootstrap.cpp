@@ -15,9 +15,8 @@
 #include "common/error.hpp"
 #include "memory/copy_once.hpp"
 #include "memory/event.hpp"
-#include "security/handshake.hpp"
+#include "security/group_secret.hpp"
 #include "sockets/unix_socket.hpp"
-#include "state/group_secret.hpp"
 #include "state/process_state.hpp"
 
 namespace collectives {
@@ -166,7 +165,7 @@ void BootstrapLeader::admit(Descriptor socket, Nanoseconds deadline) {
   check_user(socket);
   Message hello;
   Received received = expect(socket, Step::hello, hello, deadline);
-  const bool known = same_bytes({hello.secret, sizeof(hello.secret)}, secret_);
+  const bool known = is_group_secret({hello.secret, sizeof(hello.secret)}, secret_);
   const bool fits = hello.version == kLayoutVersion && hello.size == size_ &&
                     std::find(members_.begin() + 1, members_.end(), hello.rank) != members_.end();
   if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");

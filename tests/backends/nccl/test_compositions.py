@@ -20,7 +20,6 @@ from ports import free_port
 import collectives
 from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError, dist2
 from collectives.backends import nccl
-from collectives.backends.by_device import ProcessGroupByDevice
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL
 from collectives.backends.nccl.device import CudaDevice
 from collectives.backends.nccl.libnccl import loading
@@ -28,6 +27,7 @@ from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
+from collectives.registry.by_device import ProcessGroupByDevice
 
 ROWS, LANES = 24, 3
 LIMIT = timedelta(seconds=30)

@@ -1,4 +1,4 @@
-#include "state/group_secret.hpp"
+#include "security/group_secret.hpp"
 
 #include "security/handshake.hpp"
 
@@ -12,6 +12,10 @@ std::string make_group_secret() {
     name.push_back(kDigits[static_cast<unsigned char>(byte) & 15]);
   }
   return name;
+}
+
+bool is_group_secret(std::string_view shown, std::string_view secret) noexcept {
+  return same_bytes(shown, secret);
 }
 
 }  // namespace collectives
