@@ -51,6 +51,13 @@ EXCEPTIONS = {
 }
 """Uses of single names beyond the rules, and why."""
 
+LOADS = {
+    ("cli", "bench"): "the programs of `collectives bench`, of which one is loaded at a time",
+    ("collectives_registration", "backends"): "mpi:// of torch's rendezvous",
+    ("bench", "_native"): "doctor tells why the core cannot be loaded",
+}
+"""What a floor loads by a name in a string, beyond the rules or not, and why."""
+
 
 MODULES = modules()
 
@@ -113,6 +120,18 @@ def imports_of(module: str, types: bool = False) -> Iterator[Import]:
             yield Import(module, "collectives", node.attr, node.lineno, at_top)
 
 
+def loads_of(module: str) -> Iterator[str]:
+    """Yields the modules of the package that a module names in a call of ``import_module``."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and isinstance(node.args[0], ast.Constant)
+            and str(node.args[0].value).startswith("collectives")
+        ):
+            yield str(node.args[0].value)
+
+
 @functools.cache
 def all_imports() -> tuple[Import, ...]:
     return tuple(one for module in MODULES for one in imports_of(module))
@@ -160,6 +179,11 @@ def test_dependencies_point_one_way() -> None:
         if floor(needed) not in MAY_USE[floor(one.importer)]:
             wrong.append(f"{one} of {floor(needed)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_loaded_by_name() -> None:
+    found = {(floor(module), floor(loaded)) for module in MODULES for loaded in loads_of(module)}
+    assert found == set(LOADS)
 
 
 def test_what_the_root_imports_does_not_import_the_root() -> None:
