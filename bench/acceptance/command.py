@@ -103,7 +103,8 @@ def _find_double() -> None:
             "accept --rehearse needs the double of NCCL, which is part of the repository and not of the "
             "installed package; run it from a checkout that was installed with pip install -e '.[dev]'"
         )
-    folders = [str(tests), str(tests / "support")]
+    support = tests / "support"
+    folders = [str(path) for path in (tests, support, support / "ranks", support / "interpreters")]
     sys.path[:0] = folders  # spawned ranks get this process's path, started ones the variable
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path[:1] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "support")]
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "support")]
+    from sources import IMPORTED_FROM
+
+    sys.path[:1] = map(str, IMPORTED_FROM)
     import harness
     from soak.driver import main
 

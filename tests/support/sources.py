@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-IMPORTED_FROM = tuple(ROOT / folder for folder in ("tests", "tests/support", "tests/support/training"))
+_SUPPORT = ("ranks", "interpreters", "stores", "groups", "training")
+IMPORTED_FROM = tuple(
+    ROOT / folder for folder in ("tests", "tests/support", *(f"tests/support/{name}" for name in _SUPPORT))
+)
 """The folders that ``pythonpath`` in pyproject.toml names, for processes that tests start."""
 PYTHONPATH = os.pathsep.join(map(str, IMPORTED_FROM))
 """The environment variable that gives a process these folders."""

@@ -19,7 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "support"))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from sources import IMPORTED_FROM
+
+sys.path.extend(map(str, IMPORTED_FROM))
 
 from torch_suite.expected import FAILURES, complaint
 from torch_suite.player import Outcome, Player

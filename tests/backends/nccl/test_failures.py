@@ -19,6 +19,7 @@ import torch
 from conformance.test_works import eventually, gate
 from harness import Died
 from nccl_double.groups import load, make_group, run_over_double
+from sources import IMPORTED_FROM
 
 import collectives
 from collectives import (
@@ -490,7 +491,7 @@ group.allreduce(torch.ones(1))  # under way when the process ends
 @pytest.mark.parametrize("end", ["", "group.abort()", "group.shutdown()"])
 def test_no_watchdog_outlives_the_interpreter(nccl_library: Path, end: str) -> None:
     """One that came back from torch's store after that aborted the process."""
-    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "support")]
+    folders = [str(folder) for folder in IMPORTED_FROM]
     program = EXIT.format(path=folders, library=str(nccl_library), end=end)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=False

@@ -270,9 +270,10 @@ def serve_forks(control: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    # Under this name the classes above are pickled on the other side.
-    import rank_server
+    sys.path[:1] = [str(Path(__file__).parents[1])]
     from sources import IMPORTED_FROM
 
     sys.path[:1] = map(str, IMPORTED_FROM)
+    import rank_server  # under this name the classes above are pickled on the other side
+
     rank_server.serve_forks(socket.socket(fileno=int(sys.argv[1])))
