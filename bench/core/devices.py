@@ -3,10 +3,8 @@
 A call on the CPU is over when it returns. One on a CUDA device has been issued then, and is over when the
 device has nothing left to do, which is what the time of a call counts to.
 
-Several ranks can share a GPU. NCCL before 2.30 refuses two ranks of one machine on one device. It takes ranks
-with different NCCL_HOSTID for ranks of different machines, which then talk through sockets; the other
-variables keep it from trying anything else, and its kernels small, so that those of all ranks fit at the same
-time. That shows that peers are right and what their calls cost the host, but not the bandwidth of the device.
+Several ranks can share a GPU (:mod:`collectives.ranks.cuda_devices`). That shows that peers are right and
+what their calls cost the host, but not the bandwidth of the device.
 """
 
 from __future__ import annotations
@@ -24,51 +22,23 @@ import torch
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.core.machine import memory_available_bytes
+from collectives.ranks.cuda_devices import shared_gpu_environment, take_cuda_device
 from collectives.registry.backends import BackendSpec
 
 __all__ = [
     "DEVICES",
-    "ON_ONE_GPU",
     "CpuDevice",
     "CudaDevice",
     "Device",
     "check_device",
     "numbers_of_ranks",
-    "shared_gpu_environment",
     "why_not_on",
 ]
-
-ON_ONE_GPU: Final[Mapping[str, str]] = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET_PLUGIN": "none",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_CUMEM_HOST_ENABLE": "0",
-    "NCCL_RAS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-}
-"""Environment of ranks that share a GPU, beside an NCCL_HOSTID of each."""
 
 CONTEXT_BYTES = 1 << 30
 """GPU memory that a rank needs besides its tensors: the context of CUDA, and the buffers of two peers."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def shared_gpu_environment(rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns what to add to the environment of a rank that shares its GPU, before it first calls NCCL.
-
-    Args:
-        rank: the rank.
-        given: its environment; what it says of :data:`ON_ONE_GPU` stays.
-    """
-    return {name: given.get(name, value) for name, value in ON_ONE_GPU.items()} | {
-        "NCCL_HOSTID": f"rank{rank}"
-    }
 
 
 def numbers_of_ranks(gpus: int) -> Sequence[int]:
@@ -187,11 +157,8 @@ class CudaDevice(Device):
         return why_no_cuda()
 
     def take(self, rank: int, ranks: int) -> None:
-        """Makes a rank's GPU the current one, and sets :data:`ON_ONE_GPU` where GPUs are shared."""
-        gpus = torch.cuda.device_count()
-        if gpus < ranks:
-            os.environ.update(shared_gpu_environment(rank, os.environ))
-        torch.cuda.set_device(rank % gpus)
+        """Makes a rank's GPU the current one, and prepares NCCL where GPUs are shared."""
+        take_cuda_device(rank, ranks)
 
     def memory_per_rank_bytes(self, ranks: int) -> int:
         """Returns the smallest share of a GPU's free memory, without what is no tensor's."""

@@ -24,6 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from collectives.conformance.functions import MOVING, PLAIN, REDUCING, TAKING_LAYOUTS, Call
 from collectives.conformance.oracle import BYTES_ONLY, DTYPES, OPS
 from collectives.core.types import ReduceOp
+from collectives.ranks.cuda_devices import take_cuda_device
 from collectives.ranks.processes import NoAnswer, SpawnedRanks, commands
 from collectives.registry.backends import capabilities_of
 
@@ -135,8 +136,8 @@ def examine(
         progress: called with every answer.
         device: type of the device that the tensors are on.
         prepare: called by every rank with its number and the number of ranks, before all else; a function at
-            the top level of a module. ``None`` gives the ranks the machine's CUDA devices in turn where
-            tensors are on those.
+            the top level of a module. ``None`` gives the ranks the machine's CUDA devices where tensors are
+            on those; ranks share them where there are fewer.
 
     Raises:
         RuntimeError: the ranks cannot make a group of the backend.
@@ -259,7 +260,7 @@ def _serve(
         if prepare is not None:
             prepare(rank, ranks)
         elif device == "cuda":
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+            take_cuda_device(rank, ranks)
         for module in imports:
             importlib.import_module(module)
         store = c10d.FileStore(path, ranks)

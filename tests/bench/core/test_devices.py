@@ -12,7 +12,7 @@ from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.options import Options, available_backends
 from collectives.bench.comparison.records import Report
 from collectives.bench.core import text
-from collectives.bench.core.devices import DEVICES, ON_ONE_GPU, CudaDevice, shared_gpu_environment
+from collectives.bench.core.devices import DEVICES, CudaDevice
 from collectives.bench.core.machine import describe_machine, memory_available_bytes
 from collectives.cli import main
 
@@ -39,28 +39,6 @@ def test_a_call_on_cuda_is_over_when_the_device_is(monkeypatch):
     cuda.completing(lambda: order.append("call"))()
     cuda.starting(lambda: order.append("barrier"))()
     assert order == ["call", "device", "device", "barrier"]
-
-
-@pytest.mark.parametrize(("gpus", "ranks", "mine"), [(2, 2, 1), (8, 4, 1), (1, 2, 0), (2, 4, 1)])
-def test_ranks_share_gpus_only_where_they_must(gpus, ranks, mine, monkeypatch):
-    taken = []
-    for name in (*ON_ONE_GPU, "NCCL_HOSTID"):
-        monkeypatch.setenv(name, "before")
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    CudaDevice().take(1, ranks)
-    assert taken == [mine]
-    assert os.environ.get("NCCL_HOSTID") == ("rank1" if gpus < ranks else None)
-    assert [name in os.environ for name in ON_ONE_GPU] == [gpus < ranks] * len(ON_ONE_GPU)
-
-
-def test_ranks_that_share_a_gpu_look_like_machines_and_keep_what_the_user_says():
-    first, second = (
-        shared_gpu_environment(rank, {"NCCL_ALGO": "Tree", "NCCL_HOSTID": "x"}) for rank in (0, 1)
-    )
-    assert {name for name in first if first[name] != second[name]} == {"NCCL_HOSTID"}
-    assert first == {**ON_ONE_GPU, "NCCL_ALGO": "Tree", "NCCL_HOSTID": "rank0"}
 
 
 def test_the_smallest_share_of_a_gpu_counts(monkeypatch):
