@@ -19,7 +19,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
 from collectives.registry import backends as registry
 from collectives.store import PrefixStore, rendezvous
-from collectives.store.world_rendezvous import KEYS, join_world
+from collectives.store.joining.world_rendezvous import KEYS, join_world
 
 __all__ = [
     "ProcessGroup",

@@ -209,14 +209,14 @@ TESTED_THROUGH = {
         "keep_alive memory prefix",
     ),
     "store/file": (
-        "store/test_file.py",
+        "store/file/test_store.py",
         "public as `FileStore`",
-        "run store",
+        "run",
     ),
     "store/tcp": (
-        "store/test_tcp.py",
+        "store/tcp/test_store.py",
         "public as `TCPStore`",
-        "listen store",
+        "listen",
     ),
 }
 """By folder: the tests that run modules which no test names, what these are to users, and their names."""

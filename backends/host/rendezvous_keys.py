@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from collectives.backends.host.rendezvous_failures import StoreLostError
-from collectives.store.announcements import Announcements, get_all, next_key
+from collectives.store.joining.announcements import Announcements, get_all, next_key
 from collectives.store.records import Checked, read, written
 from collectives.store.waiting import delete_keys
 

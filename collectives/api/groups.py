@@ -27,7 +27,7 @@ from collectives.registry import backends as registry
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
-from collectives.store.group_rendezvous import join_group
+from collectives.store.joining.group_rendezvous import join_group
 
 __all__ = [
     "new_group",

@@ -29,7 +29,7 @@ from collectives.core.process_group import ProcessGroup
 from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
 from collectives.store import PrefixStore
-from collectives.store.world_rendezvous import KEYS, leave_world, wait_for_leavers
+from collectives.store.joining.world_rendezvous import KEYS, leave_world, wait_for_leavers
 
 __all__ = ["destroy_process_group", "init_process_group"]
 

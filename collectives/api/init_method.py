@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import Store as TorchStore
 from collectives.registry import backends as registry
 from collectives.registry.names import BackendConfig
 from collectives.store import PrefixStore, rendezvous
-from collectives.store.standby import Standby
-from collectives.store.world_rendezvous import KEYS, join_world
+from collectives.store.joining.standby import Standby
+from collectives.store.joining.world_rendezvous import KEYS, join_world
 
 __all__ = ["check_arguments", "choose_init_method", "close_store", "join_default_group"]
 

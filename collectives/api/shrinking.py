@@ -11,8 +11,8 @@ from collectives.api.world_state import default_group, record_of, world
 from collectives.core.process_group import ProcessGroup
 from collectives.errors import DistNetworkError
 from collectives.store import PrefixStore
-from collectives.store.group_rendezvous import join_group
-from collectives.store.world_rendezvous import KEYS
+from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.world_rendezvous import KEYS
 
 __all__ = ["SHRINK_ABORT", "SHRINK_DEFAULT", "shrink_group"]
 

@@ -12,7 +12,7 @@ from collectives.api.groups import decline_group, limit_of, local_turn, make_gro
 from collectives.api.world_state import default_group, get_process_group_ranks, is_member, record_of, world
 from collectives.core.process_group import ProcessGroup
 from collectives.registry.names import BackendConfig
-from collectives.store.group_rendezvous import join_group
+from collectives.store.joining.group_rendezvous import join_group
 
 __all__ = ["new_subgroups", "new_subgroups_by_enumeration", "split_group"]
 

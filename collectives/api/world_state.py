@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from collectives.registry.names import BackendConfig
-    from collectives.store.standby import Standby
+    from collectives.store.joining.standby import Standby
 
 __all__ = [
     "GroupMember",

@@ -19,7 +19,7 @@ from collectives.registry.backends import GroupOptions, create_group, why_unavai
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
-from collectives.store.world_rendezvous import KEYS, join_world
+from collectives.store.joining.world_rendezvous import KEYS, join_world
 from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup

@@ -10,9 +10,9 @@ from store_pairs import LONG
 
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, world_rendezvous
-from collectives.store.group_rendezvous import join_group
+from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.world_rendezvous import join_world
 from collectives.store.records import as_bytes, as_text, fields, read, written
-from collectives.store.world_rendezvous import join_world
 
 SECRET = "a secret that all processes of this job share"
 RECORD = {"world": 3}

@@ -15,7 +15,7 @@ from harness import current_store, run_ranks, run_world
 from ports import free_port
 
 import collectives as dist
-from collectives.store import world_rendezvous
+from collectives.store.joining import world_rendezvous
 
 LONG = timedelta(seconds=30)
 

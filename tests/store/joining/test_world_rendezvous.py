@@ -17,8 +17,8 @@ import collectives as dist
 from collectives.bench.scale.counted_store import CountedStore
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
-from collectives.store.group_rendezvous import join_group
-from collectives.store.world_rendezvous import join_world, leave_world
+from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.world_rendezvous import join_world, leave_world
 
 LIMIT = timedelta(seconds=30)
 

@@ -8,7 +8,7 @@ import pytest
 
 from collectives.errors import DistStoreError
 from collectives.store import HashStore
-from collectives.store.announcements import Announcements, Ask, get_all, next_key, set_all
+from collectives.store.joining.announcements import Announcements, Ask, get_all, next_key, set_all
 from collectives.store.records import as_text, written
 
 

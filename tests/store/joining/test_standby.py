@@ -11,7 +11,7 @@ import pytest
 import collectives as dist
 from collectives.secret import SECRET
 from collectives.store import HashStore, PrefixStore, TCPStore
-from collectives.store.standby import Standby, offer, succession
+from collectives.store.joining.standby import Standby, offer, succession
 
 LIMIT = timedelta(seconds=30)
 KEY = "a secret of sixteen characters and more"

@@ -20,10 +20,10 @@ import torch.distributed as _torch_distributed
 
 from collectives.errors import DistStoreError
 from collectives.secret import WAY_OUT, derived_key, is_insecure
-from collectives.store.announcements import Announcements, Ask, next_key, set_all
+from collectives.store.joining.announcements import Announcements, Ask, next_key, set_all
+from collectives.store.joining.standby import Standby, offer, succession
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fields, read, written
-from collectives.store.standby import Standby, offer, succession
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["KEYS", "join_world", "leave_world", "wait_for_leavers"]
