@@ -479,6 +479,10 @@ class ProcessGroupNCCL(ProcessGroup):
             self._watchdog.stop()
             self._finalizer.detach()
 
+    def _begin_abort(self) -> None:
+        """Stops NCCL's kernels: the abort of another group waits until no kernel runs on the device."""
+        self._communicators.ends.begin_abort()
+
     def _drain(self) -> None:
         """Blocks until all operations have ended; where none does, the watchdog sees to it."""
         attempt = 0

@@ -254,6 +254,9 @@ def _check_ranks(ranks: Sequence[int] | None, default: ProcessGroup, sort: bool)
 
 def abort_all(groups: Iterable[ProcessGroup]) -> None:
     """Breaks groups that could not be made, or not be ended otherwise; that error is the one to raise."""
+    groups = list(groups)
+    for group in groups:
+        group._begin_abort()
     for group in groups:
         with contextlib.suppress(Exception):
             group.abort()

@@ -184,6 +184,9 @@ def _end_world(*, gracefully: bool) -> None:
             and group_behind(torch.distributed.group.WORLD) is default
         ):
             torch.distributed.destroy_process_group()
+        if not gracefully:
+            for group in groups:
+                group._begin_abort()
         while groups:
             drop_deferred(groups[-1])
             try:

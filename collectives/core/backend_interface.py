@@ -194,6 +194,13 @@ class BackendInterface(ABC):
         """
         return None
 
+    def _begin_abort(self) -> None:  # noqa: B027 - most have nothing to do
+        """Lets an abort begin whose end may wait for other groups; :meth:`abort` of this one follows soon.
+
+        Called on all groups that are to be aborted before the first is. Does not block, nor raise. Nothing is
+        to be done where an abort waits for no other group.
+        """
+
     def _break_for(self, cause: DistError) -> None:  # noqa: ARG002
         """Breaks the group, unless it is, because another group of the same ranks is broken.
 

@@ -107,6 +107,7 @@ class ForwardingGroup(ProcessGroup):
 
     def abort(self) -> None:
         """Breaks every group."""
+        self._begin_abort()
         self._each(lambda group: group.abort())
 
     def shutdown(self) -> None:
@@ -115,6 +116,10 @@ class ForwardingGroup(ProcessGroup):
 
     def _first_cause(self) -> DistError | None:
         return next(filter(None, (group._first_cause() for group in self.inner_groups)), None)
+
+    def _begin_abort(self) -> None:
+        for group in self.inner_groups:
+            group._begin_abort()
 
     def _break_for(self, cause: DistError) -> None:
         self._each(lambda group: group._break_for(cause))

@@ -7,11 +7,18 @@ from functools import partial
 
 import torch
 
-from collectives import AllreduceOptions, ProcessGroup, ReduceOp, UnsupportedOperationError, Work
+from collectives import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ProcessGroup,
+    ReduceOp,
+    UnsupportedOperationError,
+    Work,
+)
 from collectives.core.opcodes import ALL_REDUCE
 from collectives.core.work import CoalescedWork, FinishingWork
 
-__all__ = ["Averager", "average", "averaging_op"]
+__all__ = ["Averager", "average", "averaging_op", "launches"]
 
 
 def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> ReduceOp:
@@ -29,6 +36,11 @@ def averaging_op(group: ProcessGroup, dtype: torch.dtype, device: torch.device) 
         f"[rank {group.rank()}] gradients of {dtype} on {device.type} cannot be averaged over "
         f"{group.describe()}: {reason}"
     )
+
+
+def launches(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether each operation is a launch on a device, which costs more than copying a gradient."""
+    return device.type != "cpu" or group.is_stream_ordered(device)
 
 
 def average(group: ProcessGroup, tensor: torch.Tensor) -> Work:
@@ -68,24 +80,48 @@ class Averager:
     def start(self, tensors: Sequence[torch.Tensor]) -> Work:
         """Averages tensors over all ranks, each in place; does not block. The Work is to be waited for.
 
-        Takes the group's fast path where there is one, which checks no arguments in Python.
+        Takes the group's fast path where there is one, which checks no arguments in Python. Where operations
+        are launches, there is one for all tensors.
 
         Args:
-            tensors: at least one; floating, of the same sizes and data types in the same order on every rank.
+            tensors: at least one; floating, of the same sizes and data types in the same order on every rank,
+                on one device.
         """
-        works: list[Work] = []
-        for tensor in tensors:
-            op = self.op_for(tensor.dtype, tensor.device) if self.divisor is None else ReduceOp.SUM
-            work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
-            if work is None:
-                work = self.group.allreduce([tensor], AllreduceOptions(reduceOp=op))
-            if op != ReduceOp.AVG:
-                divide = partial(_divide, tensor, self.divisor or self.group.size())
-                work = FinishingWork(work, divide, [tensor], async_op=False)
-            works.append(work)
+        if len(tensors) > 1 and launches(self.group, tensors[0].device):
+            return self._start_together(tensors)
+        works = [self._start_one(tensor) for tensor in tensors]
         return works[0] if len(works) == 1 else CoalescedWork(works)
 
+    def _op(self, tensor: torch.Tensor) -> ReduceOp:
+        return self.op_for(tensor.dtype, tensor.device) if self.divisor is None else ReduceOp.SUM
 
-def _divide(tensor: torch.Tensor, divisor: int) -> None:
+    def _start_one(self, tensor: torch.Tensor) -> Work:
+        op = self._op(tensor)
+        work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
+        if work is None:
+            work = self.group.allreduce([tensor], AllreduceOptions(reduceOp=op))
+        return self._divided(work, op, [tensor])
+
+    def _start_together(self, tensors: Sequence[torch.Tensor]) -> Work:
+        by_op: dict[ReduceOp, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_op.setdefault(self._op(tensor), []).append(tensor)
+        works = [
+            self._divided(
+                self.group.allreduce_coalesced(some, AllreduceCoalescedOptions(reduceOp=op)), op, some
+            )
+            for op, some in by_op.items()
+        ]
+        return works[0] if len(works) == 1 else CoalescedWork(works)
+
+    def _divided(self, work: Work, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> Work:
+        """Returns the Work of a reduction that ends in means."""
+        if op == ReduceOp.AVG:
+            return work
+        divide = partial(_divide, tensors, self.divisor or self.group.size())
+        return FinishingWork(work, divide, list(tensors), async_op=False)
+
+
+def _divide(tensors: Sequence[torch.Tensor], divisor: int) -> None:
     with torch.no_grad():
-        tensor.div_(divisor)
+        torch._foreach_div_(list(tensors), divisor)

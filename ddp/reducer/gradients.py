@@ -2,7 +2,8 @@
 
 Most gradients are copied to their bucket views: large ones as they come, while they are in cache and so that
 their own memory can go, the others together when their bucket is full. The largest are reduced in place,
-without a copy, where nothing else shares their memory.
+without a copy, where nothing else shares their memory. On a device, where a launch costs more than a copy,
+all are copied when their bucket is full, so that each bucket is one all-reduce.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collectives import ProcessGroup
 from collectives.ddp.autograd import engine
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.module.mixed_precision import CastParameters
-from collectives.ddp.reducer.averaging import Averager
+from collectives.ddp.reducer.averaging import Averager, launches
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
@@ -126,7 +126,7 @@ class Reducer:
             device=device,
             tail=self._consensus.tail_size,
             as_views=gradient_as_bucket_view,
-            batched=batched_grad_copy,
+            batched=batched_grad_copy or launches(group, device),
             sparse=[index for index, name in enumerate(parameters) if name in sparse],
             reduce_dtype=reduce_dtype,
         )
