@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -363,26 +362,6 @@ def in_torchs_world(rank: int, size: int, path: str) -> None:
     module(torch.ones(2, 4, device="cuda")).sum().backward()
     assert next(module.parameters()).grad.unique().tolist() == [2.0]
     torch_dist.destroy_process_group()
-
-
-def in_sight_of_one(rank: int, size: int, visible: list[str]) -> list[float]:
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank % len(visible)]
-    device = take_device(rank, size)
-    assert (device.index, torch.cuda.device_count()) == (0, 1)
-    collectives.init_process_group(
-        "nccl", store=current_store(), rank=rank, world_size=size, device_id=device
-    )
-    tensor = torch.full((3,), rank + 1.0, device="cuda")
-    collectives.all_reduce(tensor)
-    found: list[float] = tensor.tolist()
-    collectives.destroy_process_group()
-    return found
-
-
-def test_one_visible_device_for_each_rank() -> None:
-    everyone = ",".join(map(str, range(torch.cuda.device_count())))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", everyone).split(",")
-    assert run_ranks(in_sight_of_one, 2, visible, isolated=True) == [[3.0] * 3] * 2
 
 
 @sizes
