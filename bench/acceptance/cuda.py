@@ -21,6 +21,7 @@ from collectives.registry.backends import GroupOptions
 __all__ = ["PLATFORM", "CudaPlatform"]
 
 _SPARE_BYTES = 64 << 20
+_TESTS_OF_MPI: Final = "tests/gpu/test_mpi.py"
 
 
 class _CudaGraph:
@@ -120,7 +121,12 @@ class CudaPlatform(Platform):
     @property
     def tests(self) -> Sequence[str]:
         """Those with the mark."""
-        return ["-m", "gpu", "tests/gpu"]
+        return ["-m", "gpu", f"--ignore={_TESTS_OF_MPI}", "tests/gpu"]
+
+    @property
+    def tests_left_out(self) -> str:
+        """The tests of another backend."""
+        return f"{_TESTS_OF_MPI}, which needs two MPIs that take CUDA memory, and tests nothing of nccl"
 
     def held(self) -> int:
         """Returns the bytes of this rank's GPU that are in use, by whomever."""

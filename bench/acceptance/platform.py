@@ -118,6 +118,11 @@ class Platform(ABC):
     def tests(self) -> Sequence[str]:
         """Arguments of pytest for the repository's tests of the platform."""
 
+    @property
+    @abstractmethod
+    def tests_left_out(self) -> str:
+        """What :attr:`tests` leave out, and why, in words; empty for nothing."""
+
     @abstractmethod
     def held(self) -> int:
         """Returns how much of the device communicators hold now, in units of the platform."""

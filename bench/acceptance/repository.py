@@ -24,11 +24,12 @@ def root() -> Path:
     return Path(collectives.__file__).resolve().parents[1]
 
 
-def run_tests(words: Sequence[str]) -> Found:
+def run_tests(words: Sequence[str], left_out: str = "") -> Found:
     """Runs tests of the repository; returns their numbers in words and as figures.
 
     Args:
         words: arguments of pytest.
+        left_out: what those leave out, in words.
 
     Raises:
         CheckSkippedError: there is no repository, or no test failed, but some were skipped.
@@ -61,4 +62,5 @@ def run_tests(words: Sequence[str]) -> Found:
         raise CheckFailedError(f"pytest ended with status {done.returncode}: {done.stdout[-_TAIL:]}")
     if counts["skipped"]:
         raise CheckSkippedError(f"{counts['skipped']} of {counts['tests']} tests: {done.stdout[-_TAIL:]}")
-    return f"{counts['tests']} tests passed", counts
+    said = f"{counts['tests']} tests passed"
+    return f"{said}; left out: {left_out}" if left_out else said, counts

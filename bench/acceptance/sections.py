@@ -212,8 +212,8 @@ def _host_cost(plan: Plan) -> Iterator[Row]:
 
 
 def _tests(plan: Plan) -> Iterator[Row]:
-    words = plan.platform.tests
-    yield checked("tests", f"pytest {' '.join(words)}", partial(run_tests, words))
+    words, left_out = plan.platform.tests, plan.platform.tests_left_out
+    yield checked("tests", f"pytest {' '.join(words)}", partial(run_tests, words, left_out))
 
 
 SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {

@@ -20,8 +20,8 @@ import collectives
 from collectives.bench.acceptance import command, failures, repository, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
-from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, checked
-from collectives.bench.acceptance.sections import SECTIONS
+from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Verdict, checked
+from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.cli import main
 
@@ -177,6 +177,19 @@ def test_tests_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(repository, "root", lambda: tmp_path / "passes")
     with pytest.raises(CheckFailedError, match="status 4"):
         repository.run_tests(["tests/no_such_file.py"])
+
+
+def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without two MPIs that know of CUDA can be accepted; the row says what it is not asked."""
+    folder = checkout(tmp_path, "pass") / "tests" / "gpu"
+    (folder / "test_it.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it():\n    pass\n")
+    (folder / "test_mpi.py").write_text("import pytest\n\npytest.skip('no MPI', allow_module_level=True)\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    monkeypatch.setattr(repository, "root", lambda: tmp_path)
+    plan = Plan("", CudaPlatform(), (2,), short=True)
+    (row,) = SECTIONS["tests"](plan)
+    assert row.verdict is Verdict.PASSED, row.said
+    assert row.said.startswith("1 tests passed; left out: tests/gpu/test_mpi.py, which needs two MPIs")
 
 
 @pytest.mark.full
