@@ -1,6 +1,8 @@
 """The backends: modules that make process groups of one kind each.
 
-Nobody imports them by hand: :mod:`collectives.registry.backends` loads the one that is asked for by name.
+Inside: a folder for each, what several share (``_shared``), and the C++ core (``native``). Not here: their
+names and the choice among them (:mod:`collectives.registry.backends`), which loads them; nobody else
+imports them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A self-contained collective communication runtime for PyTorch tensors."""
+"""A self-contained collective communication runtime for PyTorch tensors.
+
+Inside: the names that users import, each from the module that defines it; what they call is in ``api``. Not
+here: backends and training, which are packages of their own (:mod:`collectives.backends`, ``ddp``).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Key/value stores, and how the processes of a job find each other.
 
-See :class:`Store` for the contract that all stores keep, and :func:`rendezvous` for the ways to one.
+Inside: :class:`Store`, the contract that all stores keep, the stores, the ways to one (:func:`rendezvous`),
+and how ranks join worlds and groups (``joining``). Not here: the server of a TCP store
+(``backends/native/store``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """torch's own ProcessGroupGloo behind our contract: the peer to compare with, and a lane of other groups.
 
-Inside: the process group, its messages and reductions, Work, and what Gloo's errors mean.
+Inside: the process group, its messages and reductions, Work, and what Gloo's errors mean. Not here: Gloo
+itself, which torch has compiled in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several groups as one: successive collectives go to successive groups.
 
-Inside: the process group, its options, its Works. The lanes may be groups of any backend.
+Inside: the process group, its options, its Works. Not here: the lanes, which may be groups of any backend.
 """
 
 from __future__ import annotations

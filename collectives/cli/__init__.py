@@ -1,6 +1,7 @@
-"""The command ``collectives``: its programs by name, the list of backends, and its part under ``mpirun``.
+"""The command ``collectives``: its programs by name.
 
-The other programs are in :mod:`collectives.bench`.
+Inside: the choice of the program, the list of backends, the readers of flight records and of shared memory,
+and its part under ``mpirun``. Not here: the programs that measure and check (:mod:`collectives.bench`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether a backend of ``torch.distributed`` does what it should: ``python -m collectives.conformance``.
 
-:mod:`~collectives.conformance.oracle` says what every operation must give,
-:mod:`~collectives.conformance.functions` calls torch's functions and compares, and
-:mod:`~collectives.conformance.examination` starts the ranks and finds those that hang or die.
+Inside: what every operation must give (``oracle``), the calls of torch's functions (``functions``), and
+what starts the ranks and finds those that hang or die (``examination``). Not here: our own tests
+(``tests/conformance``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What data parallel training needs of autograd and of ``torch.compile``.
 
-Most of it is private to torch; nothing else of :mod:`collectives.ddp` touches such names.
+Inside: names that are private to torch, which nothing else of :mod:`collectives.ddp` touches. Not here:
+what the hooks on parameters do (:mod:`collectives.ddp.reducer`).
 """
 
 from __future__ import annotations

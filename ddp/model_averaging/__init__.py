@@ -1,4 +1,9 @@
-"""Model averaging: ranks train on their own for some steps, then average their parameters."""
+"""Model averaging: ranks train on their own for some steps, then average their parameters.
+
+Inside: the averagers, over all ranks or by levels of neighbours, and what they share. Not here: the
+optimizer that calls one (:mod:`collectives.ddp.optim`), and averages of gradients
+(:mod:`collectives.ddp.reducer`).
+"""
 
 from __future__ import annotations
 

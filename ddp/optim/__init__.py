@@ -1,4 +1,8 @@
-"""Optimizers that know of other ranks."""
+"""Optimizers that know of other ranks.
+
+Inside: one whose state is spread over the ranks (ZeRO), and one that averages parameters after its steps.
+Not here: the averagers that it calls (:mod:`collectives.ddp.model_averaging`).
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Algorithm 1 of PyTorch Distributed (VLDB 2020, section 3.2). Unlike there, the graph is never searched: what
 is unused in a pass is what the autograd engine has not brought when it ends. A pass is synchronised where a
-forward that it belongs to ran outside ``no_sync``. The package's docstring has the way of a gradient.
+forward that it belongs to ran outside ``no_sync``. The way of a gradient is in
+``docs/internals/architecture.md``.
 """
 
 from __future__ import annotations

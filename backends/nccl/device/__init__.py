@@ -1,6 +1,7 @@
 """Streams, events and memory of the device that a group's tensors are on.
 
-Inside: what a group needs of a device, the CUDA device, and calls of the CUDA runtime without the GIL.
+Inside: what a group needs of a device, the CUDA device, and calls of the CUDA runtime without the GIL. Not
+here: NCCL itself (:mod:`collectives.backends.nccl.libnccl`).
 """
 
 from __future__ import annotations
