@@ -169,8 +169,15 @@ class NcclDouble:
         return LastCall(**values | {"function": last.function.decode()})
 
     def set_version(self, version: int) -> None:
-        """Sets the version that NCCL tells."""
+        """Sets the version that NCCL tells, also other ranks."""
         self._library.double_set_version(version)
+
+    def set_gpu(self, bus: int) -> None:
+        """Lets this process say that it uses the GPU of a bus number, which others may say, too.
+
+        Each rank has a GPU of its own otherwise, or with 0.
+        """
+        self._library.double_set_gpu(ctypes.c_long(bus))
 
     def hold_in_graph(self, handle: int, on: bool) -> None:
         """Lets a graph hold operations of a communicator, which cannot end then, or lets the graph go."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Died
+from harness import Died, current_store
 from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on, shared_id
 
@@ -108,6 +108,89 @@ def ends(rank: int, size: int, provider: str, path: Path) -> None:
 @pytest.mark.sampled(1)
 def test_ends(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, ends, 2)
+
+
+def waits(thread: threading.Thread) -> bool:
+    """Returns whether a thread goes on waiting."""
+    thread.join(0.3)
+    return thread.is_alive()
+
+
+def met(name: str, rank: int, size: int) -> None:
+    """Waits for all ranks."""
+    store = current_store()
+    store.set(f"{name}/{rank}", "")
+    store.wait([f"{name}/{other}" for other in range(size)])
+
+
+def together(rank: int, size: int, provider: str, path: Path) -> None:
+    """An orderly end waits for that of the peers."""
+    with connected(rank, size, provider, path) as (_, _, communicator):
+        parts = [communicator.split(0, 0) for _ in range(4)]
+        for number, last in ((0, 0), (1, size - 1)):
+            thread = threading.Thread(target=parts[number].destroy)
+            if rank != last:
+                thread.start()
+                assert waits(thread), "destroyed alone"
+            met(f"waited for {number}", rank, size)
+            if rank == last:
+                thread.start()
+            thread.join()
+        finalize = ctypes.CDLL(str(path)).ncclCommFinalize
+        thread = threading.Thread(target=finalize, args=(ctypes.c_void_p(parts[2].handle),))
+        if rank == 0:
+            thread.start()
+            assert waits(thread), "finalised alone"
+            met("waited for the finalised", rank, size)
+            thread.join()
+        else:
+            met("waited for the finalised", rank, size)
+        parts[2].destroy()
+        # An end of another kind is one, too.
+        parts[3].abort() if rank == 1 else parts[3].destroy()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("size", [2, 3])
+def test_orderly_ends_wait_for_all_ranks(provider: str, nccl_library: Path, size: int) -> None:
+    on(provider, nccl_library, together, size)
+
+
+def in_other_orders(rank: int, size: int, provider: str, path: Path) -> None:
+    """Ranks that end communicators in different orders hang, unless they do so in one group of calls."""
+    with connected(rank, size, provider, path) as (_, library, communicator):
+        pairs = [[communicator.split(0, 0) for _ in range(2)] for _ in range(2)]
+        for pair in pairs:
+            if rank == 1:
+                pair.reverse()
+        thread = threading.Thread(target=lambda: [one.destroy() for one in pairs[0]])
+        thread.start()
+        assert waits(thread), "the order is of no account"
+        met("hung", rank, size)
+        if rank == 1:  # from another thread it helps
+            pairs[0][1].destroy()
+        thread.join()
+        with library.group():
+            for one in pairs[1]:
+                one.destroy()
+
+
+@pytest.mark.sampled(1)
+def test_ends_in_other_orders_hang(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, in_other_orders, 2)
+
+
+def ends_beside_the_dead(rank: int, size: int, provider: str, path: Path) -> None:
+    with connected(rank, size, provider, path) as (_, _, communicator):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        communicator.destroy()
+
+
+@pytest.mark.sampled(1)
+def test_orderly_ends_do_not_wait_for_the_dead(provider: str, nccl_library: Path) -> None:
+    results = on(provider, nccl_library, ends_beside_the_dead, 3, lost=(1,))
+    assert isinstance(results[1], Died)
 
 
 def asynchronous_errors(rank: int, size: int, provider: str, path: Path) -> None:

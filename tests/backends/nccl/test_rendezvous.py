@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 
-from collectives import DistBackendError, DistStoreError, HashStore
+from collectives import CollectiveTimeoutError, DistBackendError, DistStoreError, HashStore
 from collectives.backends.nccl.rendezvous import Rendezvous
 
 LIMIT = timedelta(seconds=10)
@@ -22,20 +25,48 @@ def rendezvous(store: HashStore, rank: int) -> Rendezvous:
     return Rendezvous(store, rank, f"[rank {rank}]", lambda missing: None)
 
 
-def first_rank(store: HashStore, value: bytes) -> None:
-    """Publishes a value, and does not wait for rank 1."""
-    with pytest.raises(Exception, match="rank 1 did not come"):
-        rendezvous(store, 0).broadcast("id", RANKS, "making", timedelta(0), lambda: value)
+@contextmanager
+def first_rank(store: HashStore, value: bytes) -> Iterator[None]:
+    """Publishes a value."""
+    with ThreadPoolExecutor() as thread:
+        asked = thread.submit(rendezvous(store, 0).broadcast, "id", RANKS, "making", LIMIT, lambda: value)
+        store.wait(["id/arrived/0"])
+        yield
+        asked.exception()
 
 
-def second_rank(store: HashStore) -> bytes:
-    return rendezvous(store, 1).broadcast("id", RANKS, "making", LIMIT, bytes)
+def second_rank(store: HashStore, key: str = "id") -> bytes:
+    return rendezvous(store, 1).broadcast(key, RANKS, "making", LIMIT, bytes)
 
 
 def test_a_value_of_any_bytes_arrives() -> None:
     store = HashStore()
-    first_rank(store, bytes(range(256)))
-    assert second_rank(store) == bytes(range(256))
+    with first_rank(store, bytes(range(256))):
+        assert second_rank(store) == bytes(range(256))
+
+
+def test_a_rank_that_comes_late_hears_who_gave_up() -> None:
+    store = HashStore()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not come within 0\.01 s") as caught:
+        rendezvous(store, 0).broadcast("id", RANKS, "making", timedelta(seconds=0.01), bytes)
+    assert caught.value.missing_ranks == (1,)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 gave up before all ranks had come") as caught:
+        second_rank(store)
+    assert caught.value.rank == 0
+
+
+def test_all_hear_who_gave_up() -> None:
+    """One with a longer limit does not wait for it, and nobody comes to a broadcast that another has left."""
+    store, ranks = HashStore(), (0, 1, 2)
+    with ThreadPoolExecutor() as thread:
+        patient = thread.submit(rendezvous(store, 1).broadcast, "id", ranks, "making", 10 * LIMIT, bytes)
+        store.wait(["id/arrived/1"])
+        with pytest.raises(CollectiveTimeoutError, match="rank 2 did not come"):
+            rendezvous(store, 0).broadcast("id", ranks, "making", timedelta(seconds=0.01), bytes)
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 gave up"):
+            patient.result(60)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 gave up"):
+        rendezvous(store, 2).broadcast("id", ranks, "making", LIMIT, bytes)
 
 
 def test_the_reason_arrives_for_which_there_is_no_value() -> None:
@@ -54,7 +85,7 @@ def test_the_reason_arrives_for_which_there_is_no_value() -> None:
 @pytest.mark.parametrize("forged", [b"=" + bytes(128), b"!gone", b'["00", ""]', b'["00", ""]\nab'])
 def test_a_value_that_no_rank_wrote_is_refused(forged: bytes) -> None:
     store = HashStore()
-    first_rank(store, b"value")
-    store.set("id/value", forged)
-    with pytest.raises(DistStoreError, match="'id/value' is not proved by this process's job secret"):
-        second_rank(store)
+    with first_rank(store, b"value"):
+        store.set("id/value", forged)
+        with pytest.raises(DistStoreError, match="'id/value' is not proved by this process's job secret"):
+            second_rank(store)

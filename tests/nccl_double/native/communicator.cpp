@@ -1,6 +1,10 @@
 #include "communicator.hpp"
 
 #include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <sstream>
+#include <thread>
 
 namespace nccl_double {
 
@@ -53,6 +57,48 @@ const void* keep(CommunicatorPtr communicator) {
 void forget(const CommunicatorPtr& communicator) {
   const std::lock_guard lock(state().mutex);
   state().communicators.erase(communicator.get());
+}
+
+void Communicator::begin() {
+  struct Identity {
+    std::size_t host;
+    long gpu;
+    int version;
+  };
+  // NCCL reads it once, too.
+  static const std::size_t host = [] {
+    const char* const id = std::getenv("NCCL_HOSTID");
+    return std::hash<std::string>{}(id ? id : "");
+  }();
+  constexpr long kApart = 0x1000;
+  std::vector<Identity> all(static_cast<std::size_t>(size));
+  Identity& own = all[static_cast<std::size_t>(rank)];
+  own = {host, state().gpu ? state().gpu.load() : (rank + 1) * kApart, state().version};
+  std::vector<Outgoing> sends;
+  std::vector<Incoming> receives;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    sends.push_back({peer, reinterpret_cast<const std::byte*>(&own), sizeof(own)});
+    receives.push_back(
+        {peer, reinterpret_cast<std::byte*>(&all[static_cast<std::size_t>(peer)]), sizeof(own)});
+  }
+  mesh.exchange(Lane::beginning, Operation::begin, sends, receives, aborted);
+  for (int peer = 0; peer < size; ++peer) {
+    const Identity& other = all[static_cast<std::size_t>(peer)];
+    std::ostringstream text;
+    if (other.version != own.version) {
+      text << "Mismatched NCCL version detected : rank " << peer << " version " << other.version << " rank "
+           << rank << " version " << own.version;
+    } else if (peer != rank && other.host == own.host && other.gpu == own.gpu) {
+      text << "Duplicate GPU detected : rank " << rank << " and rank " << peer << " both on CUDA device "
+           << std::hex << own.gpu;
+    }
+    if (!text.str().empty()) throw Failure{kInvalidUsage, text.str()};
+  }
+  // Who has found nothing learns here that another rank has given up.
+  for (Outgoing& one : sends) one.bytes = 0;
+  for (Incoming& one : receives) one.bytes = 0;
+  mesh.exchange(Lane::beginning, Operation::begin, sends, receives, aborted);
 }
 
 bool Communicator::in_turn(std::uint64_t mine, const std::function<bool()>& work) {
@@ -133,6 +179,15 @@ void Communicator::settle(bool all) {
   changed.wait(lock, [&] { return !running && (!all || turn == issued); });
 }
 
+void Communicator::finalise() {
+  settle(true);
+  {
+    const std::lock_guard lock(mutex);
+    if (std::exchange(finalised, true)) return;
+  }
+  mesh.part(Operation::end, aborted);
+}
+
 void hold_in_graph(const void* handle, bool on) {
   const std::lock_guard lock(state().mutex);
   auto& held = state().in_graphs;
@@ -150,7 +205,11 @@ void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<Communic
     one->aborted = true;
   }
   for (const CommunicatorPtr& one : aborted) one->settle(false);
-  for (const CommunicatorPtr& one : destroyed) one->settle(true);
+  for (const CommunicatorPtr& one : aborted) one->mesh.leave();
+  std::vector<std::thread> finalising;
+  for (const CommunicatorPtr& one : destroyed) finalising.emplace_back([one] { one->finalise(); });
+  for (std::thread& one : finalising) one.join();
+  for (const CommunicatorPtr& one : destroyed) one->mesh.leave();
   std::vector<CommunicatorPtr> others;
   {
     std::unique_lock lock(state().mutex);

@@ -67,7 +67,9 @@ struct Operation {
     send,
     recv,
     split,
-    connect
+    connect,
+    begin,
+    end
   };
   Kind kind = none;
   const std::byte* from = nullptr;
@@ -84,6 +86,9 @@ struct Communicator {
   Communicator(std::string name, int rank, int size, Config config)
       : name(std::move(name)), rank(rank), size(size), config(config), mesh(this->name, rank, size) {}
 
+  // Tells the ranks each other's GPU and version, before there is an operation; throws Failure as NCCL
+  // refuses.
+  void begin();
   // Runs `work` when those before have run; returns whether it did, and was not stopped by an abort.
   bool in_turn(std::uint64_t turn, const std::function<bool()>& work);
   // Makes the connections that operations need and that are not there; blocks until the peers do so, too.
@@ -93,6 +98,9 @@ struct Communicator {
   bool lacks_connections(const std::vector<Operation>& operations);
   // Waits until nothing runs, or also until nothing is to run.
   void settle(bool all);
+  // Waits for operations, and for the peers, which have to finalise the communicator, too, unless they have
+  // ended it. Does nothing the second time.
+  void finalise();
   // Returns the reason of the asynchronous error.
   std::string failure() {
     const std::lock_guard lock(mutex);
@@ -113,6 +121,7 @@ struct Communicator {
   std::uint64_t turn = 0;
   bool running = false;
   std::uint64_t splits = 0;
+  bool finalised = false;
   bool collectives_connected = false;
   std::set<std::pair<int, Operation::Kind>> connected;        // peers, for messages out or in
   std::map<int, std::pair<int, std::vector<std::byte>>> ops;  // type and factor by code
@@ -145,7 +154,8 @@ struct State {
   std::multiset<const void*> in_graphs;  // communicators that graphs hold operations of, once for each graph
   std::condition_variable graphs_changed;
   LastCall last{};
-  int version = 22809;
+  std::atomic<int> version{22809};
+  std::atomic<long> gpu{0};  // that this process says it uses; 0 where each rank has one of its own
   std::atomic<bool> dry{false};
   std::atomic<int> misuses{0};
   std::atomic<int> launches{0};
@@ -183,7 +193,8 @@ void forget(const CommunicatorPtr& communicator);
 void hold_in_graph(const void* handle, bool on);
 
 // Ends communicators that were forgotten: those of one group of calls, or one. As NCCL, it stops all that are
-// aborted, and then frees memory, for which the device must have nothing to do for any other communicator.
+// aborted, finalises those that are destroyed, all at once, and then frees memory, for which the device must
+// have nothing to do for any other communicator.
 void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<CommunicatorPtr>& destroyed);
 
 // Puts operations on their streams. A communicator's operations of one group start together: on the stream of

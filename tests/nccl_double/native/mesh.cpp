@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 namespace nccl_double {
 namespace {
@@ -67,9 +68,21 @@ Mesh::Mesh(const std::string& name, int rank, int size)
   close(listener);
 }
 
-Mesh::~Mesh() {
-  for (const Peer& peer : peers_) {
-    if (peer.socket >= 0) close(peer.socket);
+void Mesh::leave() {
+  for (Peer& peer : peers_) {
+    if (peer.socket >= 0) close(std::exchange(peer.socket, -1));
+    peer.gone = true;
+  }
+}
+
+void Mesh::part(int kind, const std::atomic<bool>& stop) {
+  // One after the other in order of rank, which makes no circle; who is gone waits for nobody.
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == rank_) continue;
+    try {
+      exchange(Lane::ending, kind, {{peer, nullptr, 0}}, {{peer, nullptr, 0}}, stop);
+    } catch (const Failure&) {  // it has left
+    }
   }
 }
 

@@ -14,12 +14,15 @@
 
 namespace nccl_double {
 
-// Collectives and point-to-point messages do not meet, nor do the connections that each makes.
+// Collectives and point-to-point messages do not meet, nor do the connections that each makes, nor the
+// beginning and the end of the communicator.
 enum class Lane : std::uint32_t {
   collective,
   point_to_point,
   connecting_collectives,
   connecting_messages,
+  beginning,
+  ending,
   lanes
 };
 
@@ -45,7 +48,7 @@ class Mesh {
  public:
   // Blocks until all ranks that give the same name have come.
   Mesh(const std::string& name, int rank, int size);
-  ~Mesh();
+  ~Mesh() { leave(); }
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
 
@@ -53,6 +56,12 @@ class Mesh {
   // when `stop` was set before all was done, and throws Failure. One thread at a time.
   bool exchange(Lane lane, int kind, const std::vector<Outgoing>& sends,
                 const std::vector<Incoming>& receives, const std::atomic<bool>& stop);
+
+  // Waits until all peers have called this, too, or have left.
+  void part(int kind, const std::atomic<bool>& stop);
+
+  // Closes the connections; what peers still wait for from this rank fails there.
+  void leave();
 
  private:
   struct Header {

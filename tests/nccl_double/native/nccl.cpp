@@ -1,10 +1,11 @@
 // A double of NCCL for tests: its C interface on host memory, between processes of one machine.
 //
 // It is test equipment. What it shares with NCCL: names, argument order, codes, checks and statuses of the C
-// interface, groups, blocking until all ranks have come, connections that first operations make, order of
-// operations, abort from another thread. What it has instead of CUDA: streams.cpp. It is stricter where NCCL
-// corrupts memory or hangs in silence: operations that do not match between ranks become asynchronous errors,
-// and calls with an ended communicator are counted.
+// interface, groups, blocking until all ranks have come, refusal of a GPU that two ranks use and of ranks
+// with different versions, connections that first operations make, order of operations, abort from another
+// thread, an orderly end that waits for all ranks. What it has instead of CUDA: streams.cpp. It is stricter
+// where NCCL corrupts memory or hangs in silence: operations that do not match between ranks become
+// asynchronous errors, and calls with an ended communicator are counted.
 //
 // Operations of a communicator run one after the other, in the order of their calls. One that fails stays
 // unfinished, as a kernel does, until the communicator is aborted.
@@ -107,7 +108,9 @@ int init(const void** handle, int size, const UniqueId& id, int rank, const Conf
     name += digits;
   }
   try {
-    *handle = keep(std::make_shared<Communicator>(name, rank, size, config));
+    const auto made = std::make_shared<Communicator>(name, rank, size, config);
+    made->begin();
+    *handle = keep(made);
   } catch (const Failure& failure) {
     return fail(failure.status, failure.text);
   }
@@ -152,7 +155,9 @@ int split(const CommunicatorPtr& comm, int color, int key, const void** handle, 
   // All members derive the same name, which no other communicator has.
   const std::string path = comm->name + "/" + std::to_string(number) + "/" + std::to_string(color);
   try {
-    *handle = keep(std::make_shared<Communicator>(path, rank, static_cast<int>(choices.size()), config));
+    const auto made = std::make_shared<Communicator>(path, rank, static_cast<int>(choices.size()), config);
+    made->begin();
+    *handle = keep(made);
   } catch (const Failure& failure) {
     return fail(failure.status, failure.text);
   }
@@ -258,7 +263,7 @@ int ncclCommSplit(const void* handle, int color, int key, const void** made, con
 int ncclCommFinalize(const void* handle) {
   int status = kSuccess;
   const CommunicatorPtr comm = find("CommFinalize", handle, status);
-  if (comm) comm->settle(true);
+  if (comm) comm->finalise();
   return status;
 }
 
@@ -434,6 +439,9 @@ void double_last_call(LastCall* last) {
 }
 
 void double_set_version(int version) { state().version = version; }
+
+// Lets this process say that it uses a GPU, which others may say, too.
+void double_set_gpu(long bus) { state().gpu = bus; }
 
 // Returns how many calls used a communicator after its end.
 int double_misuses() { return state().misuses; }

@@ -1,0 +1,127 @@
+"""How groups end in order: several of them, of other ranks, with messages, split off; over the double.
+
+NCCL's orderly end waits for all ranks of a communicator.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from conformance.test_works import eventually
+from nccl_double.groups import load, make_group, run_over_double
+
+import collectives
+from collectives.backends.nccl import ends
+from collectives.registry.backends import BackendSpec, register_backend_spec
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """Notes what is logged meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("collectives")
+    log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+
+
+def another(group: Any, path: Path, name: str) -> Any:
+    """Returns a group of the same ranks that has a communicator of all of them and two for each pair."""
+    rank, size = group.rank(), group.size()
+    store = torch_dist.PrefixStore(name, group.get_group_store())
+    made = make_group(path, "cupy", rank, size, store, group_name=name)
+    made.allreduce(torch.ones(1)).wait()
+    with made._together():
+        sent = made.send(torch.ones(2), (rank + 1) % size)
+        received = made.recv(torch.empty(2), (rank - 1) % size)
+    received.wait()
+    sent.wait()
+    made.barrier().wait()
+    return made
+
+
+def ending() -> list[threading.Thread]:
+    """Returns the threads that still end communicators."""
+    return [thread for thread in threading.enumerate() if thread.name == "nccl destroy"]
+
+
+def one_after_the_other(group: Any, path: Path) -> None:
+    """No rank waits longer than until the last has come, and says nothing."""
+    groups = [another(group, path, name) for name in ("first", "second", "third")]
+    with warnings() as told:
+        for one in groups:
+            one.shutdown()
+        assert not ending()
+    assert told == []
+    assert load(path).communicators() == 0
+
+
+def in_other_orders(group: Any, path: Path) -> None:
+    """Each rank goes on with its next group after a while, so that all end."""
+    groups = [another(group, path, name) for name in ("first", "second")]
+    ends._SECONDS = 0.5
+    with warnings() as told:
+        for one in groups if group.rank() else reversed(groups):
+            one.shutdown()
+    assert any("has not ended its communicators" in text for text in told), "the order is of no account"
+    assert eventually(lambda: not ending() and load(path).communicators() == 0)
+
+
+def beside_one_that_aborts(group: Any, path: Path) -> None:
+    made = another(group, path, "aborted by rank 1")
+    with warnings() as told:
+        made.abort() if group.rank() == 1 else made.shutdown()
+        assert not ending()
+    assert told == []
+    assert load(path).communicators() == 0
+
+
+def of_a_world(group: Any, path: Path) -> None:
+    """Groups of other ranks, of which each ends by itself, and the rest with the world."""
+    rank, size = group.rank(), group.size()
+
+    def create(options: Any) -> Any:
+        fields = ("timeout", "group_name", "device_id", "global_ranks", "split_from")
+        about = {field: getattr(options, field) for field in fields}
+        return make_group(path, "cupy", options.rank, options.size, options.store, **about)
+
+    register_backend_spec(BackendSpec("nccl_over_double", ("cpu",), create))
+    for bound in (None, torch.device("cpu")):
+        store = torch_dist.PrefixStore(f"world on {bound}", group.get_group_store())
+        world = {"store": store, "rank": rank, "world_size": size, "device_id": bound}
+        collectives.init_process_group("nccl_over_double", **world)
+        pairs = [[one, other] for one in range(size) for other in range(one + 1, size)]
+        groups = [collectives.new_group(ranks) for ranks in [list(range(size)), *pairs]]
+        mine = [one for one in groups if one is not collectives.GroupMember.NON_GROUP_MEMBER]
+        for one in mine:
+            collectives.all_reduce(torch.ones(1), group=one)
+        collectives.barrier()
+        with warnings() as told:
+            if rank < 2:
+                collectives.destroy_process_group(mine[1])  # that of ranks 0 and 1
+            collectives.destroy_process_group()
+            assert not ending()
+        assert told == []
+        assert load(path).communicators() == 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "body", [one_after_the_other, in_other_orders, beside_one_that_aborts, of_a_world],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_groups_end(nccl_library: Path, body: Any, size: int) -> None:
+    run_over_double(body, size, nccl_library, nccl_library, timeout=100)
