@@ -18,6 +18,7 @@ from collectives.bench.acceptance.cases import Case, Judge, answers_of, exits_in
 from collectives.bench.acceptance.context import Context
 from collectives.bench.acceptance.processes import RankEnd
 from collectives.bench.acceptance.report import CheckFailedError
+from collectives.core.types import AllreduceOptions
 from collectives.ddp import DistributedDataParallel
 
 __all__ = ["CASES"]
@@ -81,6 +82,23 @@ def _network(context: Context, group: Any) -> Any:
 
 
 def _live_graph(context: Context) -> None:
+    group, tensor = context.connected(), context.ones(3)
+
+    def collectives() -> None:
+        group.allreduce([tensor], AllreduceOptions(asyncOp=False)).wait()
+        group.allreduce(tensor).wait()
+
+    collectives()
+    group.barrier().wait()
+    graph = context.platform.graph()
+    with graph.capture():
+        collectives()
+    graph.replay()
+    context.kept += [context, group, graph]
+    context.answer(found=tensor.tolist(), wanted=[float(context.size**4)] * 3)
+
+
+def _live_loss(context: Context) -> None:
     module = _network(context, context.connected())
     inputs = torch.ones(3, 4).to(context.platform.kind)
     module(inputs).sum().backward()
@@ -166,6 +184,13 @@ def _exit_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
     return {"seconds_to_exit": max(end.exit_seconds for end in ends)}
 
 
+def _graph_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
+    for rank, answer in enumerate(answers_of(ends, range(len(ends)))):
+        if answer["found"] != answer["wanted"]:
+            raise CheckFailedError(f"rank {rank} has {answer['found']} instead of {answer['wanted']}")
+    return _exit_judge(ends)
+
+
 def _memory_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
     answers = answers_of(ends, range(len(ends)))
     for rank, answer in enumerate(answers):
@@ -181,7 +206,8 @@ CASES: Final[Mapping[str, Case]] = {
     "stopped": Case("SIGSTOP", _stopped, _survivors("CollectiveTimeoutError", status=None), leaves=True),
     "missing": Case("a rank does not come", _missing, _survivors("CollectiveTimeoutError", status=0)),
     "uncaught": Case("an uncaught exception with an open irecv", _uncaught, _uncaught_judge),
-    "live_graph": Case("exit with a live graph", _live_graph, _exit_judge),
+    "live_graph": Case("exit with a live CUDA graph", _live_graph, _graph_judge),
+    "live_loss": Case("exit with a loss of which nobody calls backward()", _live_loss, _exit_judge),
     "loss_in_training": Case(
         "no forward that follows a loss in backward()",
         _loss_in_training,

@@ -16,6 +16,7 @@ from collectives.bench.acceptance.processes import Answer, RankEnd, run_ranks, w
 from collectives.bench.acceptance.report import CheckFailedError
 
 LOST = {"error": "PeerLostError", "said": "rank 1 is lost", "seconds": 0.1}
+REPLAYED = {"found": [16.0], "wanted": [16.0]}
 KILLED = RankEnd(-signal.SIGKILL, None, 0.0, "")
 
 
@@ -26,7 +27,7 @@ def ended(status: int | None = 0, exit_seconds: float = 0.5, output: str = "", *
 def test_what_is_right() -> None:
     figures = CASES["killed"].judge([ended(**LOST), KILLED])
     assert figures == {"error": "PeerLostError", "seconds_to_error": 0.1, "exit_status": -9}
-    assert CASES["live_graph"].judge([ended(), ended(exit_seconds=2.5)]) == {"seconds_to_exit": 2.5}
+    assert CASES["live_loss"].judge([ended(), ended(exit_seconds=2.5)]) == {"seconds_to_exit": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,14 @@ def test_what_is_right() -> None:
         ("loss_in_training", [ended(**{**LOST, "error": None}), KILLED], "as if nothing had happened"),
         ("uncaught", [ended(**LOST), ended(1, output="")], "the exception was not shown"),
         ("uncaught", [ended(**LOST), ended(1, 99.0, "ValueError: nobody catches this")], "99.0 s to exit"),
-        ("live_graph", [ended(), ended(exit_seconds=99.0)], "rank 1 took 99.0 s to exit"),
-        ("live_graph", [ended(), RankEnd(0, None, 0.0, "")], "rank 1 ended with status 0"),
+        ("live_loss", [ended(), ended(exit_seconds=99.0)], "rank 1 took 99.0 s to exit"),
+        ("live_loss", [ended(), RankEnd(0, None, 0.0, "")], "rank 1 ended with status 0"),
+        ("live_graph", [ended(**REPLAYED), ended(0, 99.0, **REPLAYED)], "rank 1 took 99.0 s to exit"),
+        (
+            "live_graph",
+            [ended(**REPLAYED), ended(found=[4.0], wanted=[16.0])],
+            r"rank 1 has \[4.0\] instead of \[16.0\]",
+        ),
         (
             "abort_and_make_again",
             [ended(first=1, last=1, spare=0, seconds=0.1), ended(first=1, last=4, spare=2, seconds=0.1)],
