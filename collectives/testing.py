@@ -1,4 +1,7 @@
-"""A pytest fixture that runs functions of tests on several ranks of this machine."""
+"""A pytest fixture that runs functions of tests on several ranks of this machine.
+
+Not here: the ranks of scripts and notebooks (:func:`collectives.launch`).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,14 @@ def world(
         scope: how long the ranks stay, as of ``pytest.fixture``.
         environment: further environment variables of the ranks.
 
+    Returns:
+        The fixture, to be bound to a name in a test's module or in ``conftest.py``. What it gives a test
+        returns what the function returned, by rank, and raises
+        :class:`~collectives.ranks.processes.RankFailedError` where a rank failed.
+
     Raises:
         ValueError: ``nproc`` is less than 1.
+        ImportError: there is no pytest.
 
     Example:
         In ``conftest.py``, and in a test::

@@ -122,8 +122,23 @@ def _coalescing_manager(
         device: device of the tensors; checked against the group.
         async_ops: ``False`` blocks at the end until all are done; ``True`` leaves that to ``cm.wait()``.
 
+    Yields:
+        The manager, whose ``wait()`` blocks until all calls are done and raises the first error.
+
     Raises:
-        ValueError: a manager of this group is open in this thread, or the group does not serve ``device``.
+        ValueError: a manager of this group is open in this thread, the group does not serve ``device``, or
+            there is no default group.
+        TypeError: ``group`` is no process group.
+        DistBackendError: as of the functions called, at the end of the block.
+
+    Example:
+        With 2 ranks::
+
+            tensors = [torch.ones(2), torch.ones(3)]
+            with collectives._coalescing_manager():
+                for tensor in tensors:
+                    collectives.all_reduce(tensor)
+            tensors[1].tolist()  # [2.0, 2.0, 2.0]
     """
     target = own_group(group)
     if target is None:

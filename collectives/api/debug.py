@@ -43,7 +43,11 @@ _level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
-    """Returns the level; at first that of ``TORCH_DISTRIBUTED_DEBUG``."""
+    """Returns how much groups check and tell.
+
+    Returns:
+        What was set last; at first what ``TORCH_DISTRIBUTED_DEBUG`` says.
+    """
     if _level is None:
         set_debug_level_from_env()
     return DebugLevel.OFF if _level is None else _level

@@ -25,6 +25,8 @@ __all__ = ["dump_flight_record", "flight_record", "prometheus_text"]
 def flight_record() -> dict[str, Any]:
     """Returns the last operations of all groups of this process, as plain data.
 
+    Each process asks for itself; nothing is sent, and running operations go on meanwhile.
+
     Returns:
         ``rank``, ``process``, ``host``; ``monotonic_ns`` and ``time_ns``, both clocks at this moment; and
         ``groups``, each with its ``name``, ``backend``, ``rank``, ``global_ranks``, ``stats`` and
@@ -64,8 +66,9 @@ def dump_flight_record(path: str | Path | None = None) -> Path:
 def prometheus_text() -> str:
     """Returns the counts of all groups of this process in the text format of Prometheus.
 
-    They are those of :meth:`ProcessGroup.stats`, as ``collectives_operations_total``,
-    ``collectives_bytes_total``, ``collectives_errors_total`` and ``collectives_seconds_total``, by group,
-    backend, rank and operation.
+    Returns:
+        Lines with what :meth:`ProcessGroup.stats` has, as ``collectives_operations_total``,
+        ``collectives_bytes_total``, ``collectives_errors_total`` and ``collectives_seconds_total``, by group,
+        backend, rank and operation.
     """
     return dump.prometheus_text()

@@ -287,31 +287,44 @@ def world_rank(group: ProcessGroup, rank: int) -> int:
 
 
 def is_available() -> bool:
-    """Returns ``True``: the package works wherever it can be imported."""
+    """Returns whether this package can be used in this process.
+
+    Returns:
+        ``True``: it works wherever it can be imported.
+    """
     return True
 
 
 def is_initialized() -> bool:
-    """Returns whether there is a default group."""
+    """Returns whether there is a default group.
+
+    Returns:
+        ``True`` between :func:`init_process_group` and :func:`destroy_process_group`.
+    """
     return world.default is not None
 
 
 def is_torchelastic_launched() -> bool:
     """Returns whether an elastic launcher such as ``torchrun`` started this process.
 
-    Such a launcher sets ``TORCHELASTIC_RUN_ID``.
+    Returns:
+        Whether ``TORCHELASTIC_RUN_ID``, which such a launcher sets, is in the environment.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Returns this process's rank in a group, from 0; -1 where it is not in it.
+    """Returns this process's rank in a group.
 
     Args:
         group: the group asked about; ``None`` for the default group.
 
+    Returns:
+        The rank, from 0; -1 where this process is not in the group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
+        TypeError: ``group`` is no process group.
     """
     if not is_member(group):
         return -1
@@ -319,13 +332,17 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks of a group; -1 where this process is not in it.
+    """Returns the number of ranks of a group.
 
     Args:
         group: the group asked about; ``None`` for the default group.
 
+    Returns:
+        The number; -1 where this process is not in the group.
+
     Raises:
         ValueError: ``group`` is ``None`` and there is no default group.
+        TypeError: ``group`` is no process group.
     """
     if not is_member(group):
         return -1
@@ -339,8 +356,13 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         group: the group, of which this process is a member.
         global_rank: a rank of the default group.
 
+    Returns:
+        The rank within the group, from 0.
+
     Raises:
-        ValueError: the rank is not in the group, or the group was not made by :func:`new_group`.
+        ValueError: the rank is not in the group, nor is this process, or the group was not made by
+            :func:`new_group`.
+        TypeError: ``group`` is no process group.
     """
     if group is world.default:
         return global_rank
@@ -355,8 +377,13 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         group: the group, of which this process is a member.
         group_rank: a rank within it.
 
+    Returns:
+        The rank in the default group.
+
     Raises:
-        ValueError: the group has no such rank, or it was not made by :func:`new_group`.
+        ValueError: the group has no such rank, this process is not in it, or it was not made by
+            :func:`new_group`.
+        TypeError: ``group`` is no process group.
     """
     if group is world.default:
         return group_rank
@@ -372,57 +399,80 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Returns the members of a group as ranks of the default group, in the order of their ranks within it.
+    """Returns the members of a group as ranks of the default group.
 
     Args:
         group: the group asked about; ``None`` for the default group.
 
+    Returns:
+        The ranks, in the order of the members' ranks within the group.
+
     Raises:
-        ValueError: this process is not in the group, or it was not made by :func:`new_group`.
+        ValueError: this process is not in the group, it was not made by :func:`new_group`, or it is ``None``
+            and there is no default group.
+        TypeError: ``group`` is no process group.
     """
     _check_member(group, "get_process_group_ranks")
     return list(record_of(default_group() if group is None else group).ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """Returns the backend of a group; ``"cpu:host,cuda:nccl"`` where device types have different ones.
+    """Returns the backend of a group.
 
     Args:
         group: the group asked about; ``None`` for the default group.
 
+    Returns:
+        Its name, such as ``"host"``; ``"cpu:host,cuda:nccl"`` where device types have different ones.
+
     Raises:
-        ValueError: this process is not in the group.
+        ValueError: this process is not in the group, it was not made by :func:`new_group`, or it is ``None``
+            and there is no default group.
+        TypeError: ``group`` is no process group.
     """
     _check_member(group, "get_backend")
     return record_of(default_group() if group is None else group).config.name()
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """Returns the backend of a group for each device type, such as ``"cpu:host"``.
+    """Returns the backend of a group for each device type.
 
     Args:
         group: the group asked about; ``None`` for the default group.
 
+    Returns:
+        Pairs of device type and backend, such as ``"cpu:host"``, by commas.
+
     Raises:
-        ValueError: this process is not in the group.
+        ValueError: this process is not in the group, it was not made by :func:`new_group`, or it is ``None``
+            and there is no default group.
+        TypeError: ``group`` is no process group.
     """
     _check_member(group, "get_backend_config")
     return str(record_of(default_group() if group is None else group).config)
 
 
 def get_pg_count() -> int:
-    """Returns the number of groups that all ranks made in this world so far, with the default group."""
+    """Returns the number of groups that all ranks made in this world so far.
+
+    Returns:
+        The number, with the default group and those that have ended; 0 where there is no default group.
+    """
     return world.created
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Returns this process's rank on its machine, from ``LOCAL_RANK``, which launchers set.
+    """Returns this process's rank on its machine.
 
     Args:
         fallback_rank: returned where ``LOCAL_RANK`` is not set.
 
+    Returns:
+        What ``LOCAL_RANK`` says, which launchers set.
+
     Raises:
         RuntimeError: ``LOCAL_RANK`` is not set and there is no fallback.
+        ValueError: ``LOCAL_RANK`` is no number.
     """
     text = os.environ.get("LOCAL_RANK")
     if text is not None:

@@ -19,6 +19,9 @@ def register() -> None:
     ``InitProcessGroupKwargs(backend="collectives")`` and transformers' ``ddp_backend="collectives"`` work
     then. Called once in each process, before the first ``Accelerator``, ``PartialState`` or
     ``TrainingArguments``; a second call does nothing. Does not communicate.
+
+    Raises:
+        AttributeError: this version of Accelerate chooses backends in another way.
     """
     # Accelerate has no public way to let a name in: this method alone decides which backend CPUs get.
     theirs: Any = PartialState._prepare_backend
@@ -56,6 +59,9 @@ class Accelerator(accelerate.Accelerator):
                 was made with.
             evaluation_mode: whether it is never trained, and not wrapped.
 
+        Returns:
+            The model in our wrapper, or as Accelerate prepares it where it is not trained on several ranks.
+
         Raises:
             TypeError: torch's default group is not of this package.
         """
@@ -81,6 +87,9 @@ class Accelerator(accelerate.Accelerator):
             model: what ``prepare`` returned.
             args: those of Accelerate's method.
             kwargs: as ``args``.
+
+        Returns:
+            The model.
         """
         if isinstance(model, DistributedDataParallel):
             model = model.module

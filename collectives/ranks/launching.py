@@ -1,4 +1,7 @@
-"""A function on several ranks of this machine, from a script, a test or a notebook."""
+"""A function on several ranks of this machine, from a script, a test or a notebook.
+
+Not here: programs (``torchrun``), and ranks on several machines.
+"""
 
 from __future__ import annotations
 

@@ -308,8 +308,12 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     Args:
         device: a device or its type.
 
+    Returns:
+        The name, such as ``"host"`` for ``"cpu"``.
+
     Raises:
         ValueError: there is none for this device type.
+        RuntimeError: ``device`` is a text that names no device.
     """
     kind = torch.device(device).type
     name = Backend.default_device_backend_map.get(kind)
@@ -324,6 +328,12 @@ def is_backend_available(backend: str) -> bool:
 
     Args:
         backend: its name in any case, or ``"<device>:<backend>,..."``, of which all must be usable.
+
+    Returns:
+        Whether a group of it can be made; ``False`` for a name that is not known.
+
+    Raises:
+        ValueError: pairs are not written so, or a device type is named twice.
     """
     lower = backend.lower()
     if ":" not in lower:
@@ -335,27 +345,47 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """Returns whether the gloo backend can be used in this process."""
+    """Returns whether the gloo backend can be used in this process.
+
+    Returns:
+        As :func:`is_backend_available` of ``"gloo"``.
+    """
     return is_backend_available(Backend.GLOO)
 
 
 def is_mpi_available() -> bool:
-    """Returns whether the mpi backend can be used in this process."""
+    """Returns whether the mpi backend can be used in this process.
+
+    Returns:
+        As :func:`is_backend_available` of ``"mpi"``.
+    """
     return is_backend_available(Backend.MPI)
 
 
 def is_nccl_available() -> bool:
-    """Returns whether the nccl backend can be used in this process."""
+    """Returns whether the nccl backend can be used in this process.
+
+    Returns:
+        As :func:`is_backend_available` of ``"nccl"``.
+    """
     return is_backend_available(Backend.NCCL)
 
 
 def is_ucc_available() -> bool:
-    """Returns whether a backend named ucc, which only a user can register, can be used in this process."""
+    """Returns whether a backend named ucc can be used in this process.
+
+    Returns:
+        ``False``, unless the user has registered one of this name.
+    """
     return is_backend_available(Backend.UCC)
 
 
 def is_xccl_available() -> bool:
-    """Returns whether a backend named xccl, which only a user can register, can be used in this process."""
+    """Returns whether a backend named xccl can be used in this process.
+
+    Returns:
+        ``False``, unless the user has registered one of this name.
+    """
     return is_backend_available(Backend.XCCL)
 
 
@@ -364,6 +394,9 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 
     Args:
         reduceOp: one of ours or of ``torch.distributed``.
+
+    Returns:
+        ``True`` for sums, averages and scaled sums.
 
     Raises:
         TypeError: it is neither.

@@ -5,7 +5,8 @@ Asked are public functions, constructors and methods of the packages and modules
 - ``Args:`` names every argument, of a constructor in the docstring of the class. A class may document a field
   instead, under ``Attributes:`` or by a string below it.
 - What returns something has ``Returns:``, or a first line that begins with "Returns".
-- What communicates has ``Raises:``, or is a method of a class that has it.
+- What communicates, or takes the default group where none is named, has ``Raises:``, or is a method of a
+  class that has it.
 
 Nothing is asked of a method that overrides a documented one of ours, of an "Other name of :func:`...`" with
 the same arguments, and of constructors of exceptions.
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -44,11 +48,19 @@ MODULES = [
     "collectives.ddp.optim",
     "collectives.dist2",
     "collectives.errors",
+    "collectives.ranks.launching",
     "collectives.registry.names",
     "collectives.store",
+    "collectives.testing",
     "collectives.torch_bridge",
 ]
 """Modules in the ``__all__`` of one of these belong to it."""
+
+FRAMEWORKS = ["accelerate", "ignite", "lightning"]
+"""Those that ``collectives.integrations`` has a module for, which is asked where the framework is there."""
+
+ASKED_TOO = {"_coalescing_manager"}
+"""Names with an underscore that users call, as torch named them."""
 
 
 class Documented(NamedTuple):
@@ -115,7 +127,8 @@ def methods_of(cls: type) -> Iterator[Documented]:
 
 def public(module: ModuleType) -> Iterator[object]:
     """Yields the public values of a module and of those that it lists."""
-    for value in (getattr(module, name) for name in module.__all__ if not name.startswith("_")):
+    names = [name for name in module.__all__ if not name.startswith("_") or name in ASKED_TOO]
+    for value in (getattr(module, name) for name in names):
         if inspect.ismodule(value):
             yield from public(value)
         else:
@@ -157,10 +170,12 @@ def returned(one: Documented) -> str:
 
 
 def communicates(one: Documented) -> bool:
+    """Returns whether a function communicates, or looks for the default group, which may not be there."""
     arguments = inspect.signature(one.function).parameters
     if {"async_op", "timeout"} & set(arguments) or "Work" in returned(one).split(" | "):
         return True
-    return not returned(one) and bool({"group", "process_group"} & set(arguments))
+    groups = [arguments[name] for name in ("group", "process_group") if name in arguments]
+    return bool(groups) and (not returned(one) or any(given.default is None for given in groups))
 
 
 def faults(one: Documented) -> Iterator[str]:
@@ -177,7 +192,7 @@ def faults(one: Documented) -> Iterator[str]:
     ):
         yield f"no Returns:, but it returns {returned(one)}"
     if communicates(one) and not one.raises and not section(one.text, "Raises"):
-        yield "no Raises:, but it communicates"
+        yield "no Raises:, but it communicates or takes the default group"
 
 
 def test_all_parts_are_looked_at() -> None:
@@ -196,6 +211,21 @@ def test_all_parts_are_looked_at() -> None:
 def test_docstrings_are_complete() -> None:
     wrong = [f"{one.name}: {fault}" for one in documented() for fault in faults(one)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_docstrings_for_frameworks_are_complete(framework: str) -> None:
+    """In a process of its own: frameworks warn when they are imported, and start threads."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    this = Path(__file__)
+    asked = f"t.MODULES[:] = ['collectives.integrations.{framework}']"
+    program = f"import sys; sys.path[:0] = [{str(this.parent)!r}]; import {this.stem} as t; {asked}; "
+    program += "assert t.documented(); t.test_docstrings_are_complete()"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def example(first: int, *rest: int, async_op: bool = False) -> int:
