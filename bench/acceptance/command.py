@@ -18,7 +18,7 @@ from pathlib import Path
 from collectives.bench.acceptance import repository
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
-from collectives.bench.acceptance.sections import SECTIONS, Plan
+from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan
 from collectives.bench.core.arguments import parse_counts, parse_names
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=parse_counts(2),
+        type=parse_counts(1),
         metavar="N,...",
-        help="numbers of ranks (default: 2, 3 and one for each GPU, of those that have a GPU for each rank; "
-        "2 that share it where there is one GPU)",
+        help="numbers of ranks; 1 is for training only (default: 1, 2, 3 and one for each GPU, of those that "
+        "have a GPU for each rank; 1 and 2 that share it where there is one GPU)",
     )
     parser.add_argument(
         "--sections",
@@ -69,6 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
         raise CommandError(f"unknown sections {', '.join(unknown)}; known are {', '.join(SECTIONS)}")
+    alone = [name for name in arguments.sections if name in OF_SEVERAL_RANKS]
+    if alone and arguments.ranks and max(arguments.ranks) < 2:
+        raise CommandError(
+            f"one rank has nobody to talk to in {', '.join(alone)}; give 2 to --ranks, too, or training to "
+            "--sections"
+        )
     module = _DOUBLE if arguments.rehearse else _CUDA
     if arguments.rehearse:
         _find_double()
@@ -77,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if reason is not None:
         raise CommandError(f"accept: {reason}")
     platform.prepare()
-    ranks = arguments.ranks or numbers_of_ranks(len(platform.gpus()))
+    ranks = arguments.ranks or (1, *numbers_of_ranks(len(platform.gpus())))
     plan = Plan(module, platform, ranks, arguments.short)
     options = {"ranks": [*ranks], "sections": [*arguments.sections], "short": arguments.short}
     report = Report("collectives accept", {"on": platform.title, **describe_machine()}, options)

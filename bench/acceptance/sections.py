@@ -23,7 +23,7 @@ from collectives.bench.acceptance.repository import run_tests
 from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, training_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 
-__all__ = ["SECTIONS", "Plan"]
+__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Plan"]
 
 _SHORT_TYPES: Final = (torch.float32,)
 _LIMIT_S: Final = 120.0
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         module: of the platform.
         platform: where.
-        ranks: numbers of ranks.
+        ranks: numbers of ranks; 1 is for training alone.
         short: whether one data type and one provider stand for all.
     """
 
@@ -45,6 +45,11 @@ class Plan:
     platform: Platform
     ranks: Sequence[int]
     short: bool
+
+    @property
+    def several(self) -> Sequence[int]:
+        """The numbers of ranks that have somebody to talk to."""
+        return [ranks for ranks in self.ranks if ranks > 1]
 
     @property
     def providers(self) -> Sequence[str]:
@@ -106,7 +111,7 @@ def _sharing(plan: Plan) -> Found:
 def _conformance(plan: Plan) -> Iterator[Row]:
     asked = questions(_SHORT_TYPES if plan.short else None)
     platform = plan.platform
-    for ranks in plan.ranks:
+    for ranks in plan.several:
         run = partial(examine, ranks=ranks, asked=asked, imports=["collectives"], device=platform.kind)
         peers: dict[Question, Answer] = {}
 
@@ -172,7 +177,7 @@ def _data_type(question: Question) -> str:
 
 
 def _cases(section: str, cases: Mapping[str, Case], plan: Plan) -> Iterator[Row]:
-    for ranks in plan.ranks:
+    for ranks in plan.several:
         for provider in plan.providers:
             for name, case in cases.items():
                 title = f"{case.title}, {provider}, {ranks} ranks"
@@ -195,7 +200,7 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
 
 
 def _bandwidth(plan: Plan) -> Iterator[Row]:
-    for ranks in plan.ranks:
+    for ranks in plan.several:
         for provider in plan.providers:
             yield from bandwidth_rows(plan.platform, ranks, provider, plan.short)
 
@@ -227,3 +232,6 @@ SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "tests": _tests,
 }
 """The sections by name, in order."""
+
+OF_SEVERAL_RANKS: Final = frozenset({"conformance", "streams", "failures", "bandwidth"})
+"""Those that one rank alone says nothing of."""

@@ -16,6 +16,7 @@ from collectives.bench.comparison.options import Options
 from collectives.bench.comparison.records import Record
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.sizes import format_bytes, parse_sizes
+from collectives.bench.core.text import number_of_ranks
 
 __all__ = ["bandwidth_rows", "host_cost_rows", "training_rows"]
 
@@ -124,7 +125,7 @@ def training_rows(platform: Platform, ranks: int, provider: str, short: bool) ->
             "budget_s": _BUDGET_S,
             "device": platform.kind,
         }
-        name = f"{model}, {provider}, {ranks} ranks"
+        name = f"{model}, {provider}, {number_of_ranks(ranks)}"
         yield checked("training", name, partial(_trained, asked, judged))
 
 

@@ -17,7 +17,7 @@ from harness import run_ranks
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
-from collectives.bench.acceptance import command, failures, repository, speed, streams
+from collectives.bench.acceptance import command, failures, repository, sections, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Verdict, checked
@@ -102,6 +102,33 @@ def test_nothing_checked_is_no_success(
 def test_unknown_sections_are_refused(nothing_runs: None, capsys: Any) -> None:
     assert main(["accept", "--sections", "preflight,nothing"]) == 1
     assert "unknown sections nothing; known are preflight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"), [((), (1, 2)), (("--ranks", "1"), (1,)), (("--ranks", "2,4"), (2, 4))]
+)
+def test_one_rank_is_trained_beside_others(
+    words: tuple[str, ...],
+    ranks: tuple[int, ...],
+    nothing_runs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(command, "SECTIONS", {"training": lambda plan: iter(plans.append(plan) or ())})
+    main(["accept", "--sections", "training", *words])
+    assert [plan.ranks for plan in plans] == [ranks]
+    monkeypatch.setattr(sections, "run_ranks", lambda _platform, _body, size, *_, **__: asked.append(size))
+    monkeypatch.setattr(sections, "training_rows", lambda _, size, *__: iter(asked.append(size) or ()))
+    for name, expected in (("training", {*ranks}), ("failures", {*ranks} - {1})):
+        asked: list[int] = []
+        [*SECTIONS[name](plans[0])]
+        assert {*asked} == expected
+
+
+def test_one_rank_alone_is_refused_where_it_has_nobody_to_talk_to(nothing_runs: None, capsys: Any) -> None:
+    assert main(["accept", "--ranks", "1", "--sections", "preflight,streams,training"]) == 1
+    assert "one rank has nobody to talk to in streams" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -216,6 +243,6 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     for section, cases in (("streams", streams.CASES), ("failures", failures.CASES)):
         assert names[section] == {f"{case.title}, cupy, 2 ranks" for case in cases.values()}
     assert {"all_reduce of 8 B, cupy, 2 ranks", "all_reduce of 4 KiB, cupy, 2 ranks"} <= names["bandwidth"]
-    assert names["training"] == {"small, cupy, 2 ranks"}
+    assert names["training"] == {"small, cupy, 1 rank", "small, cupy, 2 ranks"}
     assert names["host-cost"] == {"all", *speed.LIMITS_US}
     assert len(names["tests"]) == 1
