@@ -31,9 +31,18 @@ from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.logs import Log
 
-__all__ = ["Communicators", "Pair", "StreamedCommunicator"]
+__all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture"]
 
 _BYTE = NcclDataType.UINT8
+
+
+def connects_in_capture(what: str) -> DistBackendError:
+    """Returns the error of an operation that would have to make connections while a stream is captured."""
+    return DistBackendError(
+        f"{what} cannot be part of a CUDA graph; run the operation once before the capture"
+    )
+
+
 _CHECK_SECONDS = 1.0
 """How often a rank looks after the others while it waits for them in NCCL."""
 
@@ -61,6 +70,7 @@ class Communicators:
 
     Attributes:
         ends: ends them.
+        connected: those that operations were issued on, which made their connections.
 
     Args:
         library: NCCL.
@@ -96,6 +106,7 @@ class Communicators:
         self._all_ranks: dict[Device, StreamedCommunicator] = {}
         self._pairs: dict[tuple[Device, int], Pair] = {}
         self.ends = Ends(library, log)
+        self.connected: set[StreamedCommunicator] = set()
 
     def all_ranks(self, device: Device, limit: timedelta) -> StreamedCommunicator:
         """Returns the communicator of all ranks; the first call on a device blocks until all have made it."""
@@ -208,10 +219,7 @@ class Communicators:
         ranks = list(ranks)
         what = f"making the communicator of ranks {', '.join(map(str, ranks))} on {device.device}"
         if device.capturing():
-            raise DistBackendError(
-                f"{self._where} {what} cannot be part of a CUDA graph; run the operation once "
-                "before the capture"
-            )
+            raise connects_in_capture(f"{self._where} {what}")
         self._refuse()
         self._check(self._options.config, what)
         size = len(ranks)

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as torch_distributed
 
+from collectives.backends._shared.bounded_calls import BoundedCalls
 from collectives.backends._shared.exit_reasons import (
     Departure,
     aborted_by,
@@ -33,11 +34,16 @@ from collectives.store.records import as_text, read, written
 
 __all__ = ["Failures"]
 
+_T = TypeVar("_T")
+
 _SHUT_DOWN_SECONDS = 3.0
 """How long an operation may need a rank that has shut the group down: its last messages arrive."""
 
 _TOLD_SECONDS = 3.0
 """After what time all ranks that wait in an operation have said so."""
+
+_STORE_SECONDS = 1.0
+"""How long the store may take for a question about the other ranks: time limits must not wait for it."""
 
 _BROKEN_LINKS = frozenset({NcclStatus.REMOTE_ERROR, NcclStatus.SYSTEM_ERROR, NcclStatus.TIMEOUT})
 """What NCCL says when another rank is gone."""
@@ -72,6 +78,8 @@ class Failures:
         self._rank = rank
         self._size = size
         self._where = where
+        self._asking = BoundedCalls("nccl store")
+        self._asking_lock = threading.Lock()
         self._ending = ending
         self._lock = threading.RLock()
         self._cause: DistError | None = None
@@ -146,9 +154,10 @@ class Failures:
 
     def publish_waiting(self, pending: PendingOperation | None) -> None:
         """Tells the others which operation of this rank is slow, or that none is any more."""
+        key = f"waiting/{self._rank}"
+        record = written("" if pending is None else str(pending.operation), key)
         with contextlib.suppress(Exception):
-            key = f"waiting/{self._rank}"
-            self._store.set(key, written("" if pending is None else str(pending.operation), key))
+            self._ask(lambda: self._store.set(key, record))
 
     def check_peers(self, pending: PendingOperation | None, needed: Collection[int]) -> None:
         """Breaks the group if another rank is gone or has given up.
@@ -158,7 +167,7 @@ class Failures:
             needed: the ranks that it needs.
         """
         try:
-            found = self._liveness.poll_lost()
+            found = self._ask(self._liveness.poll_lost)
         except Exception:  # noqa: BLE001 - the store is gone or does not answer: the time limit remains
             return
         if found is None:
@@ -179,8 +188,23 @@ class Failures:
         if self._left is None:
             self._break(cause, None, lost=departure_of(cause, self._rank))
 
+    def _ask(self, function: Callable[[], _T]) -> _T:
+        """Returns what the store answers.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        with self._asking_lock:
+            return self._asking(function, _STORE_SECONDS)
+
     def _ranks_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
         """Returns which ranks had not come, and what each waits in; as far as they published it."""
+        try:
+            return self._ask(lambda: self._find_elsewhere(operation))
+        except TimeoutError:
+            return [], "The store does not answer, so that nobody knows what the other ranks wait in"
+
+    def _find_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
         lines, missing = [], []
         # All who wait in it have said so by then, and nobody leaves it before all have come.
         tells = operation.timeout.total_seconds() > _TOLD_SECONDS and operation.needs_all
@@ -201,7 +225,8 @@ class Failures:
     def _fail(self, pending: PendingOperation | None, what: str, error: Exception) -> None:
         found = None
         if isinstance(error, NcclError) and error.status in _BROKEN_LINKS:
-            found = self._liveness.find_lost()
+            with contextlib.suppress(TimeoutError):
+                found = self._ask(self._liveness.find_lost)
         about = _about(pending)
         if found is not None:
             self._break(blamed(what, found, about), None, pending, found)

@@ -9,12 +9,14 @@ from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, DistBackendError
 from collectives.store.records import as_bytes, as_text, demand, read, written
+from collectives.store.waiting import wait_for_keys
 
 __all__ = ["Rendezvous"]
 
-_FIRST_PAUSE = 1e-3
-_LONGEST_PAUSE = 20e-3
 _CHECK_SECONDS = 1.0
+
+_GAVE_UP = 1 << 32
+"""What a rank that gives up adds to the number of ranks that have come, which is smaller."""
 
 
 class Rendezvous:
@@ -28,7 +30,7 @@ class Rendezvous:
         store: the group's store.
         rank: this rank.
         where: rank and group, to stand in front of a message.
-        check_missing: the attribute; called every second of waiting with the ranks still missing.
+        check_missing: the attribute; called every second of waiting with the other ranks.
     """
 
     def __init__(
@@ -52,17 +54,27 @@ class Rendezvous:
             make: makes the value; called on the first rank.
 
         Raises:
-            CollectiveTimeoutError: ranks did not come in time; names them.
+            CollectiveTimeoutError: ranks did not come in time; names them. Or this one came too late, and
+                another has given up. A further broadcast may succeed.
             DistBackendError: the first rank could not make the value.
             DistStoreError: somebody else wrote it, as far as the job's secret tells.
         """
         if self._rank == ranks[0]:
             self._publish(key, what, make)
         self._store.set(f"{key}/arrived/{self._rank}", b"1")
-        if self._store.add(f"{key}/count", 1) == len(ranks):
-            self._store.set(f"{key}/complete", b"1")
+        count = self._store.add(f"{key}/count", 1)
+        if count == len(ranks):
+            self._end(key, [])
         else:
-            self._wait(key, ranks, what, limit)
+            if count < _GAVE_UP:
+                self._wait(key, ranks, what, limit)
+            if missing := read(self._store.get(f"{key}/end"), f"{key}/end", _missing):
+                raise CollectiveTimeoutError(
+                    f"{self._where} {what}: {_ranks(missing)} did not come within another rank's time limit; "
+                    "let all ranks call the operation again, or raise the limit for ranks that come late",
+                    missing[0],
+                    missing_ranks=missing,
+                )
         made, why = read(self._store.get(f"{key}/value"), f"{key}/value", _made)
         if why:
             raise DistBackendError(
@@ -78,30 +90,37 @@ class Rendezvous:
             publish(make(), "")
         except Exception as error:
             publish(b"", str(error) or type(error).__name__)
-            self._store.set(f"{key}/complete", b"1")
+            self._end(key, [])
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
+    def _end(self, key: str, missing: list[int]) -> None:
+        """Tells those that wait that all ranks have come, or for which one of them has given up to wait."""
+        self._store.set(f"{key}/end", written(missing, f"{key}/end"))
+
     def _wait(self, key: str, ranks: Sequence[int], what: str, limit: timedelta) -> None:
-        began = time.monotonic()
-        deadline = began + limit.total_seconds()
-        next_check = began + _CHECK_SECONDS
-        seconds = _FIRST_PAUSE
-        while not self._store.check([f"{key}/complete"]):
-            now = time.monotonic()
-            if now >= min(deadline, next_check):
-                missing = [r for r in ranks if not self._store.check([f"{key}/arrived/{r}"])]
-                self.check_missing(missing)
-                next_check = now + _CHECK_SECONDS
-                if now >= deadline:
-                    raise CollectiveTimeoutError(
-                        f"{self._where} {what}: {_ranks(missing)} did not come within "
-                        f"{limit.total_seconds():g} s; NCCL makes connections in the first operation, in "
-                        "which all of them must take part",
-                        missing[0] if missing else -1,
-                        missing_ranks=missing,
-                    )
-            time.sleep(seconds)
-            seconds = min(seconds * 1.5, _LONGEST_PAUSE)
+        deadline = time.monotonic() + limit.total_seconds()
+        others = [rank for rank in ranks if rank != self._rank]
+        while (left := deadline - time.monotonic()) > 0:
+            pause = timedelta(seconds=min(left, _CHECK_SECONDS))
+            if wait_for_keys(self._store, [f"{key}/end"], pause):
+                return
+            self.check_missing(others)
+        missing = [rank for rank in others if not self._store.check([f"{key}/arrived/{rank}"])] or others
+        if self._store.add(f"{key}/count", _GAVE_UP) == _GAVE_UP + len(ranks):
+            return  # the last came at this moment
+        self._end(key, missing)
+        raise CollectiveTimeoutError(
+            f"{self._where} {what}: {_ranks(missing)} did not come within {limit.total_seconds():g} s; NCCL "
+            "makes connections in the first operation, in which all of them must take part",
+            missing[0],
+            missing_ranks=missing,
+        )
+
+
+def _missing(record: Any) -> list[int]:
+    """Checks which ranks had not come when one gave up."""
+    demand(isinstance(record, list) and all(type(rank) is int for rank in record), f"{record!r}")
+    return list(record)
 
 
 def _made(record: Any) -> tuple[bytes, str]:

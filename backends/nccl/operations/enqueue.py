@@ -12,7 +12,11 @@ from functools import partial
 import torch
 
 from collectives.backends._shared.operation import Operation
-from collectives.backends.nccl.communicators import Communicators, StreamedCommunicator
+from collectives.backends.nccl.communicators import (
+    Communicators,
+    StreamedCommunicator,
+    connects_in_capture,
+)
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.codes import NcclError
@@ -149,7 +153,7 @@ class Enqueuer:
         captured = device.capturing()
         if not captured:
             self._release_completed()
-        placed = self._placed(directions)
+        placed = self._placed(directions, captured)
         pending = PendingOperation(
             first.operation,
             device,
@@ -205,8 +209,12 @@ class Enqueuer:
             self._note_failure(pending, error)
             raise
 
-    def _placed(self, directions: dict[_Direction, list[Request]]) -> _Placed:
-        """Returns the communicator of each direction; makes missing ones in an order that all ranks keep."""
+    def _placed(self, directions: dict[_Direction, list[Request]], captured: bool) -> _Placed:
+        """Returns the communicator of each direction; makes missing ones in an order that all ranks keep.
+
+        Raises:
+            DistBackendError: one has no connections, and a capture is under way.
+        """
         placed: _Placed = {}
         ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
         for (peer, source), requests in ordered:
@@ -218,6 +226,12 @@ class Enqueuer:
                     device, peer, limit, partial(self._connecting, requests[0], peer)
                 )
                 chosen = pair.outgoing if source is None else pair.incoming
+            if not captured:
+                self._communicators.connected.add(chosen)
+            elif chosen not in self._communicators.connected:
+                raise connects_in_capture(
+                    f"{self._owner.where()} {requests[0].operation}: the connections that it has to make"
+                )
             placed[chosen] = requests
         return placed
 

@@ -1,0 +1,51 @@
+"""Calls of something that may not answer, such as a store whose server was stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import TypeVar
+
+__all__ = ["BoundedCalls"]
+
+_T = TypeVar("_T")
+
+
+class BoundedCalls:
+    """Makes calls on threads of their own, one after the other; a call that does not return is left behind.
+
+    Args:
+        name: name of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._latest: Future[object] | None = None
+
+    def __call__(self, function: Callable[[], _T], seconds: float) -> _T:
+        """Returns what a function returns; blocks for so long at most. From one thread at a time.
+
+        Raises:
+            TimeoutError: it has not returned in that time, or an earlier one still has not.
+        """
+        latest = self._latest
+        if latest is not None and not wait_for([latest], timeout=seconds).done:
+            raise TimeoutError(f"an earlier call of {self._name} has not returned")
+        made: Future[_T] = Future()
+
+        def call() -> None:
+            try:
+                made.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised below
+                made.set_exception(error)
+
+        try:
+            threading.Thread(target=call, name=self._name, daemon=True).start()
+        except RuntimeError as error:  # at the interpreter's end no thread begins
+            raise TimeoutError(f"no thread for {self._name} begins any more") from error
+        self._latest = made
+        if not wait_for([made], timeout=seconds).done:
+            raise TimeoutError(f"a call of {self._name} has not returned within {seconds:g} s")
+        return made.result()
