@@ -237,12 +237,17 @@ def refuses_tensors_of_the_cpu(group: Any, path: Path) -> None:
     real.abort()
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_by_device(nccl_library: Path, size: int) -> None:
+    run_over_double(mixed, size, nccl_library, nccl_library)
+
+
 def compositions(group: Any, path: Path) -> None:
     refuses_tensors_of_the_cpu(group, path)
     by_dist2(group)
     trains_as_one_process(group)
     assert every_form(group) == []
-    mixed(group, path)
     on_a_world(group, path)
     over_lanes(group, path)
 

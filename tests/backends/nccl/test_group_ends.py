@@ -1,4 +1,4 @@
-"""How groups end in order: several of them, of other ranks, with messages, split off; over the double.
+"""How groups end: several of them, of other ranks, with messages, split off, broken by one; over the double.
 
 NCCL's orderly end waits for all ranks of a communicator.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from conformance.test_works import eventually
+from harness import current_store
 from nccl_double.groups import load, make_group, run_over_double
 
 import collectives
+from collectives import DistBackendError, DistStoreError
 from collectives.backends.nccl import ends
 from collectives.registry.backends import BackendSpec, register_backend_spec
+
+LIMIT = timedelta(seconds=15)
 
 
 @contextmanager
@@ -125,3 +130,39 @@ def of_a_world(group: Any, path: Path) -> None:
 )  # fmt: skip
 def test_groups_end(nccl_library: Path, body: Any, size: int) -> None:
     run_over_double(body, size, nccl_library, nccl_library, timeout=100)
+
+
+def heard_of_before_the_abort(group: Any, path: Path) -> None:
+    """The abort of this rank, which may take its time, holds back no news for the others."""
+    double = load(path)
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        with pytest.raises(
+            DistBackendError, match=r"rank 0 gave up: its all_reduce #2 failed.*ordered by a test"
+        ):
+            group.allreduce(torch.ones(3)).wait(LIMIT)
+        current_store().set("heard", "")
+        return
+    ends._SECONDS = 2 * LIMIT.total_seconds()
+    (communicator,) = group._communicators.ends.open()
+    handle = communicator.handle
+    double.hold_in_graph(handle, True)
+    heard: list[bool] = []
+
+    def let_go() -> None:
+        with suppress(DistStoreError):
+            current_store().wait(["heard"], LIMIT)
+            heard.append(True)
+        double.hold_in_graph(handle, False)
+
+    waits = threading.Thread(target=let_go)
+    waits.start()
+    double.fail_next("ncclAllReduce", 3, "ordered by a test")
+    with pytest.raises(DistBackendError, match="ordered by a test"):
+        group.allreduce(torch.ones(3))
+    waits.join()
+    assert heard, "the other rank had not heard when the abort was let go"
+
+
+def test_the_others_hear_before_the_abort(nccl_library: Path) -> None:
+    run_over_double(heard_of_before_the_abort, 2, nccl_library, nccl_library)

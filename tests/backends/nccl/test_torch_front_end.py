@@ -115,6 +115,8 @@ def batches(rank: int, size: int) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", [2, 3, 4], ids=lambda size: f"{size}ranks")
+@pytest.mark.parametrize(
+    "size", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)], ids=lambda size: f"{size}ranks"
+)
 def test_functions_of_torch(nccl_library: Path, size: int) -> None:
     run_over_double(in_torchs_world, size, nccl_library, nccl_library, on_device=False, timeout=100)

@@ -205,11 +205,9 @@ void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<Communic
     one->aborted = true;
   }
   for (const CommunicatorPtr& one : aborted) one->settle(false);
-  for (const CommunicatorPtr& one : aborted) one->mesh.leave();
   std::vector<std::thread> finalising;
   for (const CommunicatorPtr& one : destroyed) finalising.emplace_back([one] { one->finalise(); });
   for (std::thread& one : finalising) one.join();
-  for (const CommunicatorPtr& one : destroyed) one->mesh.leave();
   std::vector<CommunicatorPtr> others;
   {
     std::unique_lock lock(state().mutex);
@@ -219,6 +217,9 @@ void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<Communic
       }
     }
     for (const auto& [handle, other] : state().communicators) others.push_back(other);
+  }
+  for (const auto* const ended : {&aborted, &destroyed}) {
+    for (const CommunicatorPtr& one : *ended) one->mesh.leave();
   }
   for (const CommunicatorPtr& other : others) other->settle(true);
 }
