@@ -261,7 +261,7 @@ class Enqueuer:
         kept: list[torch.Tensor] = []
         for sequence in sequences:
             if sequence.before:
-                _run(device, sequence.stream, sequence.before)
+                _copy(device, sequence.stream, sequence.before)
             calls += sequence.calls
             kept += sequence.kept
         if len(calls) == 1:
@@ -274,7 +274,7 @@ class Enqueuer:
             for op in sequence.made_ops:
                 sequence.communicator.destroy_op(op)
             if sequence.after:
-                _run(device, sequence.stream, sequence.after)
+                _copy(device, sequence.stream, sequence.after)
         pending.issued(current, list(streams), kept)
 
     def _release_completed(self) -> None:
@@ -304,5 +304,7 @@ class _Region(threading.local):
     kept: list[tuple[Request, CoalescedOperationWork]] | None = None
 
 
-def _run(device: Device, stream: Stream, functions: list[Callable[[], object]]) -> None:
-    device.run(stream, lambda: [function() for function in functions])
+def _copy(device: Device, stream: Stream, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Puts copies on a stream, in one launch where the device can."""
+    targets, sources = [to for to, _ in copies], [from_ for _, from_ in copies]
+    device.run(stream, lambda: torch._foreach_copy_(targets, sources))

@@ -41,6 +41,9 @@ __all__ = [
 
 _BYTE = NcclDataType.UINT8
 
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""Where elements go, and where they come from."""
+
 
 class CallSequence:
     """The copies and calls of NCCL of operations on one stream.
@@ -78,9 +81,9 @@ class CallSequence:
         self.stream = stream
         self.handle = handle
         self.communicator = communicator
-        self.before: list[Callable[[], object]] = []
+        self.before: list[_Copy] = []
         self.calls: list[Callable[[], object]] = []
-        self.after: list[Callable[[], object]] = []
+        self.after: list[_Copy] = []
         self.kept: list[torch.Tensor] = []
         self.made_ops: list[int] = []
         self._device = device
@@ -91,7 +94,7 @@ class CallSequence:
         if is_dense(tensor):
             return tensor
         stand_in = self.temporary(tensor.numel(), tensor.dtype).view(tensor.shape)
-        self.before.append(partial(stand_in.copy_, tensor.detach()))
+        self.before.append((stand_in, tensor.detach()))
         return stand_in
 
     def target(self, tensor: torch.Tensor, reads: bool = False) -> torch.Tensor:
@@ -115,8 +118,8 @@ class CallSequence:
     def _copied_back(self, tensor: torch.Tensor, reads: bool) -> torch.Tensor:
         stand_in = self.temporary(tensor.numel(), tensor.dtype).view(tensor.shape)
         if reads:
-            self.before.append(partial(stand_in.copy_, tensor.detach()))
-        self.after.append(partial(tensor.detach().copy_, stand_in))
+            self.before.append((stand_in, tensor.detach()))
+        self.after.append((tensor.detach(), stand_in))
         return stand_in
 
     def temporary(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -169,28 +172,25 @@ class CallSequence:
             self.calls.append(partial(function, given, into, count, reduction.dtype, op, *root, self.handle))
 
 
-def _copy(output: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copies bytes into a tensor."""
+def _unpacked(output: torch.Tensor, flat: torch.Tensor) -> _Copy:
+    """Returns the copy of bytes into a tensor."""
     if is_dense(output):
-        as_bytes(output).copy_(flat)
-    else:
-        output.detach().copy_(flat.view(output.dtype).view(output.shape))
+        return as_bytes(output), flat
+    return output.detach(), flat.view(output.dtype).view(output.shape)
 
 
-def _pack(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies a tensor into bytes."""
+def _packed(flat: torch.Tensor, tensor: torch.Tensor) -> _Copy:
+    """Returns the copy of a tensor into bytes."""
     if is_dense(tensor):
-        flat.copy_(as_bytes(tensor))
-    else:
-        flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return flat, as_bytes(tensor)
+    return flat.view(tensor.dtype).view(tensor.shape), tensor.detach()
 
 
-def _assign(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Copies a tensor into one of as many elements."""
+def _assigned(output: torch.Tensor, given: torch.Tensor) -> _Copy:
+    """Returns the copy of a tensor into one of as many elements."""
     if is_dense(given):
-        _copy(output, as_bytes(given))
-    else:
-        output.detach().copy_(given.detach().reshape(output.shape))
+        return _unpacked(output, as_bytes(given))
+    return output.detach(), given.detach().reshape(output.shape)
 
 
 def all_reduce(
@@ -242,7 +242,7 @@ def all_gather(seq: CallSequence, outputs: Sequence[torch.Tensor], tensor: torch
     flat = seq.temporary(count * len(outputs))
     seq.kept.extend(outputs)
     seq.call(count, seq.communicator.all_gather, given, flat.data_ptr(), count, _BYTE)
-    seq.after.extend(partial(_copy, output, part) for output, part in _parts(outputs, flat))
+    seq.after.extend(_unpacked(output, part) for output, part in _parts(outputs, flat))
 
 
 def all_gather_single(seq: CallSequence, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -265,7 +265,7 @@ def reduce_scatter(
         return
     flat = seq.temporary(sum(map(byte_count, inputs)))
     seq.kept.extend(inputs)
-    seq.before.extend(partial(_pack, part, given) for given, part in _parts(inputs, flat))
+    seq.before.extend(_packed(part, given) for given, part in _parts(inputs, flat))
     seq.reduce(seq.communicator.reduce_scatter, flat.data_ptr(), into, output.numel(), reduction)
 
 
@@ -288,7 +288,7 @@ def gather(
         if rank != root:
             _receive(seq, seq.target(output).data_ptr(), byte_count(output), rank)
     seq.kept.extend((outputs[root], tensor))
-    seq.after.append(partial(_assign, outputs[root], tensor))
+    seq.after.append(_assigned(outputs[root], tensor))
 
 
 def scatter(
@@ -302,7 +302,7 @@ def scatter(
         if rank != root:
             _send(seq, seq.source(part).data_ptr(), byte_count(part), rank)
     seq.kept.extend((inputs[root], output))
-    seq.after.append(partial(_assign, output, inputs[root]))
+    seq.after.append(_assigned(output, inputs[root]))
 
 
 def all_to_all(seq: CallSequence, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
