@@ -18,7 +18,7 @@ TESTED_THROUGH = {
     "backends/_shared": (
         "conformance",
         "parts of every group",
-        "operation tensor_memory",
+        "bounded_calls operation tensor_memory",
     ),
     "backends/gloo": (
         "backends/gloo",
@@ -28,7 +28,7 @@ TESTED_THROUGH = {
     "backends/host": (
         "backends/host",
         "parts of its group",
-        "process_exit work",
+        "options process_exit work",
     ),
     "backends/mpi": (
         "backends/mpi",
@@ -51,7 +51,7 @@ TESTED_THROUGH = {
     "backends/nccl/device": (
         "backends/nccl",
         "the double's device has their interface",
-        "base cuda",
+        "base cuda used",
     ),
     "backends/nccl/libnccl": (
         "backends/nccl/test_library.py",

@@ -12,6 +12,7 @@ import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends.host.options import refuse_options
 from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
 from collectives.backends.host.work import HostWork, InFlight, as_tuple
@@ -38,7 +39,7 @@ from collectives.core.work import COMPLETED, CompletedWork, Work
 from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions
 
-__all__ = ["ProcessGroupHost", "capabilities", "create", "option_names"]
+__all__ = ["ProcessGroupHost", "capabilities", "create"]
 
 _UINT8 = _native.DTYPES["uint8"]
 _ANY_RANK = -1
@@ -480,11 +481,6 @@ def capabilities() -> Capabilities:
     return _CAPABILITIES
 
 
-def option_names() -> tuple[str, ...]:
-    """Returns the names of the backend's own options: none."""
-    return ()
-
-
 def create(options: GroupOptions) -> ProcessGroupHost:
     """Returns a new group; called by all its ranks, blocks until they have met.
 
@@ -494,9 +490,5 @@ def create(options: GroupOptions) -> ProcessGroupHost:
     Raises:
         TypeError: there are ``pg_options``: this backend has none.
     """
-    if options.pg_options is not None:
-        raise TypeError(
-            f"[rank {options.rank}] the host backend has no pg_options, but they are of type "
-            f"{type(options.pg_options).__name__}"
-        )
+    refuse_options(options)
     return ProcessGroupHost(**options.membership())

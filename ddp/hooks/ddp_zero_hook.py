@@ -241,7 +241,7 @@ class _Steps:
 
 def _buckets(ddp: Any) -> list[list[torch.nn.Parameter]]:
     """Returns the parameters in each bucket of a model of this package or of torch."""
-    layouts = getattr(ddp.reducer, "layouts", None)
-    if layouts is not None:
-        return [list(bucket.parameters) for bucket in layouts()]
+    reducer = getattr(ddp.reducer, "bucket_reducer", None)
+    if reducer is not None:
+        return [list(bucket.parameters) for bucket in reducer.layouts()]
     return [list(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()]

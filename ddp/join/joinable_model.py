@@ -161,8 +161,8 @@ class JoinableModel(Joinable):
         config = self._join_config
         self.reducer.is_joining = bool(config.enable)
         if not config.enable:
-            self.reducer.call_before_passes(None)
-            self.reducer.divide_by(None)
+            self.reducer.bucket_reducer.before_pass = None
+            self.reducer.averager.divisor = None
             return 0
         Join.notify_join_context(self)
         agreed = self._agree_on_collectives(ForwardCollectives(self.will_sync_module_buffers(), averages))
@@ -170,13 +170,13 @@ class JoinableModel(Joinable):
         call = None
         if protocol is not None and config.each_notifies:
             call = functools.partial(protocol.announce_active, config.place, Phase.BACKWARD)
-        self.reducer.call_before_passes(call)
+        self.reducer.bucket_reducer.before_pass = call
         return agreed.active[0]
 
     def _agree_on_collectives(self, mine: ForwardCollectives | None) -> ForwardCollectives:
         agreed = agree_on_collectives(self.process_group, self.device, mine, self._in_words())
         all_count = self._divides_by_initial_world_size or len(agreed.active) == self.process_group.size()
-        self.reducer.divide_by(None if all_count else len(agreed.active))
+        self.reducer.averager.divisor = None if all_count else len(agreed.active)
         return agreed
 
     def _shadow_forward(self) -> bool:

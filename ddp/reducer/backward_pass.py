@@ -91,6 +91,11 @@ class BackwardPass:
     joining: bool = False
     forwards: list[Forward] = field(default_factory=list)
 
+    def abandon(self) -> None:
+        """Takes note that an exception broke the pass off."""
+        self.abandoned = True
+        self.report.errors.append("its backward pass was broken off by an exception, which is raised there")
+
     def took_part(self) -> bool:
         """Returns whether the pass reached a parameter, or would have."""
         return self.committed or self.delayed or any(self.counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from collectives.ddp.reducer.averaging import Averager, average
 from collectives.ddp.reducer.backward_pass import BackwardPass
 from collectives.ddp.reducer.buckets import Bucket, BucketState
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
-from collectives.ddp.reducer.gradients import Gradients
+from collectives.ddp.reducer.gradients import BadGradientError, Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.statistics.timing import IterationClock, Mark
 from collectives.errors import DistError
@@ -110,7 +110,26 @@ class BucketReducer:
         alone = self._gradients.leave_out(unused) if unused and self.hook is None else frozenset()
         return alone.union(*(bucket.indices for bucket in skipped))
 
-    def mark_ready(self, index: int) -> bool:
+    def mark_ready(self, current: BackwardPass, index: int) -> None:
+        """Takes a gradient to which nothing will be added; launches the buckets that are full by it."""
+        try:
+            self._gradients.copy_to_bucket(index)
+        except BadGradientError as error:
+            current.report.errors.append(str(error))
+        if self._count(index) and not current.ending:
+            self.launch_ready(current)
+
+    def mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:
+        """Takes something else for parameters to which this pass gives no gradient; launches nothing."""
+        for index in indices:
+            current.unused.add(index)
+            try:
+                self._gradients.fill_unused(index, zeros_only=current.zeros_only)
+            except BadGradientError as error:
+                current.report.errors.append(str(error))
+            self._count(index)
+
+    def _count(self, index: int) -> bool:
         """Counts one more gradient as ready; returns whether its bucket is full by it."""
         bucket = self._gradients.bucket_of.get(index)
         if bucket is not None:

@@ -24,8 +24,7 @@ from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progres
 from collectives.ddp.reducer.bucket_order import OrderTrace
 from collectives.ddp.reducer.bucket_reducer import BucketReducer, Hook
 from collectives.ddp.reducer.delayed import DelayedGradients
-from collectives.ddp.reducer.grad_bucket import BucketLayout
-from collectives.ddp.reducer.gradients import BadGradientError, Gradients
+from collectives.ddp.reducer.gradients import Gradients
 from collectives.ddp.reducer.sparse import SparseGradients
 from collectives.ddp.statistics.timing import IterationClock, Mark
 from collectives.ddp.sync.end_of_pass import Consensus
@@ -64,6 +63,8 @@ class Reducer:
         defers_errors: whether errors of other ranks may be raised before the next pass.
         is_joining: whether the ranks train within a Join, on uneven inputs.
         clock: times of the iterations.
+        averager: averages over the ranks.
+        bucket_reducer: launches the buckets that are full.
 
     Args:
         parameters: parameters that need gradients, by name.
@@ -109,18 +110,18 @@ class Reducer:
         self._frozen = frozen or {}
         self._casts = casts
         self._device = device
-        self._averager = Averager(group)
+        self.averager = Averager(group)
         for parameter in parameters.values():
             real = parameter.is_floating_point() and reduce_dtype
-            self._averager.op_for(real or parameter.dtype, parameter.device)
+            self.averager.op_for(real or parameter.dtype, parameter.device)
         find_unused = find_unused_parameters or skip_unused
         self.unused = UnusedParameters(parameters, find_unused=find_unused, static=static_graph)
         self._order = OrderTrace(range(len(parameters) - 1, -1, -1))
         self.defers_errors = group.is_stream_ordered(device)
         self._consensus = Consensus(
-            self._averager, model, self.unused, self._order, device, self.defers_errors
+            self.averager, model, self.unused, self._order, device, self.defers_errors
         )
-        self._delayed = DelayedGradients(delayed, trigger, self._averager)
+        self._delayed = DelayedGradients(delayed, trigger, self.averager)
         self.gradients = Gradients(
             parameters,
             limits,
@@ -133,10 +134,10 @@ class Reducer:
         )
         self.clock = IterationClock(device)
         rows = {index: self.gradients.parameters[index] for index in self.gradients.sparse}
-        self._bucket_reducer = BucketReducer(
+        self.bucket_reducer = BucketReducer(
             self.gradients,
-            self._averager,
-            SparseGradients(rows, self._averager, device) if rows else None,
+            self.averager,
+            SparseGradients(rows, self.averager, device) if rows else None,
             self.clock,
             self._consensus.write_signals,
         )
@@ -175,17 +176,13 @@ class Reducer:
 
     def register_hook(self, state: object, hook: Hook, *, is_local: bool) -> None:
         """Hands the reduction of full buckets to a communication hook."""
-        self._bucket_reducer.hook = hook, state
-        self._bucket_reducer.is_local = self._consensus.is_local = is_local
+        self.bucket_reducer.hook = hook, state
+        self.bucket_reducer.is_local = self._consensus.is_local = is_local
         if self.unused.search is not None:
             self.unused.search.is_local = is_local
         self.gradients.copy_all()
         if not is_local:
             self._consensus.send_separately()
-
-    def layouts(self) -> list[BucketLayout]:
-        """Returns what lies in the buckets."""
-        return self._bucket_reducer.layouts()
 
     def set_static_graph(self) -> None:
         """Promises from now on that all passes use the parameters alike."""
@@ -202,25 +199,12 @@ class Reducer:
         if sync:
             captured = self._group.is_capturing(self._device)
             if captured:
-                self._check_capture()
+                self._consensus.check_capture(joining=self.is_joining, sparse=bool(self.gradients.sparse))
                 self._was_captured = True
             self.clock.begin(self.passes, captured)
             self.rebuild_buckets()
         self._running = Forward(sync)
         return self._running
-
-    def _check_capture(self) -> None:
-        """Raises unless a pass can become part of a CUDA graph, where nothing is read on the host."""
-        reason = self._consensus.why_not_deferred()
-        if self.is_joining:
-            reason = "join() communicates on the host before each pass"
-        elif self.gradients.sparse:
-            reason = "sparse gradients have sizes that the host must know"
-        if reason is not None:
-            raise RuntimeError(
-                f"[rank {self._group.rank()}] {self._model} cannot be captured into a CUDA graph: {reason}; "
-                "run this pass without a graph"
-            )
 
     def end_forward(self) -> None:
         """Ends a forward, also one that raised."""
@@ -239,8 +223,8 @@ class Reducer:
         # A graph goes on to use the buckets that it was captured with.
         if self._must_rebuild and not self._open_tasks and not self._was_captured:
             self._must_rebuild = False
-            group = None if self._bucket_reducer.is_local else self._group
-            self._bucket_reducer.rebuild_buckets(self._order.agree(group, self._device))
+            group = None if self.bucket_reducer.is_local else self._group
+            self.bucket_reducer.rebuild_buckets(self._order.agree(group, self._device))
             self.has_rebuilt_buckets = True
 
     def prepare_for_backward(self, forward: Forward, outputs: Iterable[torch.Tensor], training: bool) -> None:
@@ -274,14 +258,6 @@ class Reducer:
         self._settle()
         self._consensus.progress = Progress(accumulated=self._consensus.progress.has_gradients())
 
-    def call_before_passes(self, call: Callable[[], None] | None) -> None:
-        """Sets what is called before a pass communicates; an exception of it breaks the pass off."""
-        self._bucket_reducer.before_pass = call
-
-    def divide_by(self, divisor: int | None) -> None:
-        """Sets what sums of gradients are divided by; ``None`` for the number of ranks, the default."""
-        self._averager.divisor = divisor
-
     def shadow_forward(self) -> None:
         """Takes part in a synchronised forward of other ranks, in place of :meth:`prepare_for_backward`."""
         forward = Forward(sync=True)
@@ -297,7 +273,7 @@ class Reducer:
         Raises:
             GradientSyncError: something went wrong on a rank; raised on all ranks.
         """
-        if self._bucket_reducer.is_local:
+        if self.bucket_reducer.is_local:
             return
         with self._lock, torch.no_grad():
             self._wait_for_abandoned()
@@ -329,18 +305,9 @@ class Reducer:
             else:
                 current.counts[index] += 1
                 if current.sync and self.unused.note_gradient(current, index):
-                    self._mark_ready(current, index)
-            if self._delayed.is_ready and (self._bucket_reducer.is_drained or not current.sync):
+                    self.bucket_reducer.mark_ready(current, index)
+            if self._delayed.is_ready and (self.bucket_reducer.is_drained or not current.sync):
                 self._delayed.launch()  # after the buckets, in whatever order gradients come
-
-    def _mark_ready(self, current: BackwardPass, index: int) -> None:
-        """Hands in a gradient to which nothing will be added; launches the buckets that are full by it."""
-        try:
-            self.gradients.copy_to_bucket(index)
-        except BadGradientError as error:
-            current.report.errors.append(str(error))
-        if self._bucket_reducer.mark_ready(index) and not current.ending:
-            self._bucket_reducer.launch_ready(current)
 
     def output_hook(self, forward: Forward) -> None:
         """Called when the gradient of an output of forward was computed.
@@ -413,8 +380,8 @@ class Reducer:
                 for forward in self._pass.forwards:
                     forward.averaged = True
                 self.unused.clear()
-            self._bucket_reducer.reset()
-        self._bucket_reducer.abandoned += self._delayed.reset()
+            self.bucket_reducer.reset()
+        self.bucket_reducer.abandoned += self._delayed.reset()
         self._open_tasks.clear()
         self._task = engine.NO_TASK
         if self._casts is not None and self._pass.casts_active:
@@ -455,34 +422,22 @@ class Reducer:
         current.sync = True
         current.joining = self.is_joining or current.shadow
         self.clock.mark(Mark.BACKWARD_BEGIN)
-        self._bucket_reducer.reset()
+        self.bucket_reducer.reset()
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         current.report.errors += [errors.unfrozen(unfrozen)] if unfrozen else []
-        current.skipped = self._bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
-        self._mark_unused(current, current.unused.difference(current.skipped))
+        current.skipped = self.bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
+        self.bucket_reducer.mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
         for index, count in enumerate(current.counts):
             if count and self.unused.note_gradient(current, index):
-                self._mark_ready(current, index)
-
-    def _mark_unused(self, current: BackwardPass, indices: Iterable[int]) -> None:
-        """Hands in something else for parameters to which this pass gives no gradient."""
-        for index in indices:
-            current.unused.add(index)
-            try:
-                self.gradients.fill_unused(index, zeros_only=current.zeros_only)
-            except BadGradientError as error:
-                current.report.errors.append(str(error))
-            self._bucket_reducer.mark_ready(index)
+                self.bucket_reducer.mark_ready(current, index)
 
     def _abandon(self, current: BackwardPass) -> None:
         """Gives the peers of a pass that broke off here what they wait for, and the report."""
-        current.abandoned = True
-        why = "its backward pass was broken off by an exception, which is raised there"
-        current.report.errors.append(why)
-        communicates = current.sync and not self._bucket_reducer.is_local
+        current.abandon()
+        communicates = current.sync and not self.bucket_reducer.is_local
         if communicates:
-            self._bucket_reducer.abandon(current)
+            self.bucket_reducer.abandon(current)
         self._delayed.launch(zeros=True)
         if communicates:
             self._consensus.abandon(current)
@@ -498,7 +453,7 @@ class Reducer:
 
     def _wait_for_abandoned(self) -> None:
         """Waits for what an abandoned pass has issued; its error was raised then."""
-        self._bucket_reducer.wait_for_abandoned()
+        self.bucket_reducer.wait_for_abandoned()
         self._consensus.wait_for_abandoned()
 
     # ---- end of a synchronised pass ----------------------------------------------------------------------
@@ -509,22 +464,22 @@ class Reducer:
         self.clock.mark(Mark.BACKWARD_END)
         for index in self.unused.incomplete(current):
             if current.counts[index]:
-                self._mark_ready(current, index)
+                self.bucket_reducer.mark_ready(current, index)
             else:
-                self._mark_unused(current, [index])
+                self.bucket_reducer.mark_unused(current, [index])
         self.unused.report_missing(current)
-        self._bucket_reducer.launch_ready(current)
+        self.bucket_reducer.launch_ready(current)
         self._delayed.launch()
-        self._bucket_reducer.wait_for_hook(current)
+        self.bucket_reducer.wait_for_hook(current)
         self._consensus.send_signals(current)
         tail = self.gradients.buckets[-1].tail
-        if self._bucket_reducer.hook is None:
-            self._bucket_reducer.finalize(current)
+        if self.bucket_reducer.hook is None:
+            self.bucket_reducer.finalize(current)
             timed = self.clock.end()
             signals = self._consensus.read_signals(current, tail)
         else:  # the signals tell of the hooks; gradients of a bad pass stay as they are
             signals = self._consensus.read_signals(current, tail)
-            self._bucket_reducer.finalize(current)
+            self.bucket_reducer.finalize(current)
             timed = self.clock.end()
         globally_unused = self.unused.globally_unused(current, signals.unused)
         for index in current.unused:

@@ -119,6 +119,27 @@ class Consensus:
             return "the first pass of a static graph reads on the host, at its end, what no rank used"
         return None
 
+    def check_capture(self, *, joining: bool, sparse: bool) -> None:
+        """Checks that a pass can become part of a CUDA graph, where nothing is read on the host.
+
+        Args:
+            joining: whether the ranks train within a Join.
+            sparse: whether there are sparse gradients.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        reason = self.why_not_deferred()
+        if joining:
+            reason = "join() communicates on the host before each pass"
+        elif sparse:
+            reason = "sparse gradients have sizes that the host must know"
+        if reason is not None:
+            raise RuntimeError(
+                f"[rank {self._averager.group.rank()}] {self._model} cannot be captured into a CUDA graph: "
+                f"{reason}; run this pass without a graph"
+            )
+
     def defers(self, current: BackwardPass) -> bool:
         """Returns whether the signals of a pass are read before the next one."""
         return not self.is_local and not current.joining and self.why_not_deferred() is None
