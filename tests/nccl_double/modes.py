@@ -37,6 +37,9 @@ _QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
 
+_IS_ON_DEVICE = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+"""What Works ask of their tensors."""
+
 _ANSWERS = frozenset(
     {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
 )
@@ -127,7 +130,12 @@ class Steps(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
+    """Lets the host wait for what it reads, and Works take tensors for those of a device."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Others that ask go on to use CUDA.
+        if func == _IS_ON_DEVICE and sys._getframe(1).f_code.co_filename == work.__file__:
+            return not accesses.is_on_host(args[0])
         if func in _READS:
             ranges = list(accesses.of_tensor(args[0], False))
             if accesses.is_on_host(args[0]):

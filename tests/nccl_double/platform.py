@@ -15,7 +15,9 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.operations.reductions import capabilities_on
 from collectives.bench.acceptance.platform import Platform
+from collectives.core.capabilities import Capabilities
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
 from nccl_double import build, device, library, modes
@@ -92,6 +94,10 @@ class DoublePlatform(Platform):
         provider = os.environ.get(loading.PROVIDER_VARIABLE)
         group: ProcessGroup = make_group(_file(), provider, rank, size, store, timeout=limit, group_name=name)
         return group
+
+    @property
+    def stated(self) -> Capabilities:
+        return capabilities_on("cpu", float8=True)
 
     def delay(self, seconds: float) -> None:
         shared = DoubleDevice.shared(torch.device("cpu"))

@@ -219,6 +219,22 @@ def last_steps(group: ProcessGroup) -> None:
         assert [copy.tolist() for copy in seen] == [[total] * 16] * 2
 
 
+def last_steps_of_nobody(group: ProcessGroup) -> None:
+    """On a device, what is written back goes to the first stream that waits, and to none before."""
+    device = DoubleDevice.shared(CPU)
+    x = torch.ones(8)
+    work = group.allreduce_coalesced([x[:4], x])  # the second as a copy
+    total = float(group.size())
+    assert eventually(work._inner.is_completed)
+    assert x.tolist() == [total] * 4 + [1.0] * 4
+    own = pool_stream()
+    with device.using(own):
+        work.wait()
+        read = torch.empty(8).copy_(x)
+    device.synchronize(own)
+    assert read.tolist() == [total] * 8
+
+
 def host_blocks(group: ProcessGroup) -> None:
     """A barrier's wait blocks the host, as one with a limit does, after which the operation goes on."""
     device = DoubleDevice.shared(CPU)
@@ -326,6 +342,7 @@ def streams(group: ProcessGroup) -> None:
         kept_alive,
         futures,
         last_steps,
+        last_steps_of_nobody,
         host_blocks,
         messages,
         *LATER,
