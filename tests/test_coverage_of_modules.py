@@ -61,7 +61,7 @@ TESTED_THROUGH = {
     "backends/nccl/operations": (
         "backends/nccl",
         "parts of its group, over the double of NCCL",
-        "enqueue in_flight nccl_calls reductions",
+        "enqueue in_flight nccl_calls",
     ),
     "backends/round_robin": (
         "backends/round_robin",
@@ -71,7 +71,7 @@ TESTED_THROUGH = {
     "bench/acceptance": (
         "bench/acceptance",
         "parts of the command, and of its ranks",
-        "cases context rank",
+        "cases rank",
     ),
     "bench/comparison": (
         "bench/test_allreduce.py",

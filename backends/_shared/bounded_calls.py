@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["BoundedCalls"]
 
@@ -22,7 +22,7 @@ class BoundedCalls:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._latest: Future[object] | None = None
+        self._latest: Future[Any] | None = None
 
     def __call__(self, function: Callable[[], _T], seconds: float) -> _T:
         """Returns what a function returns; blocks for so long at most. From one thread at a time.

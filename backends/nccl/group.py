@@ -16,6 +16,7 @@ from collectives import ProcessGroup
 from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.communicators import Communicators
 from collectives.backends.nccl.device import CudaDevice, Device
+from collectives.backends.nccl.device.used import UsedDevices
 from collectives.backends.nccl.ends import Ends
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.config import NcclConfig
@@ -23,7 +24,7 @@ from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrar
 from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.operations import nccl_calls
 from collectives.backends.nccl.operations.enqueue import Enqueuer, Request
-from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
+from collectives.backends.nccl.operations.in_flight import PendingOperation, has_completed, has_ended, pause
 from collectives.backends.nccl.operations.nccl_calls import CallSequence
 from collectives.backends.nccl.operations.reductions import (
     FLOAT8_VERSION,
@@ -104,7 +105,7 @@ class ProcessGroupNCCL(ProcessGroup):
         super().__init__(**options.membership())
         self._library = library
         self._make_device = devices
-        self._devices = _Devices(devices)
+        self._devices = UsedDevices(devices, self.where())
         self._operation = partial(Operation, self._flight_record)
         self._numbers = itertools.count(1)
         self._message_numbers = itertools.count(1)
@@ -255,7 +256,7 @@ class ProcessGroupNCCL(ProcessGroup):
         return self._collective("all_to_all_single", [output], opts, add_calls)
 
     def _barrier(self, opts: BarrierOptions) -> Work:
-        device = self._device_of_barrier(opts)
+        device = self._devices.for_barrier(opts, self._global_ranks[self._rank])
         operation = self._operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
         return self._enqueuer.submit(
             Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
@@ -357,25 +358,12 @@ class ProcessGroupNCCL(ProcessGroup):
 
     # ---- devices -------------------------------------------------------------------------------------------
 
-    def _device_of_barrier(self, opts: BarrierOptions) -> Device:
-        """Returns the device that the user names, the group's, the first one used, or that of the rank."""
-        kind = self._make_device.kind
-        if opts.device is not None and opts.device.index is not None:
-            return self._devices[opts.device]
-        if opts.device_ids:
-            return self._devices[torch.device(kind, opts.device_ids[0])]
-        if self._bound is not None:
-            return self._devices[self._bound]
-        for device in self._devices.values():
-            return device
-        return self._devices[self._make_device.of_rank(self._global_ranks[self._rank])]
-
     def _bind_device(self, bound: torch.device, parent: ProcessGroup | None = None) -> None:
         """Makes the communicator of all ranks at once: split off that of a parent made at once, too."""
         if bound.type != self._make_device.kind or self._bound is not None:
             return
         self._bound = bound
-        device = self._devices[bound]
+        self._devices.bound = device = self._devices[bound]
         try:
             if isinstance(parent, ProcessGroupNCCL) and parent._bound == bound:
                 color = min(parent._global_ranks.index(rank) for rank in self._global_ranks)
@@ -463,7 +451,7 @@ class ProcessGroupNCCL(ProcessGroup):
     def _ending(self, cause: DistError) -> Iterator[None]:
         """Fails all pending operations and stops NCCL, which has ended after the ``with`` block."""
         for pending in self._watchdog.pending():
-            if pending.error is None and not _has_completed(pending):
+            if pending.error is None and not has_completed(pending):
                 pending.fail(self._failures.stopped_error(pending.operation, cause))
         self._loopback.clear()
         self._communicators.ends.begin_abort()
@@ -486,7 +474,7 @@ class ProcessGroupNCCL(ProcessGroup):
     def _drain(self) -> None:
         """Blocks until all operations have ended; where none does, the watchdog sees to it."""
         attempt = 0
-        while self._failures.cause is None and not all(map(_has_ended, self._watchdog.pending())):
+        while self._failures.cause is None and not all(map(has_ended, self._watchdog.pending())):
             pause(attempt)
             attempt += 1
 
@@ -503,28 +491,6 @@ class ProcessGroupNCCL(ProcessGroup):
             self._failures.publish_shutdown()
             self._communicators.ends.destroy()
         self._finalizer.detach()
-
-
-class _Devices(dict[torch.device, Device]):
-    """The devices that a group has used, in order; what is asked for is used."""
-
-    def __init__(self, kind: type[Device]) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def __missing__(self, device: torch.device) -> Device:
-        return self.setdefault(device, self._kind.shared(device))
-
-
-def _has_completed(pending: PendingOperation) -> bool:
-    try:
-        return pending.completed()
-    except RuntimeError:  # the device's error: it never will
-        return False
-
-
-def _has_ended(pending: PendingOperation) -> bool:
-    return pending.error is not None or _has_completed(pending)
 
 
 def _let_go(ends: Ends, watchdog: Watchdog) -> None:

@@ -28,12 +28,20 @@ class CudaDevice(Device):
 
     Args:
         device: ``cuda`` with an index.
+
+    Raises:
+        ValueError: there is none of that number.
     """
 
     kind: ClassVar[str] = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        if not 0 <= device.index < (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"there is no {device}: this process sees {count} GPUs, numbered from 0; look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
         torch.zeros(1, device=device)  # NCCL takes the device's context as it finds it, so there must be one
 
     @classmethod

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import collectives._native as _native
-from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus, version_text
+from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.libnccl.libnccl_file import (
@@ -33,7 +33,6 @@ from collectives.backends.nccl.libnccl.symbols import Symbols
 __all__ = ["PyncclLibrary", "load"]
 
 _VARIABLE: Final = "NUMBA_NCCLLIB"
-_OLDEST: Final = 21400
 
 
 def load() -> PyncclLibrary:
@@ -62,8 +61,6 @@ def load() -> PyncclLibrary:
         raise ProviderError(f"pynccl opened {api.dll._name}, which is no libnccl.so; look at {_VARIABLE}")
     version = c_int()
     api.dll.ncclGetVersion(byref(version))
-    if version.value < _OLDEST:
-        raise ProviderError(f"{file.path} is NCCL {version_text(version.value)}, but 2.14 is needed")
     return PyncclLibrary(binding, api, Symbols(file.path, version.value))
 
 

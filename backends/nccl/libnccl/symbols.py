@@ -21,6 +21,7 @@ from collectives.backends.nccl.libnccl.codes import (
     version_text,
 )
 from collectives.backends.nccl.libnccl.config import NcclConfig
+from collectives.backends.nccl.libnccl.libnccl_file import ProviderError
 
 __all__ = ["Symbols"]
 
@@ -82,6 +83,9 @@ _FUNCTIONS: Final[dict[str, tuple[tuple[Any, ...], int]]] = {
 }
 """Argument types of each function, and the version of NCCL that has it first."""
 
+_OLDEST: Final = 21400
+"""The version from which on NCCL has all that is needed, but for splits."""
+
 _SCALARS: Final[dict[int, str]] = {
     NcclDataType.INT8: "=b",
     NcclDataType.UINT8: "=B",
@@ -112,13 +116,28 @@ class Symbols:
     Args:
         path: file of the library, which is in this process already.
         version: its version.
+
+    Raises:
+        ProviderError: it is too old, or lacks functions that its version should have.
     """
 
     def __init__(self, path: str, version: int) -> None:
+        if version < _OLDEST:
+            raise ProviderError(
+                f"{path} is NCCL {version_text(version)}, but {version_text(_OLDEST)} is needed"
+            )
         self.path = path
         self.version = version
         # An object of its own, so that types set here touch nobody else's functions of the same library.
         self._library = ctypes.CDLL(path)
+        expected = [*_OPERATIONS, "ncclGroupStart", "ncclGroupEnd"]
+        expected += [name for name, (_, since) in _FUNCTIONS.items() if since <= version]
+        lacking = [name for name in expected if not hasattr(self._library, name)]
+        if lacking:
+            raise ProviderError(
+                f"{path} says that it is NCCL {version_text(version)}, but lacks {', '.join(lacking)}; "
+                "install NVIDIA's library"
+            )
 
     def error(self, status: int, function: str) -> NcclError:
         """Returns the error for a status, with what NCCL has to say about it on this thread."""

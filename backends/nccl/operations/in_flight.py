@@ -11,7 +11,7 @@ from collectives.backends._shared.operation import Operation
 from collectives.backends.nccl.device import Device, Event, Stream
 from collectives.core.recording.flight_record import RecordedOperation
 
-__all__ = ["PendingOperation", "pause"]
+__all__ = ["PendingOperation", "has_completed", "has_ended", "pause"]
 
 _FIRST_PAUSE = 20e-6
 _LONGEST_PAUSE = 1e-3
@@ -143,3 +143,16 @@ class PendingOperation:
             kept, self._kept = self._kept, []
             self.released = True
             self.device.drop(stream, kept)
+
+
+def has_completed(pending: PendingOperation) -> bool:
+    """Returns whether the streams have passed operations; after an error of the device they never do."""
+    try:
+        return pending.completed()
+    except RuntimeError:
+        return False
+
+
+def has_ended(pending: PendingOperation) -> bool:
+    """Returns whether operations have failed, or have completed."""
+    return pending.error is not None or has_completed(pending)

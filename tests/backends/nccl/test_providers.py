@@ -157,7 +157,8 @@ def library_of_another_name(rank: int, size: int) -> None:
 def versions(rank: int, size: int, path: Path) -> None:
     double = NcclDouble(path)
     double.set_version(2708)
-    assert "is NCCL 2.7.8, but 2.14 is needed" in str(loading.unavailable())
+    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(loading.unavailable())
+    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(loading.unavailable("cupy"))
     double.set_version(22005)
     library = loading.load()
     with pytest.raises(ValueError, match=r"traffic_class needs NCCL 2\.26\.0, but .* is NCCL 2\.20\.5"):

@@ -1,4 +1,4 @@
-"""Operations that cannot become part of a CUDA graph are refused, and leave the group as it was."""
+"""Operations that are refused before any communication, and leave the group as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from nccl_double.device import Graph
 from nccl_double.groups import run_over_double
 
-from collectives import DistBackendError, ProcessGroup
+from collectives import BarrierOptions, DistBackendError, ProcessGroup
 
 AFTERWARDS = "cannot be part of a CUDA graph; run the operation once before the capture"
 
@@ -34,3 +34,15 @@ def before_the_first(group: ProcessGroup) -> None:
 def test_a_capture_before_the_first_operation(nccl_library: Path, bound: bool) -> None:
     options = {"device_id": torch.device("cpu")} if bound else {}
     run_over_double(before_the_first, 2, nccl_library, options=options)
+
+
+def on_another_device(group: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"on cpu:1, but the group is bound to cpu by its device_id; move"):
+        group.barrier(BarrierOptions(device_ids=[1]))
+    x = torch.ones(2)
+    group.allreduce(x).wait()
+    assert x.tolist() == [group.size()] * 2
+
+
+def test_a_group_that_is_bound_takes_one_device(nccl_library: Path) -> None:
+    run_over_double(on_another_device, 2, nccl_library, options={"device_id": torch.device("cpu")})

@@ -1,0 +1,52 @@
+"""The devices that a group has used."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives.backends.nccl.device.base import Device
+from collectives.core.types import BarrierOptions
+
+__all__ = ["UsedDevices"]
+
+
+class UsedDevices(dict[torch.device, Device]):
+    """The devices that a group has used, in order; what is asked for is used.
+
+    Attributes:
+        bound: the only one, of a group that is bound to a device.
+
+    Args:
+        kind: kind of the devices.
+        where: rank and group, to stand in front of a message.
+    """
+
+    def __init__(self, kind: type[Device], where: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self._where = where
+        self.bound: Device | None = None
+
+    def __missing__(self, device: torch.device) -> Device:
+        found = self._kind.shared(device)
+        if self.bound is not None and found is not self.bound:
+            raise ValueError(
+                f"{self._where} an operation on {device}, but the group is bound to {self.bound.device} by "
+                "its device_id; move the tensors there, or make the group without device_id"
+            )
+        return self.setdefault(device, found)
+
+    def for_barrier(self, opts: BarrierOptions, rank: int) -> Device:
+        """Returns the device that the user names, the one bound to, the first one used, or that of the rank.
+
+        Args:
+            opts: what the user names.
+            rank: this process's rank in the world.
+        """
+        if opts.device is not None and opts.device.index is not None:
+            return self[opts.device]
+        if opts.device_ids:
+            return self[torch.device(self._kind.kind, opts.device_ids[0])]
+        for device in self.values():
+            return device
+        return self[self._kind.of_rank(rank)]
