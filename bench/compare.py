@@ -54,7 +54,7 @@ class Change:
     new: Timing
 
     @property
-    def verdict(self) -> str:
+    def result(self) -> str:
         """``"slower"``, ``"faster"``, or nothing where the difference is no more than noise."""
         if self.new.median_us > self.old.p90_us and self.old.median_us < self.new.p10_us:
             return "slower"
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             files = f"{arguments.old} and {arguments.new}"
             raise ValueError(f"{files} have no operation, peer, number of ranks and size in common")
     print("\n".join(_lines(old, new, found, everything=arguments.all)))
-    return int(any(change.verdict == "slower" for change in found))
+    return int(any(change.result == "slower" for change in found))
 
 
 def _point(record: Record) -> Point:
@@ -140,10 +140,10 @@ def _point(record: Record) -> Point:
 
 def _lines(old: Report, new: Report, found: Sequence[Change], *, everything: bool) -> Iterator[str]:
     yield from _differing_environment(old, new)
-    shown = [change for change in found if everything or change.verdict]
+    shown = [change for change in found if everything or change.result]
     if shown:
         yield from table_lines(_COLUMNS, map(_row, shown))
-    numbers = {verdict: sum(c.verdict == verdict for c in found) for verdict in ("slower", "faster", "")}
+    numbers = {result: sum(c.result == result for c in found) for result in ("slower", "faster", "")}
     yield (
         f"# {len(found)} times in both runs: {numbers['slower']} slower, {numbers['faster']} faster, "
         f"{numbers['']} within noise"
@@ -166,7 +166,7 @@ def _row(change: Change) -> list[str]:
         f"{change.old.median_us:.2f}",
         f"{change.new.median_us:.2f}",
         f"{change.new.median_us / max(change.old.median_us, 1e-3):.2f}",
-        change.verdict,
+        change.result,
     ]
 
 

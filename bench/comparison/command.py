@@ -199,9 +199,9 @@ def run(arguments: argparse.Namespace, program: str, operations: Sequence[str]) 
         report = measure(options, show_progress, _show_point if quick else None, program)
     header = header_lines(report)
     print("\n".join([*header, *(skipped_lines(report.skipped) if quick else report_lines(report))]))
-    verdicts, goals_met = goal_lines([parse_goal(goal) for goal in options.goals], report.records)
-    if verdicts:
-        print("\n".join(["", *verdicts]))
+    results, goals_met = goal_lines([parse_goal(goal) for goal in options.goals], report.records)
+    if results:
+        print("\n".join(["", *results]))
     write_files(report, arguments)
     if arguments.plot is not None and any(record.size_bytes for record in report.records):
         plot(report, arguments.plot)

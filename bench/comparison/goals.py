@@ -173,9 +173,9 @@ def goal_lines(goals: Sequence[Goal], records: Sequence[Record]) -> tuple[list[s
     for goal in goals:
         checks = check(goal, records)
         missed = [each for each in checks if not each.is_met]
-        verdict = "MISSED" if missed else "met" if checks else "NOT MEASURED"
-        all_met = all_met and verdict == "met"
-        lines.append(f"# goal {goal.text}: {verdict}, {len(checks) - len(missed)} of {len(checks)} points")
+        result = "MISSED" if missed else "met" if checks else "NOT MEASURED"
+        all_met = all_met and result == "met"
+        lines.append(f"# goal {goal.text}: {result}, {len(checks) - len(missed)} of {len(checks)} points")
         for each in missed:
             record = each.record
             lines.append(

@@ -21,7 +21,7 @@ __all__ = ["ALGORITHMS", "ALL_REDUCES", "HOST_ALL_REDUCES", "Counts", "Work", "h
 MOST_DIRECT = 32
 """Machines up to which each leader sends its frame to every other; beyond, leaders pass frames on."""
 HEAD_BYTES, ENTRY_BYTES = 16, 40
-"""Of a leader's frame (``exchange.hpp`` of the core): its head, and what tells of each rank."""
+"""Of a leader's frame (the core's ``arrival_exchange.hpp``): its head, and what tells of each rank."""
 
 LEAST_STAGED, MOST_STAGED, SHARED_STAGED = 4 << 10, 32 << 10, 512 << 10
 LEAST_CHUNK, MOST_CHUNK, CHUNKS_WANTED, WINDOW = 64 << 10, 256 << 10, 8, 320 << 10

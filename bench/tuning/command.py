@@ -119,7 +119,7 @@ def entries(outcomes: list[Outcome]) -> dict[int, dict[str, int]]:
 
 def table(outcome: Outcome) -> list[str]:
     """Returns the lines that show an outcome."""
-    lines = [f"{outcome.ranks} ranks: {outcome.verdict} (noise {outcome.noise:.1%})"]
+    lines = [f"{outcome.ranks} ranks: {outcome.conclusion} (noise {outcome.noise:.1%})"]
     for name, noise, value, gain in outcome.steps:
         lines.append(
             f"  {name}: {outcome.before[name]} -> {value}, alone {gain:.1%} faster (noise {noise:.1%})"

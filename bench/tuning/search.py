@@ -169,7 +169,7 @@ class Outcome:
         after_us: their times with the last ones.
         gain: part of the time that the last ones save.
         noise: noise of the last comparison.
-        verdict: in words, why thresholds are kept or not.
+        conclusion: in words, why thresholds are kept or not.
     """
 
     ranks: int
@@ -181,7 +181,7 @@ class Outcome:
     after_us: list[float] = field(default_factory=list)
     gain: float = 0.0
     noise: float = 0.0
-    verdict: str = ""
+    conclusion: str = ""
 
 
 def compare(
@@ -257,7 +257,7 @@ def search(
         final.check_noise()
         outcome.before_us, outcome.after_us = final.probe_us(CURRENT), final.probe_us(candidate)
         outcome.gain, outcome.noise = final.gain(candidate), final.noise
-        outcome.verdict = _verdict(outcome, new, final)
+        outcome.conclusion = _conclusion(outcome, new, final)
         if not new:
             break
         if final.is_better(candidate):
@@ -269,7 +269,7 @@ def search(
     return outcome
 
 
-def _verdict(outcome: Outcome, new: Mapping[str, int], final: Comparison) -> str:
+def _conclusion(outcome: Outcome, new: Mapping[str, int], final: Comparison) -> str:
     """Returns what the last comparison says about the new thresholds together."""
     if not new and outcome.steps:
         return "no new thresholds are kept: what measures faster alone does not over all operations"

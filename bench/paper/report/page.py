@@ -34,7 +34,7 @@ def report_lines(kept: Mapping[str, KeptFigure]) -> Iterator[str]:
     if any(figure.options.get("quick") for figure in kept.values()):
         yield (
             "**These samples are of a trial with `--quick` on a machine with the load below: small models "
-            "and few iterations. They show the form of the page; its verdicts say nothing.**"
+            "and few iterations. They show the form of the page; what holds there says nothing.**"
         )
         yield ""
     yield from _rules()
@@ -62,7 +62,7 @@ def report_lines(kept: Mapping[str, KeptFigure]) -> Iterator[str]:
 
 
 def _rules() -> Iterator[str]:
-    yield "## How a verdict is made"
+    yield "## How a statement is judged"
     yield ""
     yield (
         "The rules are part of the program, which was written before it had samples to judge. Each "
@@ -83,7 +83,7 @@ def _rules() -> Iterator[str]:
     )
     yield (
         "- *Holds* and *does not* are said of each model and backend. Of a measurement that a statement "
-        "says nothing of there is no verdict."
+        "says nothing of, none is said."
     )
     yield ""
 
@@ -114,7 +114,7 @@ def _statement(statement: Statement, figures: Figures) -> Iterator[str]:
         yield "| where | measured | |"
         yield "|---|---|---|"
         for found in findings:
-            yield f"| {found.where} | {found.here} | {_verdict(found)} |"
+            yield f"| {found.where} | {found.here} | {_result(found)} |"
     if all(found.holds is None for found in findings):
         if findings:
             yield ""
@@ -124,7 +124,7 @@ def _statement(statement: Statement, figures: Figures) -> Iterator[str]:
         yield f"    {statement.command}"
 
 
-def _verdict(found: Finding) -> str:
+def _result(found: Finding) -> str:
     if found.holds is None:
         return ""
     if found.holds:

@@ -69,7 +69,7 @@ STATEMENTS = (
         "3.2.2",
         "All-reduces of Gloo reach top speed near 500 K parameters; those of NCCL gain even at 20 M.",
         "Gloo: the smallest size within 10 % of the best total has 200 K to 1 M parameters. NCCL: the "
-        "largest size has the best total. Other backends have no verdict.",
+        "largest size has the best total. Other backends are not judged.",
         ("fig2",),
         (all_reduces.top_speed,),
     ),
@@ -118,7 +118,7 @@ STATEMENTS = (
         "Best buckets on 16 GPUs: 10 to 25 MB for ResNet-50 and 50 MB for BERT with NCCL, 5 MB for both "
         "with Gloo.",
         "That size is within 2 % of the best one, and some sizes from 5 MB on differ by more than 10 %. "
-        "Other backends have no verdict.",
+        "Other backends are not judged.",
         ("fig7",),
         (bucket_sizes.best_sizes,),
     ),
@@ -127,7 +127,7 @@ STATEMENTS = (
         "Iterations over Gloo spread more than over NCCL, and Gloo's all-reduces beyond 512 KB take "
         "equally long.",
         "Spread: the median over bucket sizes of half of p10 to p90 is larger. Equally long: totals from "
-        "512 KB on differ by at most 25 %. Other backends have no verdict.",
+        "512 KB on differ by at most 25 %. Other backends are not judged.",
         ("fig2", "fig7"),
         (all_reduces.flat_and_wide,),
     ),
@@ -141,7 +141,7 @@ STATEMENTS = (
     Statement(
         "5.2",
         "From 16 to 32 GPUs, 0 MB becomes visibly slower; above 5 MB nothing does.",
-        "With more ranks 0 MB takes more than 10 % longer, and 25 MB does not. No verdict where forward, "
+        "With more ranks 0 MB takes more than 10 % longer, and 25 MB does not. Not judged where forward, "
         "which sends nothing, takes half as long again: there ranks share cores.",
         ("fig7", "fig8"),
         (bucket_sizes.more_ranks,),
@@ -199,7 +199,7 @@ STATEMENTS = (
         "5.4",
         "Three groups in turn: BERT over NCCL is 33 % faster on 16 GPUs, ResNet-50 over NCCL no different,"
         " ResNet-50 over Gloo faster.",
-        "Faster: three save more than noise of one. No different: within 10 %. Others have no verdict.",
+        "Faster: three save more than noise of one. No different: within 10 %. Others are not judged.",
         ("fig12",),
         (scaling.lanes_in_turn,),
     ),
@@ -207,8 +207,8 @@ STATEMENTS = (
         "6.1",
         "NCCL is considerably faster than Gloo, and the best bucket grows with the model, but by less.",
         "NCCL takes 10 % less time than Gloo with the same model and ranks. The best bucket of the largest"
-        " model is no smaller than the smallest model's, and grows by no more than the parameters; no "
-        "verdict where sizes from 5 MB on do not differ by 10 % with either.",
+        " model is no smaller than the smallest model's, and grows by no more than the parameters. Not "
+        "judged where sizes from 5 MB on do not differ by 10 % with either.",
         ("fig7", "fig9"),
         (scaling.nccl_or_gloo, bucket_sizes.sublinear),
         "GPUs",

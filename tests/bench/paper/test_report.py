@@ -93,7 +93,7 @@ def gpus(model, backend, ranks, times, **named):
 
 def test_the_rules_stand_before_the_data():
     lines = report(FIGURES)
-    assert lines.index("## How a verdict is made") < lines.index("## The statements")
+    assert lines.index("## How a statement is judged") < lines.index("## The statements")
     command = "collectives bench paper fig2 --device cpu --backends host,gloo --budget 60 --json DIR"
     assert f"| fig2 | 0.2 | `{command}` |" in lines
     assert len([line for line in lines if line.startswith("### ")]) == len(STATEMENTS) == 22
@@ -198,7 +198,7 @@ def test_bucket_sizes():
         "14.3% more time than 5 MB",
         "does not, because 5 MB takes that much less",
     )
-    for model, backend, sizes, verdict in (
+    for model, backend, sizes, result in (
         ("resnet50", "gloo", {**SIZES, "5 MB": 39}, "holds"),
         ("resnet50", "torch:gloo", SIZES, "does not, because 25 MB is faster than 5 MB"),
         ("bert-base", "gloo", dict.fromkeys(SIZES, 50),
@@ -208,7 +208,7 @@ def test_bucket_sizes():
         ("resnet50", "host", SIZES, ""),
     ):  # fmt: skip
         (row,) = statement(10, {"fig7": [iterations(f"{model}, {backend}", 2, sizes)]})[0]
-        assert row[2] == verdict
+        assert row[2] == result
 
 
 def test_the_best_bucket_grows_sublinearly():
@@ -296,14 +296,14 @@ def test_skipped_synchronisations():
 
 def test_groups_in_turn():
     times = {"rr1": 100, "rr3": 67, "rr5": 70}
-    for model, backend, verdict in (
+    for model, backend, result in (
         ("net", "host", ""),
         ("resnet50", "gloo", "holds"),
         ("bert-base", "nccl", "holds"),
         ("resnet50", "nccl", "does not, because the groups' times differ noticeably"),
     ):
         (row,) = statement(20, {"fig12": [iterations(f"{model}, {backend}", 2, times)]})[0]
-        assert row[1:] == ("three groups take 33.0% less time than one", verdict)
+        assert row[1:] == ("three groups take 33.0% less time than one", result)
 
 
 def test_advice():

@@ -85,7 +85,7 @@ def test_the_best_of_several_is_taken() -> None:
 def test_noise_alone_changes_nothing() -> None:
     outcome = found(lambda s, p: 10.0, noise=0.05)
     assert outcome.after == {}
-    assert "no thresholds measure better" in outcome.verdict
+    assert "no thresholds measure better" in outcome.conclusion
 
 
 def test_a_gain_within_the_noise_changes_nothing() -> None:
@@ -146,7 +146,7 @@ def test_a_threshold_is_given_up_with_the_one_that_it_needs() -> None:
     outcome = search(FakeGroups(cost, ranks=4), 4, tuning_file.defaults(4), 0.0, steps)  # type: ignore[arg-type]
     assert [name for name, *_ in outcome.steps] == ["chunk_bytes", "ring_bytes"]
     assert outcome.after == {}
-    assert "what measures faster alone does not over all operations" in outcome.verdict
+    assert "what measures faster alone does not over all operations" in outcome.conclusion
 
 
 def test_groups_that_were_not_better_stay_on_their_defaults(
@@ -180,7 +180,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome | Exception],
     return give
 
 
-BETTER = Outcome(2, tuning_file.defaults(2), {"ring_bytes": 524288}, verdict="saves 9.0% of the time")
+BETTER = Outcome(2, tuning_file.defaults(2), {"ring_bytes": 524288}, conclusion="saves 9.0% of the time")
 
 
 def test_the_command_stores_what_is_better_beside_what_is_there(
@@ -203,7 +203,7 @@ def test_a_dry_run_and_a_result_that_is_no_better_store_nothing(
     file = tmp_path / "tuning.json"
     measured(BETTER)
     assert main(["tune", "--nproc", "2", "--file", str(file), "--dry-run"]) == 0
-    measured(Outcome(2, tuning_file.defaults(2), verdict="no thresholds measure better"))
+    measured(Outcome(2, tuning_file.defaults(2), conclusion="no thresholds measure better"))
     assert main(["tune", "--nproc", "2", "--file", str(file)]) == 0
     assert capsys.readouterr().out.count("othing is stored") == 2
     assert not file.exists()

@@ -249,7 +249,7 @@ def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
     assert counts == [3] * 4
 
 
-def test_members_of_a_group_come_to_one_verdict() -> None:
+def test_members_of_a_group_come_to_one_decision() -> None:
     store = dist.HashStore()
     requests = ["this", "this", "that"]
     errors = on_threads(
