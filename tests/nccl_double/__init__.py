@@ -196,6 +196,10 @@ class NcclDouble:
         """Returns how often operations were launched; those of a group of calls are launched once."""
         return int(self._library.double_launches())
 
+    def holds(self) -> int:
+        """Returns how often a stream was held before a task, as a seed had it."""
+        return int(self._library.double_holds())
+
     def connecting(self) -> int:
         """Returns how many threads are in calls that make connections, and wait for other ranks."""
         return int(self._library.double_connecting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,6 +16,12 @@ from harness import current_store, run_ranks
 from collectives.registry.backends import GroupOptions
 from nccl_double import NcclDouble
 from nccl_double.device import DoubleDevice, tensors_on_device, use
+
+SEED_VARIABLE = "COLLECTIVES_TEST_STREAMS_SEED"
+"""Environment variable with the seed by which streams are held."""
+
+SEEDS = (1, 2, 3)
+"""Those of the full tier."""
 
 _doubles: dict[Path, NcclDouble] = {}
 
@@ -47,14 +54,16 @@ def run_over_double(
     provider: str = "cupy",
     options: dict[str, Any] | None = None,
     on_device: bool = True,
+    seed: int = 0,
     **more: Any,
 ) -> list[Any]:
     """Runs ``body(group, *args)`` on every rank, in new processes; returns the results by rank.
 
     ``more`` are arguments of :func:`harness.run_ranks`. Without ``on_device``, torch's operations do not run
-    on the device's streams: the modes that carry that out would show in torch's front end.
+    on the device's streams: the modes that carry that out would show in torch's front end. With a ``seed``,
+    streams are held for a while before tasks that it draws, others on each rank.
     """
-    about = path, provider, options or {}, on_device
+    about = path, provider, options or {}, on_device, seed
     return run_ranks(_in_group, size, *about, body, args, isolated=True, **more)
 
 
@@ -65,9 +74,12 @@ def _in_group(
     provider: str,
     options: dict[str, Any],
     on_device: bool,
+    seed: int,
     body: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
+    if seed:
+        os.environ[SEED_VARIABLE] = str(seed * size + rank)
     group = make_group(path, provider, rank, size, **options)
     try:
         with (
@@ -77,6 +89,8 @@ def _in_group(
             value = body(group, *args)
     except BaseException:
         group.abort()
+        if SEED_VARIABLE in os.environ:
+            sys.stderr.write(f"streams were held with {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}\n")
         raise
     group.shutdown()
     assert load(path).misuses() == 0, "calls used a communicator after its end"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import load, make_group, run_over_double
+from nccl_double.groups import SEEDS, load, make_group, run_over_double
 from optimizers_in_hooks import every_form
 from ports import free_port
 
@@ -257,3 +257,15 @@ def compositions(group: Any, path: Path) -> None:
 def test_compositions(nccl_library: Path) -> None:
     """All in one start of ranks: importing what training needs takes longer than the rest."""
     run_over_double(compositions, 3, nccl_library, nccl_library, timeout=100)
+
+
+def on_streams(group: Any, path: Path) -> None:
+    mixed(group, path)
+    on_a_world(group, path)
+    over_lanes(group, path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", SEEDS)
+def test_compositions_on_streams_that_run_in_other_orders(nccl_library: Path, seed: int) -> None:
+    run_over_double(on_streams, 3, nccl_library, nccl_library, seed=seed, timeout=100)

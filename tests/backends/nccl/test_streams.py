@@ -14,7 +14,7 @@ import pytest
 import torch
 from conformance.test_works import eventually, gate
 from nccl_double.device import DoubleDevice, pool_stream
-from nccl_double.groups import load, make_group, run_over_double
+from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.core.types import AllreduceOptions
@@ -352,6 +352,33 @@ def streams(group: ProcessGroup) -> None:
 
 def test_order_on_streams(nccl_library: Path) -> None:
     run_over_double(streams, 2, nccl_library)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", SEEDS)
+def test_streams_that_run_in_other_orders(nccl_library: Path, seed: int) -> None:
+    run_over_double(streams, 2, nccl_library, seed=seed)
+
+
+def held(group: ProcessGroup, path: Path) -> tuple[int, list[int]]:
+    """Returns how often streams were held while one carried tasks out, and the order of these."""
+    device, own, order = DoubleDevice.shared(CPU), pool_stream(), []
+    before = load(path).holds()
+    for number in range(200):
+        device.run(own, lambda number=number: order.append(number))
+    device.synchronize(own)
+    return load(path).holds() - before, order
+
+
+def test_a_seed_holds_streams_and_keeps_their_order(nccl_library: Path) -> None:
+    drawn = []
+    for seed in (1, 1, 2, 0):
+        ((holds, order),) = run_over_double(held, 1, nccl_library, nccl_library, seed=seed)
+        assert order == list(range(200))
+        drawn.append(holds)
+    assert drawn[0] == drawn[1] > 0
+    assert drawn[2] > 0
+    assert drawn[3] == 0
 
 
 def test_connections_made_by_two_threads(nccl_library: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import current_store
 from nccl_double.device import DoubleDevice, Graph
-from nccl_double.groups import load, run_over_double
+from nccl_double.groups import SEEDS, load, run_over_double
 
 from collectives import PeerLostError, ProcessGroup
 from collectives.backends.nccl.options import Options
@@ -327,6 +327,19 @@ def test_captured_collectives(nccl_library: Path, size: int) -> None:
 )
 def test_captured_training(nccl_library: Path, arguments: dict[str, Any]) -> None:
     run_over_double(captured_training, 2, nccl_library, arguments)
+
+
+def in_any_order(group: ProcessGroup, path: Path) -> None:
+    one_read_a_pass(group)
+    missing_on_one(group)
+    captured_collectives(group, path)
+    captured_training(group, {"gradient_as_bucket_view": True})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", SEEDS)
+def test_training_on_streams_that_run_in_other_orders(nccl_library: Path, seed: int) -> None:
+    run_over_double(in_any_order, 3, nccl_library, nccl_library, seed=seed, timeout=100)
 
 
 def test_refused_captures(nccl_library: Path) -> None:

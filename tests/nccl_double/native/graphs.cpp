@@ -109,7 +109,7 @@ int double_graph_launch(std::intptr_t id, std::intptr_t stream) {
   }
   if (!graph || !stream_exists(stream)) return -1;
   if (is_captured(stream)) return -kNotInCapture;
-  thread_local std::mt19937 random(1);
+  thread_local std::mt19937 random(1 + seed());
   const std::lock_guard lock(graph->mutex);
   std::vector<std::size_t> waits(graph->nodes.size());
   std::vector<std::vector<std::size_t>> before(graph->nodes.size());

@@ -3,10 +3,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -76,9 +78,33 @@ namespace {
 
 thread_local int current_device = 0;
 std::atomic<unsigned> contexts{0};
+std::atomic<int> holds{0};
+
+// Decides for one stream how long to hold it before its next task: in most cases not at all.
+class Holds {
+ public:
+  explicit Holds(unsigned stream) : random_(seed() + stream) {}
+
+  void hold() {
+    constexpr unsigned kTasks = 64;  // of these, one is held for long and a few for a moment
+    constexpr unsigned kMoments = 8;
+    constexpr unsigned kLong = 20000, kMoment = 2000;  // microseconds at most
+    if (seed() == 0) return;
+    const unsigned drawn = static_cast<unsigned>(random_()) % kTasks;
+    if (drawn >= kMoments) return;
+    ++holds;
+    const unsigned most = drawn == 0 ? kLong : kMoment;
+    std::this_thread::sleep_for(std::chrono::microseconds(static_cast<unsigned>(random_()) % most));
+  }
+
+ private:
+  std::mt19937 random_;
+};
 
 class Stream {
  public:
+  explicit Stream(unsigned number) : holds_(number) {}
+
   void add(std::function<void()> task) {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
@@ -106,6 +132,7 @@ class Stream {
       tasks_.pop_front();
       busy_ = true;
       lock.unlock();
+      holds_.hold();
       task();
       lock.lock();
     }
@@ -117,6 +144,7 @@ class Stream {
   std::deque<std::function<void()>> tasks_;
   bool closed_ = false;
   bool busy_ = false;
+  Holds holds_;
 };
 
 // Never destroyed: threads of streams may outlive the end of main.
@@ -125,6 +153,7 @@ struct Registry {
   std::map<std::intptr_t, std::shared_ptr<Stream>> streams;
   std::map<std::intptr_t, std::shared_ptr<Event>> events;
   std::intptr_t next = 0x1000;
+  unsigned streams_made = 0;
 };
 
 Registry& registry() {
@@ -156,6 +185,14 @@ std::function<void()> at_place(const Place& place, std::function<void()> task) {
 }
 
 }  // namespace
+
+unsigned seed() {
+  static const unsigned given = [] {
+    const char* const text = std::getenv("COLLECTIVES_TEST_STREAMS_SEED");
+    return text == nullptr ? 0U : static_cast<unsigned>(std::atoi(text));
+  }();
+  return given;
+}
 
 void use_device() { contexts |= 1U << current_device; }
 
@@ -223,12 +260,15 @@ int double_set_device(int device) { return std::exchange(current_device, device)
 int double_contexts() { return static_cast<int>(contexts.load()); }
 
 std::intptr_t double_stream_create() {
-  const auto stream = std::make_shared<Stream>();
-  std::thread([stream] { stream->run(); }).detach();
   const std::lock_guard lock(registry().mutex);
+  const auto stream = std::make_shared<Stream>(++registry().streams_made);
+  std::thread([stream] { stream->run(); }).detach();
   registry().streams[++registry().next] = stream;
   return registry().next;
 }
+
+// Returns how often a stream was held before a task.
+int double_holds() { return holds; }
 
 // Does not wait: what the stream has is still carried out.
 int double_stream_destroy(std::intptr_t id) {

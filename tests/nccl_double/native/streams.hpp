@@ -3,6 +3,9 @@
 // A stream is a number. Stream 0 has no thread: its tasks run in the caller, so that calls return when they
 // are done. An event notes a place in a stream; noted again, it forgets the place before.
 //
+// With a seed in the environment, streams are held for a while before tasks that are drawn, so that what
+// nothing orders runs in other orders. Draws of a stream depend on the seed and on how many were made before.
+//
 // While a stream is captured, what is put on it is not carried out but noted in a graph, and so is what is
 // put on streams that wait for one of its events. As CUDA does, a capture ends in an error after what it
 // forbids: to wait for an event from outside, to ask for one from inside, to block the host, not to join a
@@ -19,6 +22,9 @@
 namespace nccl_double {
 
 class Event;
+
+// Returns the seed, COLLECTIVES_TEST_STREAMS_SEED, or 0 where no stream is held.
+unsigned seed();
 
 // Notes that a call of this thread made a context on its current device, as CUDA does where there is none.
 // Each thread begins on device 0.
