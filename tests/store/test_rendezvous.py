@@ -44,16 +44,16 @@ def environ(monkeypatch):
     return set_all
 
 
-def meet(url, *place, **options):
+def join(url, *place, **options):
     """Returns store, rank and size."""
     return next(rendezvous(url, *place, **options))
 
 
-def meet_all(urls, *args):
-    """Meets in threads; returns store, rank and size of each."""
+def join_all(urls, *args):
+    """Calls it in threads; returns store, rank and size of each."""
     with ThreadPoolExecutor(len(urls)) as threads:
-        met = [threads.submit(meet, url, *args, timeout=LONG) for url in urls]
-        return [found.result(30) for found in met]
+        joined = [threads.submit(join, url, *args, timeout=LONG) for url in urls]
+        return [found.result(30) for found in joined]
 
 
 def one_is_the_agent(rank, size):
@@ -65,7 +65,7 @@ def one_is_the_agent(rank, size):
         return
     port = shared.get("port").decode()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
-    store, _, _ = meet(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=20))
+    store, _, _ = join(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=20))
     store.set("key", "value")
     store.close()
 
@@ -73,23 +73,23 @@ def one_is_the_agent(rank, size):
 class TestTcp:
     def test_place_in_the_url(self):
         port = free_port()
-        met = meet_all([f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3" for rank in range(3)])
-        assert [(type(store), rank, size) for store, rank, size in met] == [
+        joined = join_all([f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3" for rank in range(3)])
+        assert [(type(store), rank, size) for store, rank, size in joined] == [
             (TCPStore, rank, 3) for rank in range(3)
         ]
-        met[2][0].set("key", "value")
-        assert met[0][0].get("key") == met[1][0].get("key") == b"value"
-        assert met[1][0].timeout == LONG
-        for store, _, _ in met:
+        joined[2][0].set("key", "value")
+        assert joined[0][0].get("key") == joined[1][0].get("key") == b"value"
+        assert joined[1][0].timeout == LONG
+        for store, _, _ in joined:
             store.close()
 
     def test_place_in_arguments(self):
-        store, rank, size = meet(f"tcp://localhost:{free_port()}", 0, 1)
+        store, rank, size = join(f"tcp://localhost:{free_port()}", 0, 1)
         assert (rank, size, store.host) == (0, 1, "localhost")
         store.close()
 
     def test_both_if_they_agree(self):
-        store, rank, size = meet(f"tcp://localhost:{free_port()}?rank=0&world_size=1", 0, 1)
+        store, rank, size = join(f"tcp://localhost:{free_port()}?rank=0&world_size=1", 0, 1)
         assert (rank, size) == (0, 1)
         store.close()
         with pytest.raises(ValueError, match=r"rank is 1 in 'tcp://.*', but 0 as an argument"):
@@ -97,17 +97,17 @@ class TestTcp:
 
     def test_ipv6(self):
         try:
-            store, _, _ = meet(f"tcp://[::1]:{free_port()}", 0, 1)
+            store, _, _ = join(f"tcp://[::1]:{free_port()}", 0, 1)
         except collectives.DistNetworkError as error:
             pytest.skip(str(error))
         assert store.host == "::1"
         store.close()
 
     def test_once_only(self):
-        met = rendezvous(f"tcp://localhost:{free_port()}", 0, 1)
-        next(met)[0].close()
+        joined = rendezvous(f"tcp://localhost:{free_port()}", 0, 1)
+        next(joined)[0].close()
         with pytest.raises(RuntimeError, match="again"):
-            next(met)
+            next(joined)
 
     @pytest.mark.parametrize(
         ("url", "message"),
@@ -129,17 +129,17 @@ class TestTcp:
     )
     def test_bad_urls(self, url, message):
         with pytest.raises(ValueError, match=message):
-            meet(url)
+            join(url)
 
     def test_use_libuv_is_what_the_url_or_the_environment_says(self, monkeypatch):
         for set_to, query, expected in (("1", "", True), ("0", "", False), ("1", "?use_libuv=0", False)):
             monkeypatch.setenv("USE_LIBUV", set_to)
-            store, _, _ = meet(f"tcp://localhost:0{query}", 0, 1)
+            store, _, _ = join(f"tcp://localhost:0{query}", 0, 1)
             assert store.libuvBackend is expected
             store.close()
 
     def test_port_zero_alone(self):
-        store, _, _ = meet("tcp://localhost:0", 0, 1)
+        store, _, _ = join("tcp://localhost:0", 0, 1)
         assert store.port > 0
         store.close()
 
@@ -147,32 +147,32 @@ class TestTcp:
         port = free_port()
         said = rf"localhost:{port}: gave up after [\d.]+ s \(limit 0\.3 s\)"
         with pytest.raises(collectives.DistNetworkError, match=said):
-            meet(f"tcp://localhost:{port}", 1, 2, timeout=timedelta(seconds=0.3))
+            join(f"tcp://localhost:{port}", 1, 2, timeout=timedelta(seconds=0.3))
 
     def test_some_do_not_come(self):
         with pytest.raises(
             collectives.DistStoreError,
             match=r"^Timed out after [\d.]+ seconds waiting for clients. 1/2 clients joined",
         ):
-            meet(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=0.3))
+            join(f"tcp://localhost:{free_port()}", 0, 2, timeout=timedelta(seconds=0.3))
 
 
 class TestEnv:
     def test_all_from_the_environment(self, environ):
         environ(MASTER_ADDR="localhost", MASTER_PORT=free_port(), RANK=0, WORLD_SIZE=1)
-        store, rank, size = meet("env://")
+        store, rank, size = join("env://")
         assert (type(store), rank, size) == (TCPStore, 0, 1)
         store.close()
 
     def test_place_in_arguments(self, environ):
         environ(MASTER_ADDR="localhost", MASTER_PORT=free_port(), RANK=7, WORLD_SIZE=8)
-        store, rank, size = meet("env://", 0, 1)
+        store, rank, size = join("env://", 0, 1)
         assert (rank, size) == (0, 1)
         store.close()
 
     def test_rank_zero_need_not_be_told_its_address(self, environ):
         environ(MASTER_PORT=free_port(), RANK=0, WORLD_SIZE=1)
-        store, _, _ = meet("env://")
+        store, _, _ = join("env://")
         assert TCPStore("127.0.0.1", store.port).add("n", 1) == 1
         store.close()
 
@@ -180,13 +180,13 @@ class TestEnv:
         with pytest.raises(
             ValueError, match=r"not set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT\. torchrun"
         ):
-            meet("env://")
+            join("env://")
         environ(RANK=1, MASTER_ADDR="localhost")
         with pytest.raises(ValueError, match=r"not set: WORLD_SIZE, MASTER_PORT\."):
-            meet("env://")
+            join("env://")
         environ(WORLD_SIZE="")
         with pytest.raises(ValueError, match=r"not set: WORLD_SIZE, MASTER_PORT\."):
-            meet("env://")
+            join("env://")
 
     @pytest.mark.parametrize(
         ("values", "message"),
@@ -201,7 +201,7 @@ class TestEnv:
     def test_bad_values(self, environ, values, message):
         environ(**({"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "RANK": 0, "WORLD_SIZE": 2} | values))
         with pytest.raises(ValueError, match=message):
-            meet("env://")
+            join("env://")
 
     def test_the_agent_has_the_store(self, environ):
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -212,7 +212,7 @@ class TestEnv:
             WORLD_SIZE=2,
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
-        store, rank, size = meet("env://")
+        store, rank, size = join("env://")
         store.set("key", "value")
         assert agent.get("key") == b"value"
         assert (rank, size) == (0, 2)
@@ -224,7 +224,7 @@ class TestEnv:
     def test_rank_0_serves_a_port_that_is_not_the_agents(self, environ):
         environ(MASTER_ADDR="127.0.0.1", MASTER_PORT=1, TORCHELASTIC_USE_AGENT_STORE="True")
         url = f"tcp://127.0.0.1:{free_port()}"
-        store, _, _ = meet(url, 0, 1, timeout=timedelta(seconds=20))
+        store, _, _ = join(url, 0, 1, timeout=timedelta(seconds=20))
         store.set("key", "value")
         assert store.get("key") == b"value"
         store.close()
@@ -233,38 +233,38 @@ class TestEnv:
         monkeypatch.setattr("collectives.store.tcp.connector._SILENT_S", 0.1)
         url = f"tcp://127.0.0.1:{free_port()}"
         with pytest.raises(collectives.DistNetworkError, match="no store server answers"):
-            meet(url, 1, 2, timeout=timedelta(seconds=1))
+            join(url, 1, 2, timeout=timedelta(seconds=1))
         (line,) = caplog.messages
         assert line.startswith(f"no store server answers at {url.removeprefix('tcp://')} since 0.1 s")
         assert "Rank 0 serves the store there, or torchrun's agent" in line
 
 
 class TestFile:
-    def test_meeting(self, tmp_path):
+    def test_ranks_find_each_other(self, tmp_path):
         path = tmp_path / "store"
-        met = meet_all([f"file://{path}?rank={rank}&world_size=2" for rank in range(2)])
-        assert [(type(store), rank, size) for store, rank, size in met] == [
+        joined = join_all([f"file://{path}?rank={rank}&world_size=2" for rank in range(2)])
+        assert [(type(store), rank, size) for store, rank, size in joined] == [
             (FileStore, 0, 2),
             (FileStore, 1, 2),
         ]
-        met[0][0].set("key", "value")
-        assert met[1][0].get("key") == b"value"
-        assert met[1][0].timeout == LONG
-        assert met[1][0].path == str(path)
-        for store, _, _ in met:
+        joined[0][0].set("key", "value")
+        assert joined[1][0].get("key") == b"value"
+        assert joined[1][0].timeout == LONG
+        assert joined[1][0].path == str(path)
+        for store, _, _ in joined:
             store.close()
         assert not path.exists()
 
     def test_paths_are_taken_as_they_are(self, tmp_path):
         folder = tmp_path / "with space" / "100%25" / "d:"
         folder.mkdir(parents=True)
-        store, _, _ = meet(f"file://{folder}/file", 0, 1)
+        store, _, _ = join(f"file://{folder}/file", 0, 1)
         assert store.path == f"{folder}/file"
         assert (folder / "file").exists()
         store.close()
 
     def test_urls_for_windows(self, tmp_path):
-        store, _, _ = meet(f"file:////////{tmp_path}/share?rank=0&world_size=1")
+        store, _, _ = join(f"file:////////{tmp_path}/share?rank=0&world_size=1")
         assert store.path == f"//////{tmp_path}/share"
         store.close()
 
@@ -280,7 +280,7 @@ class TestFile:
     )
     def test_bad_urls(self, url, message):
         with pytest.raises(ValueError, match=message):
-            meet(url)
+            join(url)
 
 
 class TestSchemes:
@@ -293,7 +293,7 @@ class TestSchemes:
             yield PrefixStore(url, shared), 1, 2
 
         register_rendezvous_handler("here", handler)
-        store, rank, size = meet("here://place", 1, 2, timeout=LONG)
+        store, rank, size = join("here://place", 1, 2, timeout=LONG)
         assert (rank, size) == (1, 2)
         store.set("key", "value")
         assert shared.list_keys() == ["here://place?rank=1&world_size=2/key"]
@@ -313,7 +313,7 @@ class TestSchemes:
 
     def test_unknown_options(self):
         with pytest.raises(TypeError, match="color"):
-            meet("tcp://localhost:1", 0, 1, color="red")
+            join("tcp://localhost:1", 0, 1, color="red")
 
     def test_signatures_are_torchs(self):
         from torch.distributed import rendezvous as theirs
@@ -384,7 +384,7 @@ class TestLaunchers:
 
 
 def spawned(rank, size, out):
-    store, _, _ = meet("env://", rank, size, timeout=LONG)
+    store, _, _ = join("env://", rank, size, timeout=LONG)
     store.set(f"from{rank}", "1")
     value = store.get(f"from{1 - rank}").decode()
     with open(f"{out}{rank}", "w") as file:  # noqa: PTH123
@@ -393,7 +393,7 @@ def spawned(rank, size, out):
 
 
 def add_up(rank, size, url):
-    store, *place = meet(url, rank, size, timeout=LONG)
+    store, *place = join(url, rank, size, timeout=LONG)
     assert place == [rank, size]
     store.add("sum", rank + 1)
     store.barrier("added", size)

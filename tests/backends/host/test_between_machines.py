@@ -19,7 +19,7 @@ from collectives.registry.backends import GroupOptions, create_group
 
 PLACEMENTS = {"2x1": [0, 1], "3x1": [0, 1, 2], "2x2": [0, 0, 1, 1], "mixed": [0, 1, 0, 2]}
 COUNTS = [1, 777, 9_000, 70_001, 1_000_003]
-"""Elements that travel in the meeting's frames, and in one chunk or many of the long algorithms."""
+"""Elements that travel in the frames of the arrival, and in one chunk or many of the long algorithms."""
 
 
 def make_group(rank, size, placement, **options):

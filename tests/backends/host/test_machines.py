@@ -233,21 +233,21 @@ def _strangers(rank, size):
     assert len(ports) == 1
     before = _census()["fd"]
     for noise in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), bytes(64), os.urandom(5000)):
-        with socket.create_connection(("127.0.0.1", ports[0])) as knock:
-            knock.sendall(noise)
+        with socket.create_connection(("127.0.0.1", ports[0])) as stranger:
+            stranger.sendall(noise)
             if len(noise) >= 64:
-                knock.settimeout(5)
+                stranger.settimeout(5)
                 with contextlib.suppress(ConnectionResetError):
-                    assert knock.recv(1) == b""  # turned away without a word
+                    assert stranger.recv(1) == b""  # turned away without a word
     silent = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(20)]
     tensor = torch.ones(3)
     group.allreduce([tensor], SYNCHRONOUS)
     assert tensor[0] == 2
-    for knock in silent:
-        knock.settimeout(5)
-        assert knock.recv(1) == b""  # nor does anybody wait for their hello
-        knock.close()
-    assert _census()["fd"] - before <= 1  # the connection of the meeting
+    for stranger in silent:
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""  # nor does anybody wait for their hello
+        stranger.close()
+    assert _census()["fd"] - before <= 1  # the connection of the rendezvous
     group.allreduce([tensor], SYNCHRONOUS)
     group.shutdown()
 

@@ -88,25 +88,25 @@ def _groups(rank, size, count):
     ]
 
 
-def _end(lanes, meeting):
+def _end(lanes, closing):
     """Ends the lanes when no rank waits for them any more; they were full until then."""
     assert all(lane.is_alive() for lane in lanes)
-    meeting.barrier().wait()
+    closing.barrier().wait()
     for lane in lanes:
         lane.end()
         lane.group.shutdown()
-    meeting.shutdown()
+    closing.shutdown()
 
 
 def _each_lane_moves(rank, size):
-    meeting, *groups = _groups(rank, size, 5)
+    closing, *groups = _groups(rank, size, 5)
     lanes = [_Lane(group, count) for group, count in zip(groups, COUNTS, strict=True)]
     for lane in lanes:
         lane.start()
     for _ in range(3):
         for lane in lanes:  # each while the other three are kept full
             lane.await_more(2 * IN_FLIGHT)
-    _end(lanes, meeting)
+    _end(lanes, closing)
 
 
 @pytest.mark.full

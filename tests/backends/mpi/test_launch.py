@@ -58,8 +58,8 @@ dist.destroy_process_group()
 STAYING_OUT = """
 from collectives.ranks.mpirun import world_rank
 rank = world_rank()
-meeting = "file://" + os.path.join(os.environ["TMPDIR"], "store")
-dist.init_process_group("host", meeting, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+address = "file://" + os.path.join(os.environ["TMPDIR"], "store")
+dist.init_process_group("host", address, rank=rank, world_size=3, timeout=timedelta(seconds=30))
 assert "mpi4py.MPI" not in sys.modules
 lanes = {"lanes": 2, "backend": "mpi"}
 group = {

@@ -84,15 +84,15 @@ def test_tree_by_hand():
 
 
 def test_one_shot_by_hand():
-    # One machine: a meeting, three lines, a copy in, and four contributions read.
+    # One machine: an arrival, three lines, a copy in, and four contributions read.
     assert time_us("one-shot", 1000, ONE, EASY) == pytest.approx(2 + 3 * 0.5 + 0.1 + 4 * 0.05)
     # Twice as many ranks as cores: a core does all that twice, at 1.5 times the cost of a byte, and switches.
     wanted = 2 + 7 + 2 * 7 * 0.5 + 2 * 1.5 * (0.1 + 8 * 0.05)
     assert time_us("one-shot", 1000, Scale(1, 8), EASY) == pytest.approx(wanted)
 
 
-def test_meeting_of_machines_by_hand():
-    # Leaders exchange frames, each with two others: a head, and what tells of two ranks. Two meetings of the
+def test_arrival_of_machines_by_hand():
+    # Leaders exchange frames, each with two others: a head, and what tells of two ranks. Two arrivals of the
     # local ranks around it.
     frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(3, 2), EASY)
@@ -109,10 +109,10 @@ def test_meeting_of_machines_by_hand():
 
 def test_slices_of_two_by_hand():
     s = 4 << 20
-    meeting = 2 + 0.5
+    arrival = 2 + 0.5
     work = s * 1e-4 + s * 5e-5  # half of it in, half of it out; both contributions to half of it are read
     flags = 2 * 64 * 1.0  # filled and reduced, of chunks of 64 KiB
-    assert time_us("sliced", s, Scale(1, 2), EASY) == pytest.approx(meeting + work + flags, rel=1e-9)
+    assert time_us("sliced", s, Scale(1, 2), EASY) == pytest.approx(arrival + work + flags, rel=1e-9)
 
 
 def test_long_messages_between_machines_reach_the_link():
@@ -133,7 +133,7 @@ def test_only_the_root_of_a_short_broadcast_sends_it():
     assert parts[LINK] == pytest.approx(2 * (frame + 2 * s) * 1e-3)
 
 
-def test_meeting_of_many_machines_by_hand():
+def test_arrival_of_many_machines_by_hand():
     # Beyond 32 machines leaders pass frames on: six rounds, in each of which one sends once and hears once.
     frame = 16 + 2 * 40
     parts = terms("barrier", 0, Scale(48, 2), EASY)
@@ -151,22 +151,22 @@ def test_meeting_of_many_machines_by_hand():
 def test_bytes_of_long_messages_on_the_busiest_link():
     s = 24 << 20
     for machines in (2, 3, 6):
-        meeting = terms("barrier", 0, Scale(machines, 1), EASY)[LINK]
+        arrival = terms("barrier", 0, Scale(machines, 1), EASY)[LINK]
         part = (machines - 1) / machines
         wanted = {"broadcast": s, "all_gather": s * part, "reduce_scatter": s * part, "all_to_all": s * part,
                   "hierarchical": 2 * s * part}  # fmt: skip
         for name, sent in wanted.items():
             link = terms(name, s, Scale(machines, 1), EASY)[LINK]
-            assert link == pytest.approx(meeting + sent * 1e-3), (name, machines)
+            assert link == pytest.approx(arrival + sent * 1e-3), (name, machines)
 
 
 def test_more_machines_than_shares_load_those_that_have_one():
     # A chunk of 64 KiB has 256 shares of 256 bytes, so of 1025 machines 256 send results to all others.
     s, scale = 64 << 10, Scale(1025, 1)
     p = replace(EASY, message_us=0, latency_us=0, socket_us_per_byte=0, reduce_us_per_byte=0)
-    meeting = terms("barrier", 0, scale, p)[LINK]
+    arrival = terms("barrier", 0, scale, p)[LINK]
     link = terms("hierarchical", s, scale, p)[LINK]
-    assert link - meeting == pytest.approx((255 * 256 + 1024 * 256) * 1e-3)
+    assert link - arrival == pytest.approx((255 * 256 + 1024 * 256) * 1e-3)
 
 
 def test_burst_passes_a_link_at_once():
@@ -183,7 +183,7 @@ def test_burst_passes_a_link_at_once():
     [(Scale(2, 1), 32 << 10, 64 << 10), (Scale(4, 4), 32 << 10, 128 << 10), (Scale(8, 8), 8 << 10, 64 << 10),
      (Scale(32, 1), 16 << 10, 512 << 10), (Scale(100, 1), 4 << 10, 0), (Scale(2500, 4), 4 << 10, 0)],
 )  # fmt: skip
-def test_contributions_between_machines_travel_with_the_meeting_up_to(scale, staged, in_parts):
+def test_contributions_between_machines_travel_with_the_arrival_up_to(scale, staged, in_parts):
     assert host_algorithm("all_reduce", staged, scale) == "one-shot"
     beyond = "staged in parts" if in_parts else "hierarchical"
     assert host_algorithm("all_reduce", staged + 1, scale) == beyond
@@ -192,7 +192,7 @@ def test_contributions_between_machines_travel_with_the_meeting_up_to(scale, sta
 
 
 def test_parts_by_hand():
-    # Three machines of two ranks: frames of the meeting carry, of each of two ranks, the parts of two; then a
+    # Three machines of two ranks: frames of the arrival carry, of each of two ranks, the parts of two; then a
     # head and two results go to each other machine.
     s, part = 60_000, 10_000
     frame = 16 + 2 * 40 + 4 * part
@@ -201,7 +201,7 @@ def test_parts_by_hand():
     assert found[MESSAGES] == pytest.approx(2 * 2 * 2 * 3)
     assert found[LINK] == pytest.approx(2 * (frame + 16 + 2 * part) * 1e-3)
     assert found[SOCKETS] == pytest.approx(2 * found[LINK] * 0.2)
-    # Of a reduce-scatter the meeting alone.
+    # Of a reduce-scatter the arrival alone.
     assert terms("reduce_scatter", s, Scale(3, 2), EASY)[LINK] == pytest.approx(2 * frame * 1e-3)
 
 

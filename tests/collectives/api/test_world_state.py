@@ -85,9 +85,9 @@ def rendezvous_by_file(rank: int, size: int, path: str) -> float:
     return sums
 
 
-def test_meeting_by_a_file(tmp_path: Path) -> None:
+def test_rendezvous_by_a_file(tmp_path: Path) -> None:
     assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "store")) == [2.0, 2.0]
-    # A later run meets at the same path.
+    # A later run uses the same path.
     assert run_ranks(rendezvous_by_file, 2, str(tmp_path / "store"), isolated=True) == [2.0, 2.0]
 
 
@@ -269,7 +269,7 @@ def comes_twice(rank: int, size: int) -> str:
     store = current_store()
     if rank == 0:
         store.wait(["second"])
-        time.sleep(1.5)  # both have knocked by now, so that the newer one is known
+        time.sleep(1.5)  # both have asked to join by now, so that the newer one is known
     if rank == 2:
         store.wait(["first"])
     if rank == 1:

@@ -193,7 +193,7 @@ class TestRuns:
 
     def test_all_take_over_at_once(self, path, join):
         end(join(path, 2), signal.SIGKILL)
-        results = harness.run_ranks(meet, 3, str(path))
+        results = harness.run_ranks(exchange_values, 3, str(path))
         assert results == [[b"0", b"1", b"2"]] * 3
         assert not path.exists()
 
@@ -211,7 +211,7 @@ class TestRuns:
 
     def test_runs_may_follow_each_other_on_one_path(self, path):
         for _ in range(3):
-            assert harness.run_ranks(meet, 2, str(path)) == [[b"0", b"1"]] * 2
+            assert harness.run_ranks(exchange_values, 2, str(path)) == [[b"0", b"1"]] * 2
 
     def test_one_process_may_try_again(self, path):
         for _ in range(3):
@@ -268,7 +268,7 @@ class TestUnfixedSize:
         assert not path.exists()
 
 
-def meet(rank, size, path):
+def exchange_values(rank, size, path):
     store = FileStore(path, size)
     store.set(str(rank), str(rank))
     values = store.multi_get([str(other) for other in range(size)])

@@ -96,11 +96,11 @@ def _known() -> list[tuple[str, str, Sequence[str], Mapping[str, Any] | None]]:
 def _register_rendezvous() -> None:
     """Makes ``mpi://`` known to torch's rendezvous; what carries it out is imported when it is used."""
 
-    def meet(url: str, **options: Any) -> Any:
+    def rendezvous(url: str, **options: Any) -> Any:
         return importlib.import_module("collectives.backends.mpi.rendezvous").handle_url(url, **options)
 
     handlers: Any = importlib.import_module("torch.distributed.rendezvous")
-    handlers._rendezvous_handlers.setdefault("mpi", meet)
+    handlers._rendezvous_handlers.setdefault("mpi", rendezvous)
 
 
 def _register_independent() -> None:

@@ -48,14 +48,14 @@ def form_world(rank, size, port, spoil, operate=False):
     """Forms a world whose store lives with rank 0; ``spoil`` makes a rank fail in that."""
     spoil(rank)
 
-    def meet():
+    def join():
         dist.init_process_group(
             "host", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=LIMIT
         )
         if operate:
             dist.barrier()
 
-    return outcome(meet)
+    return outcome(join)
 
 
 class Fails:
@@ -215,14 +215,14 @@ def form_group(rank, size, spoil):
     store.check(["x"])  # opens the connection
     spoil(rank)
 
-    def meet():
+    def form():
         group = ProcessGroupHost(PrefixStore("group", store), rank, size, LIMIT)
         try:
             group.allreduce([torch.ones(3)]).wait()
         finally:
             group.shutdown()
 
-    return outcome(meet)
+    return outcome(form)
 
 
 @pytest.mark.parametrize("victim", [0, 1, None])
@@ -245,15 +245,15 @@ def test_nobody_is_called_dead_for_lack_of_descriptors(victim, more, placement):
 
 def die_while_forming(rank, size, port, step):
     """Rank 0 dies, once the others have reached its store: who has not cannot know that there was one."""
-    attempt, meeting = host_rendezvous._Attempt, current_store()
+    attempt, store = host_rendezvous._Attempt, current_store()
     follow = attempt.follow
 
     def come(self):
-        meeting.set(f"rank {rank} has come", "")
+        store.set(f"rank {rank} has come", "")
         return follow(self)
 
     def die(*_):
-        meeting.wait([f"rank {other} has come" for other in range(1, size)])
+        store.wait([f"rank {other} has come" for other in range(1, size)])
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 0:
