@@ -16,6 +16,7 @@ from collectives.backends import nccl
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.acceptance.platform import Graph, Platform
 from collectives.bench.core.devices import CudaDevice
+from collectives.core.capabilities import Capabilities
 from collectives.registry.backends import GroupOptions
 
 __all__ = ["PLATFORM", "CudaPlatform"]
@@ -96,6 +97,11 @@ class CudaPlatform(Platform):
     def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
         """Returns a group of the nccl backend, by the provider that the environment names."""
         return nccl.create(GroupOptions(store, rank, size, timeout=limit, group_name=name))
+
+    @property
+    def stated(self) -> Capabilities:
+        """Returns the statement of the nccl backend."""
+        return nccl.capabilities()
 
     def delay(self, seconds: float) -> None:
         """Lets the current stream count cycles, at most 2 GHz."""

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
 from collectives import ProcessGroup
+from collectives.core.capabilities import Capabilities
 
 __all__ = ["Graph", "Platform", "load"]
 
@@ -96,6 +97,11 @@ class Platform(ABC):
             limit: time limit of operations.
             name: of the group.
         """
+
+    @property
+    @abstractmethod
+    def stated(self) -> Capabilities:
+        """What our backend states that all its groups can do on such devices."""
 
     @abstractmethod
     def delay(self, seconds: float) -> None:

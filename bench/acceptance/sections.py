@@ -22,10 +22,13 @@ from collectives.bench.acceptance.report import CheckFailedError, Found, Row, ch
 from collectives.bench.acceptance.repository import run_tests
 from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, training_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
+from collectives.conformance.statements import unkept
 
 __all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Plan"]
 
 _SHORT_TYPES: Final = (torch.float32,)
+_REFUSED_BY: Final = ("UnsupportedOperationError:", "NotImplementedError:", "TypeError:", "ValueError:")
+"""Errors by which we, or the functions of torch above us, say that something is not offered."""
 _LIMIT_S: Final = 120.0
 """After which the ranks of a failure are killed."""
 
@@ -132,7 +135,7 @@ def _conformance(plan: Plan) -> Iterator[Row]:
             yield checked("conformance", f"all, {where}", examine_ours)
             for title in dict.fromkeys(question.title for question in answers):
                 some = {question: a for question, a in answers.items() if question.title == title}
-                yield checked("conformance", f"{title}, {where}", partial(_judged, some, peers))
+                yield checked("conformance", f"{title}, {where}", partial(_judged, platform, some, peers))
 
 
 @contextmanager
@@ -148,15 +151,25 @@ def _provider_chosen(provider: str) -> Iterator[None]:
             os.environ[loading.PROVIDER_VARIABLE] = before
 
 
-def _judged(answers: Mapping[Question, Answer], peers: Mapping[Question, Answer]) -> Found:
-    """Returns how many data types of a function are right, and which the peer has beside them."""
-    bad = {Status.WRONG, Status.HANG}
-    wrong = [
-        f"{_data_type(question)} {answer.status.value}: {what}: {why}"
-        for question, answer in answers.items()
-        for what, why in answer.details.items()
-        if answer.status in bad
-    ]
+def _judged(
+    platform: Platform, answers: Mapping[Question, Answer], peers: Mapping[Question, Answer]
+) -> Found:
+    """Returns how many data types of a function are right, and which the peer has beside them.
+
+    Raises:
+        CheckFailedError: values are wrong, ranks hang, what is stated was refused, or something was refused
+            in another way than by an error that says so.
+    """
+    wrong = []
+    for question, answer in answers.items():
+        stated = unkept(question, answer, platform.stated, platform.kind)
+        for what, why in answer.details.items():
+            if answer.status in {Status.WRONG, Status.HANG}:
+                wrong.append(f"{_data_type(question)} {answer.status.value}: {what}: {why}")
+            elif what in stated:
+                wrong.append(f"{_data_type(question)} is stated, but refused: {what}: {why}")
+            elif not why.startswith(_REFUSED_BY):
+                wrong.append(f"{_data_type(question)} is refused by an unexpected error: {what}: {why}")
     if wrong:
         raise CheckFailedError("\n".join(wrong))
     by_status = {

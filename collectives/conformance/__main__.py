@@ -1,10 +1,10 @@
 """``python -m collectives.conformance --backend NAME``: tries what backends of torch can do.
 
 Prints for each function the data types that are ``ok`` (right values for every count and root),
-``unsupported`` (all ranks raised at the first call, at once), ``wrong`` (other values, a rank that died, or
-raised when others did not) and ``hang``. Behind a data type stands how many reductions are
-offered of those that are defined, where some are not. Ends with status 1 where something is wrong or hangs.
-``--markdown`` prints one short table of all the backends, with numbers of data types.
+``unsupported`` (all ranks raised at the first call, at once, and no failure of group or device), ``wrong``
+(other values, a rank that died, or raised when others did not) and ``hang``. Behind a data type stands how
+many reductions are offered of those that are defined, where some are not. Ends with status 1 where something
+is wrong or hangs. ``--markdown`` prints one short table of all the backends, with numbers of data types.
 """
 
 from __future__ import annotations

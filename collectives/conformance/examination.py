@@ -295,11 +295,18 @@ def _reply(question: Question, which: int, rank: int, ranks: int, device: str) -
                 return Status.WRONG, f"rank {rank}, {case}: {difference}", True
     except Exception as error:  # noqa: BLE001 - judged
         late = time.monotonic() - started > _AT_ONCE_S
-        failed = isinstance(error, torch_dist.DistError) and not isinstance(error, NotImplementedError)
-        if begun or late or failed:
+        if begun or late or not _is_refusal(error):
             return Status.WRONG, f"rank {rank}, {call.case}: {_in_words(error)}", False
         return Status.UNSUPPORTED, _in_words(error), True
     return Status.OK, "", True
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Returns whether an error may say that something is not offered.
+
+    Torch's backends do so with a plain RuntimeError. Its subclasses are failures: of a group, of a device.
+    """
+    return isinstance(error, (NotImplementedError, TypeError, ValueError)) or type(error) is RuntimeError
 
 
 def _in_words(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedEr
 from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.cli import main
+from collectives.conformance.examination import Answer, Question, Status
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -177,6 +178,36 @@ def test_the_double_refuses_to_wait(nccl_library: Path) -> None:
 def test_platforms_by_module() -> None:
     assert isinstance(load("collectives.bench.acceptance.cuda"), CudaPlatform)
     assert isinstance(load("nccl_double.platform"), DoublePlatform)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("UnsupportedOperationError: no", "float32 is stated, but refused: broadcast: "),
+        ("RuntimeError: CUDA error", "float32 is stated, but refused: broadcast: "),
+    ],
+)
+def test_a_backend_that_refuses_everything_fails(
+    error: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(backend: str, asked: Any, **_: Any) -> dict[Question, Answer]:
+        return {
+            question: Answer(Status.UNSUPPORTED, dict.fromkeys([question.function, "SUM"], error), 0, 1)
+            for question in asked
+        }
+
+    monkeypatch.setattr(sections, "examine", refuse)
+    rows = {row.name: row for row in SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))}
+    assert rows["broadcast, cupy, 2 ranks"].said.startswith(said)
+    offered = {name for name, row in rows.items() if row.verdict is Verdict.PASSED}
+    known = {"torch:gloo, 2 ranks", "all, cupy, 2 ranks"}
+    unknown = {
+        "isend, recv, tagged, cupy, 2 ranks",
+        "isend, recv, tagged, strided, cupy, 2 ranks",
+        "recv from any rank, cupy, 2 ranks",
+        "recv from any rank, strided, cupy, 2 ranks",
+    }
+    assert offered == known | (unknown if error.startswith("Unsupported") else set())
 
 
 def checkout(folder: Path, body: str) -> Path:

@@ -62,7 +62,7 @@ def test_gloo_lacks_some(tmp_path, capsys):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_faults_are_found(tmp_path):
-    names = ("float32", "float64", "int32", "int64", "int8", "int16")
+    names = ("float32", "float64", "int32", "int64", "int8", "int16", "uint8")
     dtypes = [word for name in names for word in ("--dtype", name)]
     arguments = ["--backend", "faulty", "--import", "faulty_backend", "--function", "all_reduce"]
     status, found = verdicts(tmp_path, *arguments, *dtypes, "--timeout", "2")
@@ -72,7 +72,7 @@ def test_faults_are_found(tmp_path):
     assert strided == [record["verdict"] for record in found.values()][: len(strided)]
     assert got == {
         "float32": "ok", "float64": "wrong", "int32": "hang", "int64": "wrong", "int8": "wrong",
-        "int16": "unsupported",
+        "int16": "unsupported", "uint8": "wrong",
     }  # fmt: skip
 
 

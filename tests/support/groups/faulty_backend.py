@@ -13,7 +13,10 @@ from collectives.torch_bridge import register_backend
 
 
 class Faulty(ProcessGroupHost):
-    """Wrong for float64, hangs for int32 and dies for int64; raises on one rank for int8."""
+    """Wrong for float64, hangs for int32, dies for int64, loses its device for uint8; refuses int16.
+
+    Raises on one rank for int8.
+    """
 
     def __init__(self, options: GroupOptions) -> None:
         super().__init__(options.store, options.rank, options.size, options.timeout)
@@ -28,6 +31,8 @@ class Faulty(ProcessGroupHost):
             raise RuntimeError("not today")
         if tensor.dtype is torch.int16:
             raise RuntimeError("never")
+        if tensor.dtype is torch.uint8:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
         work = super()._allreduce(tensor, opts)
         if tensor.dtype is torch.float64:
             work.wait()
