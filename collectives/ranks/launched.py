@@ -39,6 +39,8 @@ def _main(words: Sequence[str]) -> None:
                 answer = _pickled(_answer(work))
                 working.clear()
                 connection.send_bytes(answer)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)  # what it has started; a parent that lives ends what is left then
 
 
 def _answer(work: bytes) -> Any:
@@ -84,7 +86,7 @@ def _end_with_parent(descriptor: int, working: threading.Event) -> None:
     poller.register(descriptor, select.POLLRDHUP)
     poller.poll()
     if working.is_set():
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # and what it has started
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def launch(
     ``torchrun``. Groups that it leaves are destroyed. What ranks print appears here line by line, behind
     ``[rank N]``.
 
-    Blocks until all ranks have ended. None outlives the call, nor a caller that is killed.
+    Blocks until all ranks have ended. None outlives the call, nor a caller that is killed; nor do processes
+    that a rank has started, unless they have a session of their own.
 
     Args:
         function: what each rank calls. It, its arguments and what it returns travel by ``cloudpickle``; a
@@ -268,7 +269,7 @@ class _LaunchedRanks(RankProcesses):
         with contextlib.suppress(EOFError, ConnectionResetError):
             if connection.poll():  # it may have ended right after its answer
                 return connection.recv()
-        self._processes[rank].wait()
+        self._reap(rank)
         return Failed(time.monotonic_ns(), _how_it_ended(self._processes[rank]), None, follows=False)
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> None:
@@ -293,19 +294,28 @@ class _LaunchedRanks(RankProcesses):
 
     def _failure(self, ended: AbstractSet[object]) -> RankFailedError:
         rank = next(rank for rank, handle in enumerate(self._handles) if handle in ended)
-        self._processes[rank].wait()
+        self._reap(rank)
         return RankFailedError(f"rank {rank} {_how_it_ended(self._processes[rank])}", rank)
 
     def _stop(self, grace_s: float) -> None:
-        for end_it, seconds in ((None, grace_s), ("terminate", GRACE_S), ("kill", None)):
-            alive = [process for process in self._processes if process.poll() is None]
-            for process in alive:
-                if end_it is not None:
-                    getattr(process, end_it)()
+        for number, seconds in ((None, grace_s), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
             end = None if seconds is None else time.monotonic() + seconds
-            for process in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(None if end is None else max(0.0, end - time.monotonic()))
+            alive = [handle for handle in self._handles if not wait([handle], 0)]
+            for handle in alive if number is not None else ():
+                signal.pidfd_send_signal(handle, number)
+            for handle in alive:
+                wait([handle], None if end is None else max(0.0, end - time.monotonic()))
+        for rank in range(len(self._handles)):
+            self._reap(rank)
+
+    def _reap(self, rank: int) -> None:
+        """Waits for the end of a rank, and ends what it has started and left behind."""
+        process = self._processes[rank]
+        if process.returncode is None:
+            wait([self._handles[rank]])
+            with contextlib.suppress(ProcessLookupError):  # not later: the number would be free for others
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def close(self, *, at_once: bool = False) -> None:
         """Ends the ranks, and passes on what they have printed."""
