@@ -1,11 +1,12 @@
-"""No folder has more entries than a reader can take in at once."""
+"""No folder has more entries than a reader can take in at once, and packages say what is in them."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from sources import IMPORTED_FROM, ROOT, modules
 
 MOST = 13
 """Entries of a folder: folders, and modules or pages; a C++ header and its source are one."""
@@ -82,3 +83,18 @@ def test_a_header_and_its_source_are_one_entry(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     assert entries(tmp_path) == {"a", "b.py", "package/"}
+
+
+def test_packages_say_what_is_inside_and_what_is_not() -> None:
+    wrong = []
+    for name, path in modules().items():
+        if path.name != "__init__.py" or name == "collectives_registration":  # which is an entry point
+            continue
+        text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        if "Not here" not in " ".join(text.split()) or len(text.splitlines()) > 6:
+            wrong.append(name)
+    assert not wrong, f"a headline, and three lines with what is inside and `Not here:` {', '.join(wrong)}"
+
+
+def test_programs_that_tests_start_import_from_the_same_folders(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.getini("pythonpath") == list(IMPORTED_FROM)
