@@ -17,6 +17,7 @@ __all__ = [
     "cores_of_ranks",
     "describe_machine",
     "memory_available_bytes",
+    "mpi_file",
     "mpi_version",
     "usable_cores",
     "version_of",
@@ -71,6 +72,13 @@ def mpi_version() -> str:
     mpich = re.match(r"MPICH Version: (\S+)", said)
     library = f"MPICH {mpich[1]}" if mpich else re.sub(r" v(?=\d)", " ", said)[:60]
     return f"mpi4py {mpi4py.__version__}, {library}"
+
+
+def mpi_file() -> str:
+    """Returns the file of the MPI library that this process has loaded, whatever wheel or system it is of."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [line.split(maxsplit=5)[5] for line in maps if "/libmpi" in line]
+    return next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), "")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collectives.backends.nccl.device import why_no_cuda
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.options import available_backends
 from collectives.bench.core.groups import initialize, parent_store
-from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.machine import describe_machine, mpi_file, mpi_version
 from collectives.bench.core.records import Skipped
 from collectives.bench.doctor import advice
 from collectives.ranks.mpirun import start_ranks
@@ -176,11 +176,11 @@ def _own_name() -> str:
 def _smoke(backend: str, seconds: dict[str, float]) -> str:
     store = parent_store()
     with start_ranks([backend], 2, _reduce, (backend, store.port)) as processes:
-        wrong, (measured, _) = zip(*processes.gather(), strict=True)
+        wrong, (measured, _), (library, _) = zip(*processes.gather(), strict=True)
     if sum(wrong):
         raise RuntimeError(f"{sum(wrong)} elements of the results are wrong")
     seconds[backend] = measured
-    return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements"
+    return f"right for {', '.join(map(str, SMOKE_COUNTS))} elements{library}"
 
 
 def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
@@ -194,4 +194,5 @@ def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
     estimate = advice.estimate_all_reduce()
     collectives.barrier()
     collectives.destroy_process_group()
-    connection.send((wrong, estimate))
+    library = f"; {mpi_version()}, {mpi_file()}" if backend == "mpi" else ""
+    connection.send((wrong, estimate, library))

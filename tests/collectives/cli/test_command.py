@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import bench_bodies
 import pytest
@@ -91,6 +93,18 @@ def test_sigterm_unwinds(monkeypatch):
         main(["backends"])
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.full
+def test_doctor_names_the_mpi_that_ranks_use(capsys, monkeypatch):
+    pytest.importorskip("mpi4py")
+    monkeypatch.setattr(doctor, "available_backends", lambda names: (["mpi"], []))
+    assert main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "2 ranks, mpi:" in line]
+    library = re.search(r"mpi4py \d+\.\d+\.\d+, (\S+) .*, (/\S+)$", line)
+    assert library is not None, line
+    assert library[1] in {"Open", "MPICH", "Intel(R)"}
+    assert Path(library[2]).name.startswith("libmpi")
 
 
 def test_doctor(capsys, monkeypatch):
