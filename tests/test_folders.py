@@ -24,7 +24,6 @@ EXCEPTIONS = {
     "collectives/api": (17, "functions of torch.distributed by subject; they are looked for here only"),
     "collectives/core": (17, "the contract, whose modules backends import by subject"),
     "tests": (19, "the product's folders, and those of tests that cross them"),
-    "tests/backends/host": (16, "mirrors backends/host, and what several machines are tested for"),
     "tests/backends/nccl": (20, "one group over the double of NCCL, by subject"),
     "tests/bench": (17, "mirrors bench"),
     "tests/collectives/api": (14, "mirrors collectives/api"),

@@ -1,4 +1,4 @@
-"""The host backend between machines: labelled ranks on loopback, and network namespaces."""
+"""The host backend between machines: the bits, the bytes sent, and deaths in the middle of a transfer."""
 
 from __future__ import annotations
 
