@@ -98,6 +98,7 @@ def test_sigterm_unwinds(monkeypatch):
 @pytest.mark.full
 def test_doctor_names_the_mpi_that_ranks_use(capsys, monkeypatch):
     pytest.importorskip("mpi4py")
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}")  # of this environment
     monkeypatch.setattr(doctor, "available_backends", lambda names: (["mpi"], []))
     assert main(["doctor"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "2 ranks, mpi:" in line]
