@@ -34,7 +34,8 @@ from collectives.bench.core.arguments import (
     show_progress,
 )
 from collectives.bench.core.barrier import barrier_memory
-from collectives.bench.core.groups import LOCALHOST, parent_store
+from collectives.bench.core.devices import DEVICES, check_device, why_not_on
+from collectives.bench.core.groups import LOCALHOST, lane_of, parent_store
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.namespaces import Machines, NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped, Timing
@@ -42,7 +43,6 @@ from collectives.bench.training.hook_report import HookRecord, HookReport, repor
 from collectives.bench.training.hook_worker import HOOKS, TASKS, Job, Outcome, Place, train
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
 from collectives.ranks.processes import RankFailedError, SpawnedRanks
-from collectives.registry.backends import backend_spec
 from collectives.secret import provided
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
@@ -50,6 +50,9 @@ __all__ = ["Options", "add_arguments", "measure", "run"]
 STEPS = {"digits": 300, "language": 300}
 """Steps of the tasks with a meaning where the user names none, and of the others:"""
 OTHER_STEPS = 10
+
+BACKENDS = {"cpu": "host", "cuda": "nccl"}
+"""The backend by device where the user names none."""
 
 EXACT_SHARE = 10
 """Part of the steps that hooks with a state average exactly at first: one in so many, and two at least."""
@@ -66,31 +69,44 @@ class Options:
         hooks: names of hooks; the first one that is ``none`` is what others are compared with.
         ranks: number of ranks.
         steps: optimizer steps; ``None`` for 300 of the tasks with a meaning and 10 of others.
-        backend: name of the backend.
+        backend: name of the backend; ``None`` for the first of :data:`BACKENDS` on the device.
         machines: number of network namespaces that play machines, with equal shares of the ranks; 1 for none.
         link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
+        device: type of the device that models and data are on.
 
     Raises:
-        ValueError: a name is not known, the machines do not fit the ranks, or there are too few steps.
+        ValueError: a name is not known, the machines do not fit the ranks or the device, there is no such
+            device, the backend does not serve it, or there are too few steps.
     """
 
     tasks: tuple[str, ...] = ("digits", "language")
     hooks: tuple[str, ...] = tuple(HOOKS)
     ranks: int = 2
     steps: int | None = None
-    backend: str = "host"
+    backend: str | None = None
     machines: int = 1
     link: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        backend_spec(self.backend)
+        check_device(self.device)
+        reason = why_not_on(self.device, lane_of(self.backend_name))
+        if reason is not None:
+            raise ValueError(f"{self.backend_name} {reason}")
         for what, names, known in (("task", self.tasks, TASKS), ("hook", self.hooks, HOOKS)):
             for name in names:
                 if name not in known:
                     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
         check_machines(self.ranks, self.machines, self.link)
+        if self.machines > 1 and self.device != "cpu":
+            raise ValueError(f"machines are played for tensors on the CPU, not on {self.device}")
         if self.steps is not None and self.steps < 6:
             raise ValueError(f"steps must be 6 or more, but is {self.steps}")
+
+    @property
+    def backend_name(self) -> str:
+        """The backend's name."""
+        return BACKENDS[self.device] if self.backend is None else self.backend
 
     def job(self, task: str, hook: str) -> Job:
         """Returns what the ranks are told: compression begins early enough to be timed."""
@@ -110,7 +126,8 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
         RankFailedError: a rank failed.
         NamespacesUnavailableError: there can be no network namespaces here.
     """
-    report = HookReport("hooks", describe_machine(), asdict(options))
+    environment = {**describe_machine(), **DEVICES[options.device].describe((options.ranks,))}
+    report = HookReport("hooks", environment, asdict(options) | {"backend": options.backend_name})
     tasks = [task for task in options.tasks if not _missing(task, report.skipped)]
     if not tasks:
         return report
@@ -125,7 +142,7 @@ def measure(options: Options, progress: Progress | None = None) -> HookReport:
         memory = stack.enter_context(barrier_memory(options.ranks))
         store = parent_store(host)
         stack.callback(store.close)
-        place = Place(options.backend, memory, store.port, host, namespaces)
+        place = Place(options.backend_name, memory, store.port, host, namespaces, options.device)
         processes = stack.enter_context(SpawnedRanks(options.ranks, train, (options.ranks, place)))
         for task in tasks:
             for number, hook in enumerate(options.hooks, 1):
@@ -155,7 +172,7 @@ def _record(options: Options, job: Job, outcomes: Sequence[Outcome], link: float
     return HookRecord(
         task=job.task,
         hook=job.hook,
-        backend=options.backend,
+        backend=options.backend_name,
         ranks=options.ranks,
         parameters=outcomes[0].parameters,
         steps=job.steps,
@@ -189,7 +206,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=at_least(6), metavar="N", help="optimizer steps (default: 300, or 10 on random data)"
     )
-    parser.add_argument("--backend", default="host", metavar="NAME", help="default: %(default)s")
+    parser.add_argument(
+        "--device",
+        choices=tuple(DEVICES),
+        default="cpu",
+        help="where models and data are; on cuda, times are the stream's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--backend", metavar="NAME", help=f"default: {BACKENDS['cpu']}; on cuda {BACKENDS['cuda']}"
+    )
     add_machines(parser)
     add_files(parser)
 

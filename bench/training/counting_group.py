@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from collectives.core.capabilities import Capabilities
+from collectives.core.forwarding import ForwardingGroup
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions, BroadcastOptions
 from collectives.core.work import Work
@@ -12,12 +15,13 @@ from collectives.core.work import Work
 __all__ = ["CountingGroup"]
 
 
-class CountingGroup(ProcessGroup):
+class CountingGroup(ForwardingGroup):
     """Runs the operations of another group, and adds up the bytes that a rank sends in them at least.
 
     Of n ranks and a tensor of S bytes on each: an all-reduce sends ``2 (n - 1) / n S`` (Patarasuk and Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009), an all-gather and a
-    broadcast ``(n - 1) S`` in all, which for an all-gather is each rank's part.
+    broadcast ``(n - 1) S`` in all, which for an all-gather is each rank's part. Operations that no hook calls
+    are not counted.
 
     Attributes:
         sent_bytes: that sum; may be set.
@@ -39,6 +43,11 @@ class CountingGroup(ProcessGroup):
         self.sent_bytes = 0.0
 
     @property
+    def inner_groups(self) -> Sequence[ProcessGroup]:
+        """The inner group."""
+        return [self._inner]
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the inner group can do."""
         return self._inner.capabilities
@@ -47,40 +56,34 @@ class CountingGroup(ProcessGroup):
         """Returns the inner group's backend."""
         return self._inner.name()
 
+    def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
+        return issue(self._inner)
+
     def _count(self, tensor: torch.Tensor, factor: float) -> None:
         self.sent_bytes += tensor.numel() * tensor.element_size() * factor
 
     def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
         self._count(tensor, 2 * (self._size - 1) / self._size)
-        return self._inner.allreduce([tensor], opts)
+        return super()._allreduce(tensor, opts)
 
     def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         self._count(tensor, self._size - 1)
-        return self._inner.all_gather_single(output, tensor, opts)
+        return super()._allgather_single(output, tensor, opts)
 
     def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
         self._count(tensor, self._size - 1)
-        return self._inner.allgather([outputs], [tensor], opts)
+        return super()._allgather(outputs, tensor, opts)
 
     def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
         self._count(tensor, self._size - 1 if opts.rootRank == self._rank else 0)
-        return self._inner.broadcast([tensor], opts)
+        return super()._broadcast(tensor, opts)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         self._count(tensor, 1)
-        return self._inner.send([tensor], dst, tag)
-
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
-        if src is None:
-            return self._inner.recv_anysource([tensor], tag)
-        return self._inner.recv([tensor], src, tag)
+        return super()._send(tensor, dst, tag)
 
     def _barrier(self, opts: BarrierOptions) -> Work:
-        return self._inner.barrier(opts)
-
-    def abort(self) -> None:
-        """Breaks the inner group."""
-        self._inner.abort()
+        return self._inner._barrier(opts)
 
     def shutdown(self) -> None:
         """Does nothing: the inner group is its owner's."""

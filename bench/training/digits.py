@@ -53,6 +53,13 @@ class Digits:
     train: TensorDataset
     test: TensorDataset
 
+    def to(self, device: str) -> Digits:
+        """Returns the same on a type of device; what is there already is not copied."""
+        train, test = (
+            TensorDataset(*(tensor.to(device) for tensor in part.tensors)) for part in (self.train, self.test)
+        )
+        return Digits(train, test)
+
 
 def load_digits() -> Digits:
     """Returns the images, always divided in the same way; reads no network."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from torch import nn
 
 import collectives
 from collectives.bench.core.barrier import SpinBarrier
+from collectives.bench.core.devices import DEVICES, Device
 from collectives.bench.core.groups import initialize
 from collectives.bench.core.namespaces import enter_as_rank
 from collectives.bench.training import digits
@@ -80,6 +80,7 @@ class Place:
         port: of the parent's store.
         host: address of that store.
         namespaces: the network namespace of each rank, where there are machines.
+        device: type of the device that models and data are on.
     """
 
     backend: str
@@ -87,6 +88,7 @@ class Place:
     port: int
     host: str
     namespaces: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,11 @@ class _Training:
     accuracy: Callable[[nn.Module], float] | None = None
 
 
-def _digits(rank: int, size: int, steps: int) -> _Training:
+def _digits(rank: int, size: int, steps: int, device: str) -> _Training:
     """A small convolutional network reads handwritten digits; SGD with momentum."""
-    data = digits.load_digits()
+    data = digits.load_digits().to(device)
     recipe = digits.Recipe(steps)
-    model = digits.build_model(0)
+    model = digits.build_model(0).to(device)
     images, labels = data.train.tensors
 
     def losses() -> Iterator[Callable[[nn.Module], torch.Tensor]]:
@@ -167,7 +169,7 @@ _LENGTH = 32
 _BATCH = 8
 
 
-def _language(rank: int, size: int, steps: int) -> _Training:  # noqa: ARG001
+def _language(rank: int, size: int, steps: int, device: str) -> _Training:  # noqa: ARG001
     """A transformer learns which word follows which: random texts of a random Markov chain; Adam."""
     transformers: Any = importlib.import_module("transformers")
 
@@ -180,6 +182,7 @@ def _language(rank: int, size: int, steps: int) -> _Training:  # noqa: ARG001
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
+    model.to(device)
     model.loss_type = "ForCausalLM"  # transformers does not know so by the class's name, and warns
 
     def losses() -> Iterator[Callable[[nn.Module], torch.Tensor]]:
@@ -189,32 +192,33 @@ def _language(rank: int, size: int, steps: int) -> _Training:  # noqa: ARG001
             text = [words]
             for _ in range(_LENGTH - 1):
                 text.append(torch.multinomial(follows[text[-1][:, 0]], 1, generator=own))
-            ids = torch.cat(text, dim=1)
+            ids = torch.cat(text, dim=1).to(device)
             yield lambda parallel, ids=ids: parallel(input_ids=ids, labels=ids).loss  # type: ignore[misc]
 
     return _Training(model.train(), torch.optim.Adam(model.parameters(), lr=2e-3), losses())
 
 
-def _random(name: str) -> Callable[[int, int, int], _Training]:
+def _random(name: str) -> Callable[[int, int, int, str], _Training]:
     """Returns a task that is only good for its times: a model of the field on one batch of random data."""
 
-    def make(rank: int, size: int, steps: int) -> _Training:  # noqa: ARG001
+    def make(rank: int, size: int, steps: int, device: str) -> _Training:  # noqa: ARG001
         spec = MODELS[name]
         torch.manual_seed(0)
-        model = spec.build()
-        inputs = spec.inputs(spec.batch, spec.length, torch.Generator().manual_seed(100 + rank))
+        model = spec.build().to(device)
+        made = spec.inputs(spec.batch, spec.length, torch.Generator().manual_seed(100 + rank))
+        inputs = {key: tensor.to(device) for key, tensor in made.items()}
         losses = (lambda parallel: loss_of(parallel(**inputs)) for _ in range(steps))
         return _Training(model, torch.optim.SGD(model.parameters(), lr=1e-3), losses)
 
     return make
 
 
-TASKS: dict[str, Callable[[int, int, int], _Training]] = {
+TASKS: dict[str, Callable[[int, int, int, str], _Training]] = {
     "digits": _digits,
     "language": _language,
     **{name: _random(name) for name in MODELS},
 }
-"""Tasks by name: made from rank, number of ranks and steps."""
+"""Tasks by name: made from rank, number of ranks, steps and type of the device."""
 
 
 def train(rank: int, connection: Connection, size: int, place: Place) -> None:
@@ -228,18 +232,20 @@ def train(rank: int, connection: Connection, size: int, place: Place) -> None:
     """
     torch.set_num_threads(1)
     enter_as_rank(place.namespaces, rank)
+    device = DEVICES[place.device]
+    device.take(rank, size)
     initialize(rank, size, place.port, place.backend, place.host)
     barrier = SpinBarrier(place.memory, rank, size)
     for job in commands(connection):
-        connection.send(_run(job, rank, size, barrier))
+        connection.send(_run(job, rank, size, device.starting(barrier), device))
         gc.collect()
     barrier.close()
     collectives.destroy_process_group()
 
 
-def _run(job: Job, rank: int, size: int, barrier: SpinBarrier) -> Outcome:
+def _run(job: Job, rank: int, size: int, barrier: Callable[[], None], device: Device) -> Outcome:
     group = CountingGroup(resolve_group(None))
-    training = TASKS[job.task](rank, size, job.steps)
+    training = TASKS[job.task](rank, size, job.steps, device.kind)
     parallel = DistributedDataParallel(training.model, process_group=group)
     make = HOOKS[job.hook]
     if make is not None:
@@ -251,12 +257,12 @@ def _run(job: Job, rank: int, size: int, barrier: SpinBarrier) -> Outcome:
         if step == job.warmup:
             group.sent_bytes = 0.0
         barrier()
-        begin = time.perf_counter_ns()
+        begin = device.mark()
         training.optimizer.zero_grad()
         loss = compute(parallel)
         loss.backward()  # type: ignore[no-untyped-call]
         training.optimizer.step()
-        times.append(time.perf_counter_ns() - begin)
+        times.append(device.between_ns(begin, device.mark()))
         losses.append(loss.item())
     sent = group.sent_bytes
     return Outcome(

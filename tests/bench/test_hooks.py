@@ -10,6 +10,7 @@ from harness import run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 
 from collectives.bench import hooks
+from collectives.bench.core.devices import CudaDevice
 from collectives.bench.training import models
 from collectives.bench.training.counting_group import CountingGroup
 from collectives.cli import main
@@ -98,8 +99,28 @@ def test_without_transformers_the_task_is_skipped_and_the_command_named(monkeypa
         (["--machines", "3"], "2 ranks cannot be shared equally among 3 machines"),
         (["--link", "1gbit"], "a link joins machines"),
         (["--backend", "hots"], "unknown backend 'hots'"),
+        (["--backend", "nccl"], "nccl serves tensors on cuda, and this measures tensors on the CPU"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, message, capsys):
     assert main(["bench", "hooks", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_there_is_nothing_to_measure_on_it(capsys):
+    assert main(["bench", "hooks", "--device", "cuda"]) == 1
+    assert "tensors on cuda cannot be measured here" in capsys.readouterr().err
+
+
+def test_each_device_has_its_backend(monkeypatch):
+    assert hooks.Options().backend_name == "host"
+    monkeypatch.setattr(CudaDevice, "why_unavailable", lambda self: None)
+    assert hooks.Options(device="cuda").backend_name == "nccl"
+    assert hooks.Options(device="cuda", backend="round_robin:3:nccl").backend_name == "round_robin:3:nccl"
+    for wrong, said in (
+        ({"backend": "host"}, "host serves tensors on cpu, and this measures tensors on cuda"),
+        ({"machines": 2}, "machines are played for tensors on the CPU"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            hooks.Options(device="cuda", **wrong)

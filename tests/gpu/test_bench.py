@@ -53,6 +53,21 @@ def test_both_peers_at_two_sizes(
     assert "by way of torch" in described["peers"]["torch:nccl"]
 
 
+def test_hooks(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "out.json"
+    words = ["--tasks", "small", "--hooks", "none,fp16,powersgd-1", "--steps", "8"]
+    status = main(["bench", "hooks", "--device", "cuda", *words, "--json", str(path)])
+    assert status == 0, capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert report["skipped"] == []
+    assert [record["hook"] for record in report["records"]] == ["none", "fp16", "powersgd-1"]
+    for record in report["records"]:
+        assert record["backend"] == "nccl"
+        assert record["ranks_identical"]
+        assert record["iteration"]["min_us"] > 0
+    assert report["environment"]["gpus"][0] == torch.cuda.get_device_name(0)
+
+
 def test_training_with_both_wrappers(tmp_path: Any, capsys: Any) -> None:
     path = tmp_path / "out.json"
     words = ["--device", "cuda", "--models", "small", "--iters", "4", "--warmup", "2", "--json", str(path)]
