@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 _MOST_PIECES = 4096
 """Of a tensor that does not fill its range; one with more counts as if it did."""
 
-_MAKES_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+MAKES_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Operations that give memory out and leave it as it is."""
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(ctypes.__file__).parents[1]))
@@ -115,6 +115,6 @@ def new_memory(func: Any, args: Any, kwargs: Any, results: object) -> list[torch
 
 def of_new(func: Any, made: list[torch.Tensor]) -> list[Range]:
     """Returns what an operation writes of the memory that it was given."""
-    if func.overloadpacket.__name__ in _MAKES_EMPTY:
+    if func.overloadpacket.__name__ in MAKES_EMPTY:
         return []
     return [piece for tensor in made for piece in of_tensor(tensor, True)]

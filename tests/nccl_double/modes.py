@@ -1,8 +1,9 @@
 """torch's operations, as those on tensors of a device: put on streams, captured, and looked at for races.
 
-Operations of a thread go to its current stream: those that only write to their first argument are put there
-and return, and all others block the host until the stream is idle, as no device would: nothing is ordered by
-that. Who reads what another stream has yet to write, reads too early.
+Operations of a thread go to its current stream, and return; see :mod:`nccl_double.late`. Those that need
+values for the shapes of their results, or do not work without memory, block the host until the stream is
+idle, as no device would: nothing is ordered by that. Who reads what another stream has yet to write, reads
+too early.
 
 The double finds, however it happens to run, what no stream, event or wait of the host orders: memory that two
 operations access, one of which writes.
@@ -29,10 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from collectives.core import work
 from nccl_double import accesses
 from nccl_double.futures import DoubleFuture, collect_all
+from nccl_double.late import carry_out, enqueue_operation, take_failures, written_by
 from nccl_double.library import current_stream, do, enqueue, forget, functions, is_capturing, noted
-
-_QUEUED = frozenset({"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "neg_"})
-"""Operations that write to their first argument and do nothing else."""
 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
@@ -45,27 +44,16 @@ _ANSWERS = frozenset(
 )
 """Operations that tell the host something about values, for which it waits."""
 
-_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls an operation that autograd knows of since it was put on its stream."""
-    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
-        return func(*args, **kwargs)
-
 
 def _capture(func: Any, args: Any, kwargs: Any) -> Any:
     """Notes an operation in the graph; returns tensors that each replay writes to."""
-    call = partial(_carry_out, func, args, kwargs)
+    call = partial(carry_out, func, args, kwargs)
     name, ranges = str(func), accesses.of_call(func, args, kwargs)
     if func in _ANSWERS:
         raise RuntimeError("reading a value on the host is not permitted when a stream is captured")
     if func._schema.is_mutable:
         enqueue(current_stream(), call, name, ranges)
-        about = func._schema.arguments
-        written = [given for given, one in zip(args, about, strict=False) if one.is_write]
-        written += [kwargs[one.name] for one in about if one.is_out]
-        return None if not func._schema.returns else written[0] if len(written) == 1 else tuple(written)
+        return written_by(func, args, kwargs)
     results = call()  # shapes, and memory; their values are those of now
     into, spec = tree_flatten(results)
 
@@ -89,6 +77,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.is_view:
+            if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor(), which has made it unseen
+                forget(args[0])
             return func(*args, **kwargs)
         stream, given = current_stream(), accesses.tensors_in((args, kwargs))
         ranges = accesses.of_call(func, args, kwargs)
@@ -97,11 +87,14 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_capturing():
             return _capture(func, args, kwargs)
-        if func.overloadpacket.__name__ in _QUEUED:
-            enqueue(stream, partial(_carry_out, func, args, kwargs), str(func), ranges)
-            return args[0]
-        if given:
-            do("stream_synchronize" if func in _ANSWERS else "stream_settle", stream)
+        if func in _ANSWERS:
+            do("stream_synchronize", stream)
+        elif func.overloadpacket.__name__ not in accesses.MAKES_EMPTY:
+            late, results = enqueue_operation(stream, func, args, kwargs, ranges)
+            if late:
+                return results
+            if given:
+                do("stream_settle", stream)
         results = func(*args, **kwargs)
         made = accesses.new_memory(func, args, kwargs, results)
         for tensor in made:
@@ -166,7 +159,7 @@ def _watched() -> Iterator[None]:
     finally:
         with _watching:
             _watches -= 1
-            found = races()
+            found = races() + take_failures()
             if _watches == 0:
                 do("watch_accesses", 0)
     assert not found, found
