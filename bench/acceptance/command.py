@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from collectives.bench.acceptance import repository
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
-from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan
+from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, budget_for
 from collectives.bench.core.arguments import parse_counts, parse_names
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
@@ -85,9 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
     platform.prepare()
     ranks = arguments.ranks or (1, *numbers_of_ranks(len(platform.gpus())))
     plan = Plan(module, platform, ranks, arguments.short)
-    options = {"ranks": [*ranks], "sections": [*arguments.sections], "short": arguments.short}
+    budget = budget_for(plan, arguments.sections)
+    plan = replace(plan, measurement_s=budget.measurement_s)
+    options = {
+        "ranks": [*ranks],
+        "sections": [*arguments.sections],
+        "short": arguments.short,
+        "measurement_s": budget.measurement_s,
+    }
     report = Report("collectives accept", {"on": platform.title, **describe_machine()}, options)
-    print(f"# {report.program}: {platform.title}", flush=True)
+    print(f"# {report.program}: {platform.title}; {budget}", flush=True)
     for name in arguments.sections:
         for row in SECTIONS[name](plan):
             report.records.append(row)

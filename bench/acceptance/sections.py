@@ -15,18 +15,25 @@ import torch
 from collectives.backends.nccl.libnccl import loading
 from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
 from collectives.bench.acceptance import failures, streams
+from collectives.bench.acceptance.budget import Budget, Work, budget_of
 from collectives.bench.acceptance.cases import Case
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.processes import run_ranks
 from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
 from collectives.bench.acceptance.repository import run_tests
-from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, training_rows
+from collectives.bench.acceptance.speed import bandwidth_rows, host_cost_rows, models_of, training_rows
 from collectives.conformance.examination import Answer, Question, Status, examine, questions
 from collectives.conformance.statements import unkept
 
-__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Plan"]
+__all__ = ["OF_SEVERAL_RANKS", "SECTIONS", "Plan", "budget_for"]
 
 _SHORT_TYPES: Final = (torch.float32,)
+_START_S: Final = 15.0
+_QUESTION_S: Final = 0.1
+_CASE_S: Final = 8.0
+_FAILURE_S: Final = 12.0
+_TESTS_S: Final = 150.0
+"""Guesses of what ranks take to start, and of a question, a case, or the tests on a number of ranks."""
 _REFUSED_BY: Final = ("UnsupportedOperationError:", "NotImplementedError:", "TypeError:", "ValueError:")
 """Errors by which we, or the functions of torch above us, say that something is not offered."""
 _LIMIT_S: Final = 120.0
@@ -42,12 +49,14 @@ class Plan:
         platform: where.
         ranks: numbers of ranks; 1 is for training alone.
         short: whether one data type and one provider stand for all.
+        measurement_s: seconds of each measurement of speed.
     """
 
     module: str
     platform: Platform
     ranks: Sequence[int]
     short: bool
+    measurement_s: float = 60.0
 
     @property
     def several(self) -> Sequence[int]:
@@ -56,7 +65,11 @@ class Plan:
 
     @property
     def providers(self) -> Sequence[str]:
-        """The providers that the rows are run with."""
+        """The providers that groups are made and ended with.
+
+        Operations are issued by the core at the addresses of the library, the same with each provider: the
+        first one stands for the others where only those matter.
+        """
         return loading.PROVIDERS[:1] if self.short else loading.PROVIDERS
 
 
@@ -112,14 +125,14 @@ def _sharing(plan: Plan) -> Found:
 
 
 def _conformance(plan: Plan) -> Iterator[Row]:
-    asked = questions(_SHORT_TYPES if plan.short else None)
     platform = plan.platform
     for ranks in plan.several:
-        run = partial(examine, ranks=ranks, asked=asked, imports=["collectives"], device=platform.kind)
+        run = partial(examine, ranks=ranks, imports=["collectives"], device=platform.kind)
         peers: dict[Question, Answer] = {}
 
         def examine_peer(run: Any = run, peers: Any = peers) -> Found:
-            peers.update(run(platform.peer, prepare=platform.take_for_peer))
+            asked = _asked(plan, plan.providers[0])
+            peers.update(run(platform.peer, asked=asked, prepare=platform.take_for_peer))
             return f"{len(peers)} questions were answered", {}
 
         yield checked("conformance", f"torch:{platform.peer}, {ranks} ranks", examine_peer)
@@ -129,13 +142,19 @@ def _conformance(plan: Plan) -> Iterator[Row]:
 
             def examine_ours(run: Any = run, provider: str = provider, answers: Any = answers) -> Found:
                 with _provider_chosen(provider):
-                    answers.update(run(platform.backend, prepare=platform.take))
+                    asked = _asked(plan, provider)
+                    answers.update(run(platform.backend, asked=asked, prepare=platform.take))
                 return f"{len(answers)} questions were answered", {}
 
             yield checked("conformance", f"all, {where}", examine_ours)
             for title in dict.fromkeys(question.title for question in answers):
                 some = {question: a for question, a in answers.items() if question.title == title}
                 yield checked("conformance", f"{title}, {where}", partial(_judged, platform, some, peers))
+
+
+def _asked(plan: Plan, provider: str) -> Sequence[Question]:
+    """Returns what ranks are asked; all data types with the first provider alone."""
+    return questions(_SHORT_TYPES if plan.short or provider != plan.providers[0] else None)
 
 
 @contextmanager
@@ -190,11 +209,20 @@ def _data_type(question: Question) -> str:
 
 
 def _cases(section: str, cases: Mapping[str, Case], plan: Plan) -> Iterator[Row]:
-    for ranks in plan.several:
-        for provider in plan.providers:
-            for name, case in cases.items():
-                title = f"{case.title}, {provider}, {ranks} ranks"
-                yield checked(section, title, partial(_case, plan, name, case, provider, ranks))
+    for ranks, provider, name in _runs(cases, plan):
+        title = f"{cases[name].title}, {provider}, {ranks} ranks"
+        yield checked(section, title, partial(_case, plan, name, cases[name], provider, ranks))
+
+
+def _runs(cases: Mapping[str, Case], plan: Plan) -> list[tuple[int, str, str]]:
+    """Returns number of ranks, provider and name of each case that is run."""
+    return [
+        (ranks, provider, name)
+        for ranks in plan.several
+        for provider in plan.providers
+        for name, case in cases.items()
+        if case.each_provider or provider == plan.providers[0]
+    ]
 
 
 def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:
@@ -214,15 +242,15 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
 
 def _bandwidth(plan: Plan) -> Iterator[Row]:
     for ranks in plan.several:
-        for provider in plan.providers:
-            yield from bandwidth_rows(plan.platform, ranks, provider, plan.short)
+        provider = plan.providers[0]
+        yield from bandwidth_rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
 
 
 def _training(plan: Plan) -> Iterator[Row]:
+    provider = plan.providers[0]
     for ranks in plan.ranks:
-        for provider in plan.providers:
-            with _provider_chosen(provider):
-                yield from training_rows(plan.platform, ranks, provider, plan.short)
+        with _provider_chosen(provider):
+            yield from training_rows(plan.platform, ranks, provider, plan.short, plan.measurement_s)
 
 
 def _host_cost(plan: Plan) -> Iterator[Row]:
@@ -245,6 +273,25 @@ SECTIONS: Final[Mapping[str, Callable[[Plan], Iterator[Row]]]] = {
     "tests": _tests,
 }
 """The sections by name, in order."""
+
+
+def budget_for(plan: Plan, sections: Sequence[str]) -> Budget:
+    """Returns the time of some sections."""
+    teams, models = len(plan.several), [models_of(plan.platform, n, plan.short) for n in plan.ranks]
+    examined = [len(_asked(plan, provider)) for provider in plan.providers]
+    trained = sum(map(len, models))
+    works = {
+        "preflight": Work(5.0),
+        "conformance": Work(teams * sum(_START_S + _QUESTION_S * n for n in (examined[0], *examined))),
+        "streams": Work(_CASE_S * len(_runs(streams.CASES, plan))),
+        "failures": Work(_FAILURE_S * len(_runs(failures.CASES, plan))),
+        "bandwidth": Work(teams * _START_S, teams),
+        "training": Work(trained * _START_S, trained),
+        "host-cost": Work(10.0),
+        "tests": Work(_TESTS_S * teams),
+    }
+    return budget_of(len(plan.platform.gpus()), [work for name, work in works.items() if name in sections])
+
 
 OF_SEVERAL_RANKS: Final = frozenset({"conformance", "streams", "failures", "bandwidth"})
 """Those that one rank alone says nothing of."""

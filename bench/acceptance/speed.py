@@ -18,7 +18,7 @@ from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.sizes import format_bytes, parse_sizes
 from collectives.bench.core.text import number_of_ranks
 
-__all__ = ["bandwidth_rows", "host_cost_rows", "training_rows"]
+__all__ = ["bandwidth_rows", "host_cost_rows", "models_of", "training_rows"]
 
 GOAL: Final = "{ours} <= {theirs} * 1.1 + 10 us"
 """Python's share of a call, and a tenth, which runs of NCCL with itself differ by."""
@@ -37,13 +37,14 @@ _SIZES: Final = "8:4G:8"
 _SHORT_SIZES: Final = "8:4K:512"
 _BUFFERS: Final = 6
 """At most so many tensors of a size are in memory while it is measured."""
-_BUDGET_S: Final = 60.0
 _SHORT_BUDGET_S: Final = 0.5
 _CALLS: Final = 5000
 _SHORT_CALLS: Final = 200
 
 
-def bandwidth_rows(platform: Platform, ranks: int, provider: str, short: bool) -> Iterator[Row]:
+def bandwidth_rows(
+    platform: Platform, ranks: int, provider: str, short: bool, budget_s: float = 60.0
+) -> Iterator[Row]:
     """Yields a row for each size of an all-reduce of float32, as far as there is memory for it.
 
     Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own.
@@ -53,6 +54,7 @@ def bandwidth_rows(platform: Platform, ranks: int, provider: str, short: bool) -
         ranks: how many.
         provider: package by which ours calls NCCL.
         short: few sizes, a moment each.
+        budget_s: seconds that all sizes may take together.
     """
     where = f"{provider}, {ranks} ranks"
     records: list[Record] = []
@@ -63,7 +65,7 @@ def bandwidth_rows(platform: Platform, ranks: int, provider: str, short: bool) -
             backends=platform.compared,
             ranks=(ranks,),
             sizes=tuple(size for size in parse_sizes(_SHORT_SIZES if short else _SIZES) if size <= room),
-            budget_s=_SHORT_BUDGET_S if short else _BUDGET_S,
+            budget_s=_SHORT_BUDGET_S if short else budget_s,
             device=platform.kind,
             provider=provider if platform.kind == "cuda" else None,
         )
@@ -103,7 +105,22 @@ def _judged(records: Sequence[Record], compared: tuple[str, str], times_tell: bo
     return found, {"allowed_us": goal.allowed_us}
 
 
-def training_rows(platform: Platform, ranks: int, provider: str, short: bool) -> Iterator[Row]:
+def models_of(platform: Platform, ranks: int, short: bool) -> tuple[str, ...]:
+    """Returns the models to train: one where ranks share devices, whose times tell nothing.
+
+    Args:
+        platform: where.
+        ranks: how many.
+        short: a small one stands for all.
+    """
+    if short:
+        return ("small",)
+    return _MODELS if ranks <= len(platform.gpus()) else _MODELS[1:2]
+
+
+def training_rows(
+    platform: Platform, ranks: int, provider: str, short: bool, budget_s: float = 60.0
+) -> Iterator[Row]:
     """Yields a row for each model that is trained with our wrapper and with torch's.
 
     Gradients must agree and ranks end with the same parameters. Times are judged by :data:`SLOWER` where each
@@ -114,15 +131,16 @@ def training_rows(platform: Platform, ranks: int, provider: str, short: bool) ->
         ranks: how many.
         provider: package by which ours calls NCCL.
         short: a small model, few iterations.
+        budget_s: seconds that the iterations of a model may take.
     """
     judged = platform.times_tell and ranks <= len(platform.gpus())
-    for model in ("small",) if short else _MODELS:
+    for model in models_of(platform, ranks, short):
         asked = {
             "models": (model,),
             "peers": platform.trained,
             "ranks": ranks,
             "iterations": 4 if short else None,
-            "budget_s": _BUDGET_S,
+            "budget_s": budget_s,
             "device": platform.kind,
         }
         name = f"{model}, {provider}, {number_of_ranks(ranks)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -83,7 +84,9 @@ def test_a_row_that_did_not_pass_is_named_and_makes_the_status_1(
     written, shown = tmp_path / "new" / "report.json", tmp_path / "report.md"
     words = ["accept", "--sections", "here", "--json", str(written), "--markdown", str(shown)]
     assert main(words) == status
-    assert said in capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    assert re.search(r"about \d+ min, 60 s for each measurement", printed[0])
+    assert said in printed
     records = json.loads(written.read_text())["records"]
     verdicts = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
     assert [record["verdict"] for record in records] == ["passed", verdicts[said.partition(" ")[0]]]
