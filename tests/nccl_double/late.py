@@ -8,10 +8,12 @@ draws random numbers in the order of the calls, is none of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch._decomp import global_decomposition_table
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nccl_double import accesses
@@ -48,6 +50,25 @@ def take_failures() -> str:
     return found
 
 
+@cache
+def _spare_the_compiler() -> None:
+    """Lets operations without memory run as they are: many would import torch's compiler, for seconds."""
+    about_meta = global_decomposition_table["meta"], global_decomposition_table["post_autograd"]
+    waiting: list[Any] = [function for table in about_meta for function in table.values()]
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        inside = [cell.cell_contents for cell in function.__closure__ or ()]
+        waiting += inside
+        if function.__code__.co_filename == torch._compile.__file__:
+            for one in inside:
+                if isinstance(one, FunctionType):
+                    one.__dynamo_disable = one  # type: ignore[attr-defined]
+
+
 def _without_memory(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(tensor) not in known:
         size, stride = tensor.size(), tensor.stride()
@@ -82,6 +103,7 @@ def _rehearse(func: Any, args: Any, kwargs: Any) -> Any:
     )
     if any(one.name == "device" for one in func._schema.arguments):
         named = {**named, "device": torch.device("meta")}
+    _spare_the_compiler()
     try:
         results = func(*stand_ins, **named)
     except Exception as error:  # it cannot do without memory, or raises for its caller with it, too
