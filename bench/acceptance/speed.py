@@ -47,7 +47,8 @@ def bandwidth_rows(
 ) -> Iterator[Row]:
     """Yields a row for each size of an all-reduce of float32, as far as there is memory for it.
 
-    Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own.
+    Results must be right. Times are judged by :data:`GOAL` where each rank has a device of its own; what the
+    host takes to issue a call stands beside them.
 
     Args:
         platform: where.
@@ -88,7 +89,11 @@ def _judged(records: Sequence[Record], compared: tuple[str, str], times_tell: bo
     said = []
     for record in records:
         rate = record.busbw_gb_per_s(record.cold)
-        said.append(f"{record.peer} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s")
+        host = record.host or record.hot  # of a device that is done when the call returns
+        said.append(
+            f"{record.peer} {record.cold.median_us:.1f} us, {rate or 0:.3g} GB/s, "
+            f"host {host.median_us:.1f} us"
+        )
     found = "; ".join(said)
     wrong = [
         f"{record.peer}: {record.wrong_elements} wrong elements"

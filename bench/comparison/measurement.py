@@ -88,6 +88,7 @@ class _Peer:
         self.cold: list[list[int]] = [[] for _ in range(processes.size)]
         self.hot: list[list[int]] = [[] for _ in range(processes.size)]
         self.loop: list[list[int]] = [[] for _ in range(processes.size)]
+        self.host: list[list[int]] = [[] for _ in range(processes.size)]
         self.cold_wrong = 0
         self.hot_wrong = 0
 
@@ -102,6 +103,7 @@ class _Peer:
                 self.cold[rank] += result.cold_ns
                 self.hot[rank] += result.hot_ns
                 self.loop[rank] += result.loop_ns
+                self.host[rank] += result.host_ns
         return results
 
 
@@ -304,4 +306,5 @@ def _record(ranks: int, workload: Workload, peer: _Peer) -> Record:
         root=ROOT if operation.rooted else -1,
         compared_as=peer.point.operation,
         device=workload.device,
+        host=Timing.of(peer.host) if peer.host[0] else None,
     )

@@ -42,6 +42,7 @@ class Record:
         compared_as: the operation whose peers this is compared with, where that is not ``operation``: of the
             memory limit.
         device: type of the device that the tensors were on.
+        host: of the hot calls, until each returned; ``None`` where the device is done by then.
     """
 
     operation: str
@@ -60,6 +61,7 @@ class Record:
     root: int = -1
     compared_as: str = ""
     device: str = "cpu"
+    host: Timing | None = None
 
     @property
     def compared_at(self) -> str:
@@ -158,7 +160,8 @@ def read_report(path: Path) -> Report:
 
 def _record(plain: dict[str, Any]) -> Record:
     timings = {
-        name: None if plain[name] is None else Timing(**{key: plain[name][key] for key in Timing.__slots__})
-        for name in ("cold", "hot", "loop")
+        name: Timing(**{key: plain[name][key] for key in Timing.__slots__})
+        for name in ("cold", "hot", "loop", "host")
+        if plain.get(name) is not None
     }
     return Record(**{**plain, **timings})

@@ -138,6 +138,7 @@ class BatchResult:
         hot_wrong: wrong elements of the hot calls' buffer after them all.
         crossings_ns: for one more barrier in which a rank was late, when this rank came and when it left, on
             the machine's clock; empty for other operations.
+        host_ns: of each hot call, until it returned; empty where the device is done by then.
     """
 
     cold_ns: list[int]
@@ -146,6 +147,7 @@ class BatchResult:
     cold_wrong: int
     hot_wrong: int
     crossings_ns: list[tuple[int, int]] = field(default_factory=list)
+    host_ns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +214,12 @@ class Worker:
         gc.disable()
         try:
             cold_ns, cold_wrong = self._run_cold(operation, batch, values)
-            hot_ns, loop_ns, hot_wrong = self._run_hot(operation, batch, values)
+            hot_ns, host_ns, loop_ns, hot_wrong = self._run_hot(operation, batch, values)
             crossings = self._cross_late(batch) if operation.name == "barrier" else []
         finally:
             if enabled:
                 gc.enable()
-        return BatchResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings)
+        return BatchResult(cold_ns, hot_ns, loop_ns, cold_wrong, hot_wrong, crossings, host_ns)
 
     def _prepare(self, operation: Operation, count: int) -> None:
         """Computes this rank's input and what its output must be, unless the last batch had the same."""
@@ -258,7 +260,7 @@ class Worker:
 
     def _run_hot(
         self, operation: Operation, batch: Batch, values: _Values
-    ) -> tuple[list[int], list[int], int]:
+    ) -> tuple[list[int], list[int], list[int], int]:
         given, result = self._pair(operation, batch.count, self._hot)
         if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
             rest = torch.full_like(values.given, verification.resting(self._workload.redop))
@@ -266,7 +268,12 @@ class Worker:
         given.copy_(values.given)
         call = self._bind(operation, batch, given, result)
         complete = self._device.completing(call)
-        durations = [self._timed(operation, complete) for _ in range(batch.hot_calls)]
+        host: list[int] = []
+        if self._device.runs_behind:
+            both = [self._timed_in_parts(operation, call) for _ in range(batch.hot_calls)]
+            durations, host = [whole for _, whole in both], [returned for returned, _ in both]
+        else:
+            durations = [self._timed(operation, complete) for _ in range(batch.hot_calls)]
         loop: list[int] = []
         if batch.loop_calls:
             calls = range(batch.loop_calls - 1)
@@ -278,7 +285,7 @@ class Worker:
             took = time.perf_counter_ns() - begin
             loop.append(took // batch.loop_calls // (2 if operation.halved else 1))
         called = batch.hot_calls or batch.loop_calls
-        return durations, loop, values.count_wrong(result) if called else 0
+        return durations, host, loop, values.count_wrong(result) if called else 0
 
     def _cross_late(self, batch: Batch) -> list[tuple[int, int]]:
         """Passes the barrier once more with one rank late; returns when this rank came and left."""
@@ -299,6 +306,18 @@ class Worker:
         call()
         took = time.perf_counter_ns() - begin
         return took // 2 if operation.halved else took
+
+    def _timed_in_parts(self, operation: Operation, call: Callable[[], object]) -> tuple[int, int]:
+        """Returns how long a call took until it returned, and until the device was done with it."""
+        finish = self._device.completing(_nothing)
+        self._barrier()
+        begin = time.perf_counter_ns()
+        call()
+        returned = time.perf_counter_ns()
+        finish()
+        done = time.perf_counter_ns()
+        halves = 2 if operation.halved else 1
+        return (returned - begin) // halves, (done - begin) // halves
 
     def _bind(
         self, operation: Operation, batch: Batch, given: torch.Tensor, result: torch.Tensor
@@ -331,6 +350,10 @@ class Worker:
             for i in range(number)
         ]
         return [buffers[i : i + each] for i in range(0, number, each)]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _copy_and_call(call: Callable[[], object], given: torch.Tensor, result: torch.Tensor) -> None:

@@ -51,6 +51,8 @@ class Device(ABC):
 
     kind: ClassVar[str]
     """Type of the device, and where a rank's tensors are made."""
+    runs_behind: ClassVar[bool]
+    """Whether a call may return before the device is done with it."""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
@@ -106,6 +108,7 @@ class CpuDevice(Device):
     """The CPU."""
 
     kind: ClassVar[str] = "cpu"
+    runs_behind: ClassVar[bool] = False
 
     def why_unavailable(self) -> str | None:
         """Returns ``None``."""
@@ -151,6 +154,7 @@ class CudaDevice(Device):
     """The GPUs of this machine: one for each rank where there are enough, else each shared by several."""
 
     kind: ClassVar[str] = "cuda"
+    runs_behind: ClassVar[bool] = True
 
     def why_unavailable(self) -> str | None:
         """Returns why torch has no CUDA device here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from nccl_double.platform import DoublePlatform
@@ -52,6 +53,16 @@ def test_ours_may_take_a_tenth_and_10_us_more(
     assert at_8.verdict is verdict
     assert at_8.said.startswith(f"nccl {us} us")
     assert ("32.0 us are allowed" in at_8.said) == (verdict is Verdict.FAILED)
+
+
+def test_the_time_of_the_host_stands_beside_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = replace(record("nccl", 8, 21.0), host=Timing(10, 4.25, 4.0, 5.0, 4.0))
+    run, at_8 = rows(monkeypatch, [ours, record("torch:nccl", 8, 20.0)])
+    assert at_8.said.split("; ") == [
+        "nccl 21.0 us, 0.000381 GB/s, host 4.2 us",
+        "torch:nccl 20.0 us, 0.0004 GB/s, host 20.0 us",
+    ]
+    assert run.figures["records"][0]["host"]["median_us"] == 4.25
 
 
 def test_a_fast_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,10 @@ def test_json_round_trip(tmp_path):
     path = tmp_path / "new" / "report.json"
     write_json(path, report.as_json())
     assert read_report(path) == report
+    assert report.as_json()["records"][0]["host"] is None
+    report = Report("allreduce", {}, {}, [replace(RECORD, host=TIMING)], [])
+    write_json(tmp_path / "host.json", report.as_json())
+    assert read_report(tmp_path / "host.json").records[0].host == TIMING
     plain = json.loads(path.read_text())
     assert plain["schema"] == SCHEMA
     assert plain["records"][0]["loop"] is None

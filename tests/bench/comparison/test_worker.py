@@ -11,6 +11,7 @@ from collectives.bench.comparison.operations import OPERATIONS, input_values, wa
 from collectives.bench.comparison.peers import add_zero
 from collectives.bench.comparison.worker import LIMIT, Batch, Ready, Worker, Workload, serve
 from collectives.bench.core.barrier import barrier_memory
+from collectives.bench.core.devices import DEVICES, CpuDevice
 
 COUNT = 1000
 FINISHED_IN_TIME = range(1, 60_000_000_000)
@@ -57,6 +58,41 @@ def test_cold_calls_get_fresh_input_in_other_memory():
     assert len(result.cold_ns) == 7
     assert all(duration in FINISHED_IN_TIME for duration in result.cold_ns)
     assert (result.hot_ns, result.loop_ns, result.cold_wrong, result.hot_wrong) == ([], [], 0, 0)
+
+
+class Behind(CpuDevice):
+    """A device that is done with a call when it is asked to complete it."""
+
+    runs_behind = True
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def completing(self, call):
+        def complete():
+            call()
+            self.clock[0] += 9000
+
+        return complete
+
+
+def test_of_a_device_that_runs_behind_the_host_has_a_time_of_its_own(monkeypatch):
+    clock = [0]
+    monkeypatch.setitem(DEVICES, "cpu", Behind(clock))
+    monkeypatch.setattr(worker_module.time, "perf_counter_ns", lambda: clock[0])
+
+    def issue(*_):
+        def call():
+            clock[0] += 50
+
+        return call
+
+    result = player(issue).run(turn(1, 3))
+    assert (result.cold_ns, result.host_ns, result.hot_ns) == ([9050], [50] * 3, [9050] * 3)
+
+
+def test_on_the_cpu_the_host_has_no_time_of_its_own():
+    assert player(Recorder()).run(turn(1, 3)).host_ns == []
 
 
 def test_a_rank_is_ready_when_its_tensors_are_there(monkeypatch):
