@@ -43,7 +43,7 @@ def test_both_peers_at_two_sizes(
     for record in report.records:
         assert record.device == "cuda"
         assert record.wrong_elements == 0
-        assert record.cold.calls == record.hot.calls == 5
+        assert record.cold.calls == record.hot.calls == record.host.calls == 5
         assert record.cold.min_us > 0
     described = report.environment
     assert described["gpus"][0] == torch.cuda.get_device_name(0)
