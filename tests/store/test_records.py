@@ -9,7 +9,8 @@ import pytest
 from store_pairs import LONG
 
 from collectives.errors import DistStoreError
-from collectives.store import HashStore, world_rendezvous
+from collectives.store import HashStore
+from collectives.store.joining import world_rendezvous
 from collectives.store.joining.group_rendezvous import join_group
 from collectives.store.joining.world_rendezvous import join_world
 from collectives.store.records import as_bytes, as_text, fields, read, written
