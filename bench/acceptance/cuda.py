@@ -13,7 +13,10 @@ import torch
 
 from collectives import ProcessGroup
 from collectives.backends import nccl
+from collectives.backends.nccl.device import CudaDevice as NcclDevice
 from collectives.backends.nccl.device import why_no_cuda
+from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on
 from collectives.bench.acceptance.platform import Graph, Platform
 from collectives.bench.core.devices import CudaDevice
 from collectives.core.capabilities import Capabilities
@@ -100,8 +103,9 @@ class CudaPlatform(Platform):
 
     @property
     def stated(self) -> Capabilities:
-        """Returns the statement of the nccl backend."""
-        return nccl.capabilities()
+        """Returns the statement of a group of the nccl backend."""
+        float8 = loading.load().version() >= FLOAT8_VERSION and NcclDevice.reduces_float8()
+        return capabilities_on(self.kind, float8)
 
     def delay(self, seconds: float) -> None:
         """Lets the current stream count cycles, at most 2 GHz."""

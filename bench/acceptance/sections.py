@@ -179,13 +179,13 @@ def _judged(
         CheckFailedError: values are wrong, ranks hang, what is stated was refused, or something was refused
             in another way than by an error that says so.
     """
-    wrong = []
+    wrong, stated = [], platform.stated
     for question, answer in answers.items():
-        stated = unkept(question, answer, platform.stated, platform.kind)
+        refused = unkept(question, answer, stated, platform.kind)
         for what, why in answer.details.items():
             if answer.status in {Status.WRONG, Status.HANG}:
                 wrong.append(f"{_data_type(question)} {answer.status.value}: {what}: {why}")
-            elif what in stated:
+            elif what in refused:
                 wrong.append(f"{_data_type(question)} is stated, but refused: {what}: {why}")
             elif not why.startswith(_REFUSED_BY):
                 wrong.append(f"{_data_type(question)} is refused by an unexpected error: {what}: {why}")

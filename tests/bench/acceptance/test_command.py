@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from harness import run_ranks
 from nccl_double.platform import FILE_VARIABLE, DoublePlatform
 
 import collectives
-from collectives.bench.acceptance import command, failures, repository, sections, speed, streams
+from collectives.bench.acceptance import command, cuda, failures, repository, sections, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Verdict, checked
@@ -211,6 +212,19 @@ def test_a_backend_that_refuses_everything_fails(
         "recv from any rank, strided, cupy, 2 ranks",
     }
     assert offered == known | (unknown if error.startswith("Unsupported") else set())
+
+
+@pytest.mark.parametrize(
+    ("version", "reduces", "stated"), [(22809, True, True), (22809, False, False), (22304, True, False)]
+)
+def test_float8_is_asked_for_where_nccl_and_the_gpu_have_it(
+    version: int, reduces: bool, stated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = SimpleNamespace(version=lambda: version)
+    monkeypatch.setattr(cuda.loading, "load", lambda: library)
+    monkeypatch.setattr(cuda.NcclDevice, "reduces_float8", lambda: reduces)
+    reason = CudaPlatform().stated.why_not("all_reduce", device="cuda", dtype=torch.float8_e5m2)
+    assert (reason is None) == stated
 
 
 def checkout(folder: Path, body: str) -> Path:
