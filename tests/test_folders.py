@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "backends/native/bindings": (15, "a file for each class that Python gets"),
     "backends/native/tests": (17, "a file for each layer under test"),
     "bench": (17, "a module is a program, named as `collectives bench NAME`"),
+    "bench/acceptance": (14, "one command: its parts, and what ranks run for each section"),
     "collectives": (20, "four links, and modules that users import by these names"),
     "collectives/api": (17, "functions of torch.distributed by subject; they are looked for here only"),
     "collectives/core": (17, "the contract, whose modules backends import by subject"),
