@@ -34,7 +34,9 @@ def literals(path: Path) -> set[str]:
     text = path.read_text("utf-8")
     if not re.search(r"os\.environ\b|getenv\(", text):
         return set()
-    return {text for text in re.findall(r'"([A-Z0-9_]+)"', text) if VARIABLE.fullmatch(text)}
+    # Keys of dicts with NCCL's variables are what ranks get.
+    found = re.findall(r'"((?!NCCL_[A-Z0-9_]+":)[A-Z0-9_]+)"', text)
+    return {name for name in found if VARIABLE.fullmatch(name)}
 
 
 def variables_read() -> set[str]:
