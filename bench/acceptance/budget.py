@@ -37,16 +37,20 @@ class Budget:
     """The time of a run.
 
     Attributes:
-        measurement_s: what each measurement gets.
+        measurements: their number.
+        measurement_s: what each of them gets.
         total_s: what all takes.
     """
 
+    measurements: int
     measurement_s: float
     total_s: float
 
     def __str__(self) -> str:
-        minutes = max(1, round(self.total_s / 60))
-        return f"about {minutes} min, {self.measurement_s:.0f} s for each measurement; longer where rows fail"
+        said = f"about {max(1, round(self.total_s / 60))} min, longer where rows fail"
+        if self.measurements:
+            said += f"; {self.measurement_s:.0f} s for each of {self.measurements} measurements"
+        return said
 
 
 def budget_of(gpus: int, works: Iterable[Work]) -> Budget:
@@ -63,4 +67,4 @@ def budget_of(gpus: int, works: Iterable[Work]) -> Budget:
     left = _ONE_GPU_S + share * (_EIGHT_GPUS_S - _ONE_GPU_S) - fixed
     least, most = _MEASUREMENT_S
     each = min(most, max(least, left / max(number, 1)))
-    return Budget(each, fixed + number * each)
+    return Budget(number, each, fixed + number * each)

@@ -279,14 +279,14 @@ def budget_for(plan: Plan, sections: Sequence[str]) -> Budget:
     """Returns the time of some sections."""
     teams, models = len(plan.several), [models_of(plan.platform, n, plan.short) for n in plan.ranks]
     examined = [len(_asked(plan, provider)) for provider in plan.providers]
-    trained = sum(map(len, models))
+    trained, measured = sum(map(len, models)), not plan.short  # a short measurement takes a moment
     works = {
         "preflight": Work(5.0),
         "conformance": Work(teams * sum(_START_S + _QUESTION_S * n for n in (examined[0], *examined))),
         "streams": Work(_CASE_S * len(_runs(streams.CASES, plan))),
         "failures": Work(_FAILURE_S * len(_runs(failures.CASES, plan))),
-        "bandwidth": Work(teams * _START_S, teams),
-        "training": Work(trained * _START_S, trained),
+        "bandwidth": Work(teams * _START_S, teams * measured),
+        "training": Work(trained * _START_S, trained * measured),
         "host-cost": Work(10.0),
         "tests": Work(_TESTS_S * teams),
     }

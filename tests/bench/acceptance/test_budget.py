@@ -26,13 +26,21 @@ def plan_on(gpus: int) -> Plan:
 
 
 def test_measurements_share_what_is_left() -> None:
-    assert budget_of(1, [Work(500.0), Work(measurements=4)]) == Budget(25.0, 600.0)
-    assert budget_of(8, [Work(3000.0, 20)]) == Budget(30.0, 3600.0)
+    assert budget_of(1, [Work(500.0), Work(measurements=4)]) == Budget(4, 25.0, 600.0)
+    assert budget_of(8, [Work(3000.0, 20)]) == Budget(20, 30.0, 3600.0)
 
 
 @pytest.mark.parametrize(("seconds", "each"), [(0.0, 60.0), (900.0, 5.0)])
 def test_measurements_get_neither_too_little_nor_too_much(seconds: float, each: float) -> None:
-    assert budget_of(1, [Work(seconds, 2)]) == Budget(each, seconds + 2 * each)
+    assert budget_of(1, [Work(seconds, 2)]) == Budget(2, each, seconds + 2 * each)
+
+
+def test_what_is_said_of_it() -> None:
+    assert str(Budget(3, 25.0, 600.0)) == (
+        "about 10 min, longer where rows fail; 25 s for each of 3 measurements"
+    )
+    short = Plan("", Gpus(2), (2,), short=True)
+    assert str(budget_for(short, ["training", "bandwidth"])) == "about 1 min, longer where rows fail"
 
 
 def test_an_hour_is_enough_for_eight_gpus() -> None:

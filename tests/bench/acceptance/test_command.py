@@ -86,7 +86,7 @@ def test_a_row_that_did_not_pass_is_named_and_makes_the_status_1(
     words = ["accept", "--sections", "here", "--json", str(written), "--markdown", str(shown)]
     assert main(words) == status
     printed = capsys.readouterr().out.splitlines()
-    assert re.search(r"about \d+ min, 60 s for each measurement", printed[0])
+    assert re.search(r"about \d+ min, longer where rows fail", printed[0])
     assert said in printed
     records = json.loads(written.read_text())["records"]
     verdicts = {"ok": "passed", "FAIL": "failed", "skip": "skipped"}
