@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import torch
-from rank_server import current_store
+from harness import current_store
 
 
 def in_sight_of_one(rank: int, size: int, visible: list[str]) -> list[float]:
