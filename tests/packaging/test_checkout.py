@@ -91,7 +91,7 @@ def test_an_archive_of_the_repository_holds_links_and_makes_a_complete_sdist(tmp
 def test_pyright_resolves_every_import() -> None:
     pytest.importorskip("basedpyright")
     done = subprocess.run(
-        [sys.executable, "-m", "basedpyright", "--outputjson"],
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson"],
         cwd=CHECKOUT, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     report = json.loads(done.stdout)

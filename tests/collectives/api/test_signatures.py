@@ -147,7 +147,8 @@ def test_kinds_of_backends_are_those_of_torch() -> None:
         ("round_robin", "ProcessGroupRoundRobin", kind.CUSTOM),
         ("by_device", "ProcessGroupByDevice", kind.CUSTOM),
     ):
-        module = importlib.import_module(f"collectives.backends.{backend}")
+        package = "registry" if backend == "by_device" else "backends"
+        module = importlib.import_module(f"collectives.{package}.{backend}")
         assert getattr(module, group).backend_type is expected, backend
         if backend in registry.backend_names():
             assert dist.Backend.backend_type_map[backend] is expected
