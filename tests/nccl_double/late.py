@@ -7,7 +7,7 @@ draws random numbers in the order of the calls, is none of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -20,17 +20,16 @@ from nccl_double import accesses
 from nccl_double.accesses import Range
 from nccl_double.library import enqueue, forget
 
-__all__ = ["carry_out", "enqueue_operation", "take_failures", "written_by"]
+__all__ = ["carry_out", "enqueue_operation", "written_by"]
 
 _WAITS = frozenset(
     {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 )
 """What operations are tagged with that the host has to wait for."""
 
+_DEVICE = torch.device("cpu")
+_QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-_failures: list[str] = []
-"""What streams met in operations, which no caller hears of."""
 
 
 class _MustWait(Exception):  # noqa: N818 - no error
@@ -41,13 +40,6 @@ def carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls an operation that autograd knows of since it was put on its stream."""
     with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
         return func(*args, **kwargs)
-
-
-def take_failures() -> str:
-    """Returns the errors of operations on streams that were not returned before, a line each."""
-    found = "\n".join(_failures)
-    _failures.clear()
-    return found
 
 
 @cache
@@ -80,8 +72,8 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor)]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+def _is_plain(tensor: torch.Tensor, device: str) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type != device or tensor.dtype in _QUANTISED:
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 
@@ -92,10 +84,11 @@ def _rehearse(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         _MustWait: they are not known before, so that the host has to wait.
     """
-    if not _WAITS.isdisjoint(func.tags) or kwargs.get("pin_memory"):
-        raise _MustWait
+    elsewhere = kwargs.get("device") not in (None, _DEVICE) or kwargs.get("pin_memory")
+    if elsewhere or "quantize" in func._schema.name or not _WAITS.isdisjoint(func.tags):
+        raise _MustWait  # what is quantised is not so without memory
     given = _tensors((args, kwargs))
-    if not all(map(_is_plain, given)):
+    if not all(_is_plain(one, _DEVICE.type) for one in given):
         raise _MustWait
     known: dict[int, torch.Tensor] = {}
     stand_ins, named = tree_map_only(
@@ -112,19 +105,11 @@ def _rehearse(func: Any, args: Any, kwargs: Any) -> Any:
         raise _MustWait  # it gives an output more memory
     if not func._schema.is_mutable:
         made, shared = _tensors(results), {one.untyped_storage()._cdata for one in known.values()}
-        if not made or any(one.untyped_storage()._cdata in shared for one in made):
+        if not made or not all(_is_plain(one, "meta") for one in made):
+            raise _MustWait
+        if any(one.untyped_storage()._cdata in shared for one in made):
             raise _MustWait
     return results
-
-
-def _guarded(what: str, call: Callable[[], object]) -> Callable[[], None]:
-    def guarded() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - told where the host looks for it
-            _failures.append(f"{what}: {type(error).__name__}: {error}")
-
-    return guarded
 
 
 def _fill(func: Any, args: Any, kwargs: Any, into: Sequence[Any]) -> None:
@@ -161,7 +146,7 @@ def enqueue_operation(
     except _MustWait:
         return False, None
     if func._schema.is_mutable:
-        enqueue(stream, _guarded(str(func), partial(carry_out, func, args, kwargs)), str(func), ranges)
+        enqueue(stream, partial(carry_out, func, args, kwargs), str(func), ranges)
         return True, written_by(func, args, kwargs)
     shapes, spec = tree_flatten(rehearsed)
     into = [
@@ -174,5 +159,5 @@ def enqueue_operation(
     for tensor in made:
         forget(tensor)
     call = partial(_fill, func, args, kwargs, into)
-    enqueue(stream, _guarded(str(func), call), str(func), ranges + accesses.of_new(func, made))
+    enqueue(stream, call, str(func), ranges + accesses.of_new(func, made))
     return True, tree_unflatten(into, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ _SIGNATURES = {
 
 thread = threading.local()
 """Of each thread: ``stream``, its current one, and ``graph``, which it captures."""
-_calls: dict[int, Callable[[], object]] = {}
-captured: dict[int, Callable[[], object]] = {}
-"""What nodes of graphs call, again and again."""
+_calls: dict[int, tuple[Callable[[], object], str]] = {}
+captured: dict[int, tuple[Callable[[], object], str]] = {}
+"""What nodes of graphs call, again and again, and its name."""
+_failures: list[str] = []
+"""What streams met in functions that they called."""
 _numbers = itertools.count(1)
 functions: dict[str, Any] = {}
 """The double's functions, by name."""
@@ -67,8 +70,13 @@ CAPTURE_ERRORS = {
 
 @_callback
 def _run(number: int) -> None:
-    with torch.no_grad():
-        (captured[number] if number in captured else _calls.pop(number))()
+    function, what = captured[number] if number in captured else _calls.pop(number)
+    try:
+        with torch.no_grad():
+            function()
+    except Exception as error:  # noqa: BLE001 - nobody waits for it here
+        _failures.append(f"{what}: {type(error).__name__}: {error}")
+        traceback.print_exc()
 
 
 def use(path: Path) -> None:
@@ -122,13 +130,21 @@ def enqueue(
 ) -> None:
     """Lets a stream call a function, an operation that accesses memory."""
     number = next(_numbers)
+    called = function, f"{what or 'a function'} at {accesses.caller()}"
     graph = getattr(thread, "graph", None)
     if graph is not None and do("capturing", stream):
         graph.calls.append(number)
-        captured[number] = function
+        captured[number] = called
     else:
-        _calls[number] = function
+        _calls[number] = called
     do("stream_call", stream, _run, number, *noted(what, ranges))
+
+
+def take_failures() -> str:
+    """Returns the errors that streams met and that were not returned before, a line each."""
+    found = "\n".join(_failures)
+    _failures.clear()
+    return found
 
 
 def is_capturing() -> bool:

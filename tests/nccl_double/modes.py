@@ -30,8 +30,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from collectives.core import work
 from nccl_double import accesses
 from nccl_double.futures import DoubleFuture, collect_all
-from nccl_double.late import carry_out, enqueue_operation, take_failures, written_by
-from nccl_double.library import current_stream, do, enqueue, forget, functions, is_capturing, noted
+from nccl_double.late import carry_out, enqueue_operation, written_by
+from nccl_double.library import (
+    current_stream,
+    do,
+    enqueue,
+    forget,
+    functions,
+    is_capturing,
+    noted,
+    take_failures,
+)
 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
@@ -175,7 +184,7 @@ def tensors_on_device() -> Iterator[None]:
     """Lets torch's operations of this thread run as those on tensors of a device, and futures of Works so.
 
     Raises:
-        AssertionError: at the end: operations accessed memory in no order.
+        AssertionError: at the end: operations accessed memory in no order, or one of a stream has failed.
     """
     with (
         _watched(),
