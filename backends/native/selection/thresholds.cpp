@@ -5,13 +5,6 @@
 
 namespace collectives {
 
-namespace {
-
-constexpr std::uint64_t kKiB = 1 << 10;
-constexpr std::uint64_t kMiB = 1 << 20;
-
-}  // namespace
-
 Tuning default_tuning(int size) {
   const auto ranks = static_cast<std::uint64_t>(std::max(size, 1));
   const bool pair = size <= 2;

@@ -3,9 +3,6 @@
 namespace collectives {
 namespace {
 
-constexpr std::uint64_t kKiB = 1 << 10;
-constexpr std::uint64_t kMiB = 1 << 20;
-
 // Within these bounds the regions of two successive operations fit into a staging buffer, as they must
 // (algorithms/collective_context.hpp).
 constexpr TuningField kFields[] = {

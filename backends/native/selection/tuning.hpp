@@ -13,6 +13,9 @@
 
 namespace collectives {
 
+inline constexpr std::uint64_t kKiB = 1 << 10;
+inline constexpr std::uint64_t kMiB = 1 << 20;
+
 struct Tuning {
   std::uint64_t one_shot_bytes;
   std::uint64_t staged_bytes;
