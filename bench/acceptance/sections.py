@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -36,6 +37,8 @@ _TESTS_S: Final = 150.0
 """Guesses of what ranks take to start, and of a question, a case, or the tests on a number of ranks."""
 _REFUSED_BY: Final = ("UnsupportedOperationError:", "NotImplementedError:", "TypeError:", "ValueError:")
 """Errors by which we, or the functions of torch above us, say that something is not offered."""
+_EXAMINATION_S: Final = 600.0
+"""After which ranks are asked no more questions."""
 _LIMIT_S: Final = 120.0
 """After which the ranks of a failure are killed."""
 
@@ -127,29 +130,46 @@ def _sharing(plan: Plan) -> Found:
 def _conformance(plan: Plan) -> Iterator[Row]:
     platform = plan.platform
     for ranks in plan.several:
-        run = partial(examine, ranks=ranks, imports=["collectives"], device=platform.kind)
         peers: dict[Question, Answer] = {}
-
-        def examine_peer(run: Any = run, peers: Any = peers) -> Found:
-            asked = _asked(plan, plan.providers[0])
-            peers.update(run(platform.peer, asked=asked, prepare=platform.take_for_peer))
-            return f"{len(peers)} questions were answered", {}
-
-        yield checked("conformance", f"torch:{platform.peer}, {ranks} ranks", examine_peer)
+        ask = partial(_ask, plan, ranks)
+        check = partial(ask, plan.providers[0], platform.peer, platform.take_for_peer, peers)
+        yield checked("conformance", f"torch:{platform.peer}, {ranks} ranks", check)
         for provider in plan.providers:
             answers: dict[Question, Answer] = {}
             where = f"{provider}, {ranks} ranks"
-
-            def examine_ours(run: Any = run, provider: str = provider, answers: Any = answers) -> Found:
-                with _provider_chosen(provider):
-                    asked = _asked(plan, provider)
-                    answers.update(run(platform.backend, asked=asked, prepare=platform.take))
-                return f"{len(answers)} questions were answered", {}
-
-            yield checked("conformance", f"all, {where}", examine_ours)
+            with _provider_chosen(provider):
+                check = partial(ask, provider, platform.backend, platform.take, answers)
+                yield checked("conformance", f"all, {where}", check)
             for title in dict.fromkeys(question.title for question in answers):
                 some = {question: a for question, a in answers.items() if question.title == title}
                 yield checked("conformance", f"{title}, {where}", partial(_judged, platform, some, peers))
+
+
+def _ask(
+    plan: Plan,
+    ranks: int,
+    provider: str,
+    backend: str,
+    take: Callable[[int, int], object],
+    answers: dict[Question, Answer],
+) -> Found:
+    """Asks ranks of a backend all questions of a provider, and notes the answers.
+
+    Raises:
+        CheckFailedError: it took too long, as where many ranks hang or die.
+    """
+    asked, end = _asked(plan, provider), time.monotonic() + _EXAMINATION_S
+
+    def note(question: Question, answer: Answer) -> None:
+        answers[question] = answer
+        if len(answers) < len(asked) and time.monotonic() > end:
+            raise CheckFailedError(
+                f"only {len(answers)} of {len(asked)} questions were asked in {_EXAMINATION_S:.0f} s"
+            )
+
+    device = plan.platform.kind
+    examine(backend, ranks, asked, imports=["collectives"], progress=note, device=device, prepare=take)
+    return f"{len(answers)} questions were answered", {}
 
 
 def _asked(plan: Plan, provider: str) -> Sequence[Question]:

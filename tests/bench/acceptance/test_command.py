@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,11 +194,10 @@ def test_platforms_by_module() -> None:
 def test_a_backend_that_refuses_everything_fails(
     error: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(backend: str, asked: Any, **_: Any) -> dict[Question, Answer]:
-        return {
-            question: Answer(Status.UNSUPPORTED, dict.fromkeys([question.function, "SUM"], error), 0, 1)
-            for question in asked
-        }
+    def refuse(_backend: str, _ranks: int, asked: Sequence[Question], *, progress: Any, **_: Any) -> None:
+        for question in asked:
+            details = dict.fromkeys([question.function, "SUM"], error)
+            progress(question, Answer(Status.UNSUPPORTED, details, 0, 1))
 
     monkeypatch.setattr(sections, "examine", refuse)
     rows = {row.name: row for row in SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))}
@@ -212,6 +211,23 @@ def test_a_backend_that_refuses_everything_fails(
         "recv from any rank, strided, cupy, 2 ranks",
     }
     assert offered == known | (unknown if error.startswith("Unsupported") else set())
+
+
+def test_ranks_that_hang_are_not_asked_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def hang(_backend: str, _ranks: int, asked: Sequence[Question], *, progress: Any, **_: Any) -> None:
+        for question in asked:
+            clock[0] += 250.0
+            progress(question, Answer(Status.HANG, {question.function: "no answer"}, 0, 1))
+
+    monkeypatch.setattr(sections, "examine", hang)
+    monkeypatch.setattr(sections, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    rows = [*SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))]
+    assert {row.verdict for row in rows} == {Verdict.FAILED}
+    (whole,) = (row for row in rows if row.name == "all, cupy, 2 ranks")
+    assert re.fullmatch(r"only 3 of \d+ questions were asked in 600 s", whole.said)
+    assert len(rows) == 2 + 3
 
 
 @pytest.mark.parametrize(
