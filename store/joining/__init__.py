@@ -3,3 +3,7 @@
 Inside: the rendezvous of a world and that of a group, the records that processes announce there, and the
 ranks that stand by to serve the store next. Not here: the ways to a first store (``store/rendezvous.py``).
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []
