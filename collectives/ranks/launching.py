@@ -301,8 +301,9 @@ class _LaunchedRanks(RankProcesses):
         for number, seconds in ((None, grace_s), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
             end = None if seconds is None else time.monotonic() + seconds
             alive = [handle for handle in self._handles if not wait([handle], 0)]
-            for handle in alive if number is not None else ():
-                signal.pidfd_send_signal(handle, number)
+            for handle in alive:
+                if number is not None:
+                    signal.pidfd_send_signal(handle, number)
             for handle in alive:
                 wait([handle], None if end is None else max(0.0, end - time.monotonic()))
         for rank in range(len(self._handles)):
