@@ -81,6 +81,14 @@ def mpi_file() -> str:
     return next((file for file in files if re.match(r"libmpi(ch)?\.so", Path(file).name)), "")
 
 
+def _congestion_control() -> str:
+    """Returns how TCP connections between machines send, unless a program chooses."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def describe_machine() -> dict[str, Any]:
     """Returns machine, processor, memory, load and versions as plain values."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -94,6 +102,7 @@ def describe_machine() -> dict[str, Any]:
         "cache_last_level_bytes": _last_level_cache_bytes(),
         "memory_bytes": memory_bytes,
         "load_average_1min": os.getloadavg()[0],
+        "tcp_congestion_control": _congestion_control(),
         "python": platform.python_version(),
         "collectives": version_of("torch-collectives"),
         "torch": torch.__version__,

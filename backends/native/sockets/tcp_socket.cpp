@@ -15,6 +15,7 @@
 #include <memory>
 
 #include "common/error.hpp"
+#include "sockets/congestion_control.hpp"
 
 namespace collectives {
 namespace {
@@ -55,6 +56,7 @@ Descriptor make_socket(const SocketAddress& address) {
   Descriptor socket(
       ::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP));
   if (!socket) throw Error(ErrorKind::network, with_errno("cannot make a socket", errno));
+  begin_without_bbr(socket);
   return socket;
 }
 

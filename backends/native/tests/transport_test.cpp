@@ -1,4 +1,6 @@
 // The connections of a leader, against peers that this test plays.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -13,6 +15,7 @@
 
 #include "memory/event.hpp"
 #include "security/handshake.hpp"
+#include "sockets/congestion_control.hpp"
 #include "tests/ranks.hpp"
 
 namespace collectives {
@@ -148,10 +151,33 @@ void test_pings_after_departure() {
   leaving.join();
 }
 
+std::string congestion_control_of(const Descriptor& socket) {
+  std::array<char, 16> name{};
+  auto size = static_cast<socklen_t>(name.size() - 1);
+  CHECK(::getsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) == 0);
+  return name.data();
+}
+
+// The other end is near, on this machine.
+void test_congestion_control() {
+  const Descriptor fresh(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const std::string chosen = congestion_control_of(fresh);  // by the system
+  const Listener listener = listen_tcp("127.0.0.1", 16);
+  const Descriptor dialled = begin_connect(listener.endpoint, "");
+  wait_for(listener.socket, POLLIN);
+  const Descriptor taken = accept_tcp(listener.socket);
+  for (const Descriptor* const end : {&dialled, &taken}) {
+    return_to_bbr_where_far(*end);
+    const std::string found = congestion_control_of(*end);
+    CHECK(chosen.starts_with("bbr") ? found == "cubic" || found == "reno" : found == chosen);
+  }
+}
+
 }  // namespace
 
 Tests transport_tests() {
   return {
+      {"congestion control", test_congestion_control},
       {"dropped handshakes", test_dropped_handshakes},
       {"pings after departure", test_pings_after_departure},
       {"strangers at the port", test_strangers_at_the_port},

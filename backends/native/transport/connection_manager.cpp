@@ -16,6 +16,7 @@
 #include "memory/close_on_fork.hpp"
 #include "memory/event.hpp"
 #include "security/peer_process.hpp"
+#include "sockets/congestion_control.hpp"
 #include "state/rank_context.hpp"
 #include "transport/control_channel.hpp"
 
@@ -280,6 +281,7 @@ void ConnectionManager::handle_timers(Nanoseconds now) {
 void ConnectionManager::deliver(const Key& key, Descriptor socket) {
   const auto [rank, purpose, index] = key;
   send_at_once(socket);
+  return_to_bbr_where_far(socket);
   const bool is_control = purpose == Purpose::control;
   // The control channel keeps its connection; an empty descriptor is the mark that it is there.
   if (is_control) control_->add_link(rank, std::exchange(socket, Descriptor()));
