@@ -224,7 +224,8 @@ def test_ranks_that_hang_are_not_asked_for_hours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sections, "examine", hang)
     monkeypatch.setattr(sections, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     rows = [*SECTIONS["conformance"](Plan("", NowhereRun(), (2,), short=True))]
-    assert {row.verdict for row in rows} == {Verdict.FAILED}
+    assert [row.name for row in rows if row.verdict is Verdict.PASSED] == ["torch:gloo, 2 ranks"]
+    assert rows[0].said.endswith("questions were asked in 600 s; the others are not known")
     (whole,) = (row for row in rows if row.name == "all, cupy, 2 ranks")
     assert re.fullmatch(r"only 3 of \d+ questions were asked in 600 s", whole.said)
     assert len(rows) == 2 + 3
