@@ -52,7 +52,9 @@ def load() -> CupyLibrary:
     file = the_loaded_file()
     if file is None:
         raise ProviderError("CuPy has its NCCL built in, so that it cannot be found; use CuPy's wheels")
-    return CupyLibrary(nccl, Symbols(file.path, nccl.get_version()))
+    symbols = Symbols(file.path, nccl.get_version())
+    symbols.check_complete()
+    return CupyLibrary(nccl, symbols)
 
 
 class CupyLibrary(NcclLibrary):

@@ -61,7 +61,9 @@ def load() -> PyncclLibrary:
         raise ProviderError(f"pynccl opened {api.dll._name}, which is no libnccl.so; look at {_VARIABLE}")
     version = c_int()
     api.dll.ncclGetVersion(byref(version))
-    return PyncclLibrary(binding, api, Symbols(file.path, version.value))
+    symbols = Symbols(file.path, version.value)
+    symbols.check_complete()
+    return PyncclLibrary(binding, api, symbols)
 
 
 def _import_binding() -> Any:

@@ -116,28 +116,28 @@ class Symbols:
     Args:
         path: file of the library, which is in this process already.
         version: its version.
-
-    Raises:
-        ProviderError: it is too old, or lacks functions that its version should have.
     """
 
     def __init__(self, path: str, version: int) -> None:
-        if version < _OLDEST:
-            raise ProviderError(
-                f"{path} is NCCL {version_text(version)}, but {version_text(_OLDEST)} is needed"
-            )
         self.path = path
         self.version = version
         # An object of its own, so that types set here touch nobody else's functions of the same library.
         self._library = ctypes.CDLL(path)
+
+    def check_complete(self) -> None:
+        """Raises unless the library has all that is needed of it.
+
+        Raises:
+            ProviderError: it is too old, or lacks functions that its version should have.
+        """
+        said = f"{self.path} is NCCL {version_text(self.version)}"
+        if self.version < _OLDEST:
+            raise ProviderError(f"{said}, but {version_text(_OLDEST)} is needed")
         expected = [*_OPERATIONS, "ncclGroupStart", "ncclGroupEnd"]
-        expected += [name for name, (_, since) in _FUNCTIONS.items() if since <= version]
+        expected += [name for name, (_, since) in _FUNCTIONS.items() if since <= self.version]
         lacking = [name for name in expected if not hasattr(self._library, name)]
         if lacking:
-            raise ProviderError(
-                f"{path} says that it is NCCL {version_text(version)}, but lacks {', '.join(lacking)}; "
-                "install NVIDIA's library"
-            )
+            raise ProviderError(f"{said}, but lacks {', '.join(lacking)}; install NVIDIA's library")
 
     def error(self, status: int, function: str) -> NcclError:
         """Returns the error for a status, with what NCCL has to say about it on this thread."""
