@@ -168,15 +168,15 @@ def _watched() -> Iterator[None]:
     finally:
         with _watching:
             _watches -= 1
-            found = races() + take_failures()
+            found = races()
             if _watches == 0:
                 do("watch_accesses", 0)
     assert not found, found
 
 
 def races() -> str:
-    """Returns the accesses in no order that were found and not returned before, a line each."""
-    return str(functions["races"]().decode())
+    """Returns accesses in no order and errors of streams that were not returned before, a line each."""
+    return str(functions["races"]().decode()) + take_failures()
 
 
 @contextlib.contextmanager
