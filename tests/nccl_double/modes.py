@@ -40,6 +40,7 @@ from nccl_double.library import (
     is_capturing,
     noted,
     take_failures,
+    thread,
 )
 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
@@ -148,6 +149,16 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Runs a backward pass within the mode, which torch leaves for it: its hooks would read too early."""
+    reads = getattr(thread, "reads", None)
+    with contextlib.nullcontext() if reads is None else reads:
+        return _engine(*args, **kwargs)
+
+
 _watches = 0
 """How many contexts of :func:`tensors_on_device` there are."""
 _watching = threading.Lock()
@@ -186,11 +197,16 @@ def tensors_on_device() -> Iterator[None]:
     Raises:
         AssertionError: at the end: operations accessed memory in no order, or one of a stream has failed.
     """
-    with (
-        _watched(),
-        mock.patch.object(work, "Future", DoubleFuture),
-        mock.patch.object(torch.futures, "collect_all", collect_all),
-        _Reads(),
-        _Operations(),
-    ):
-        yield
+    before, thread.reads = getattr(thread, "reads", None), _Reads()
+    try:
+        with (
+            _watched(),
+            mock.patch.object(work, "Future", DoubleFuture),
+            mock.patch.object(torch.futures, "collect_all", collect_all),
+            mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward),
+            thread.reads,
+            _Operations(),
+        ):
+            yield
+    finally:
+        thread.reads = before

@@ -133,6 +133,29 @@ def test_what_needs_values_waits(nccl_library: Path) -> None:
     run_ranks(needs_values, 1, nccl_library, isolated=True)
 
 
+def read_in_a_hook(rank: int, size: int, path: Path) -> None:
+    """What a hook of a backward pass reads on the host, the host waits for."""
+    load(path)
+    with device().activate(), tensors_on_device():
+        weight, order = torch.ones(3).requires_grad_(), []
+
+        def read(gradient: torch.Tensor) -> None:
+            assert gradient.tolist() == [2.0] * 3
+            order.append("host")
+
+        weight.register_hook(read)
+        own = device().current_stream()
+        device().sleep(own, 0.1)
+        device().run(own, lambda: order.append("stream"))
+        (weight * 2).sum().backward()
+        torch.autograd.grad((weight * 2).sum(), [weight])
+        assert order == ["stream", "host", "host"]
+
+
+def test_reads_in_a_backward_pass(nccl_library: Path) -> None:
+    run_ranks(read_in_a_hook, 1, nccl_library, isolated=True)
+
+
 def refused_at_once(rank: int, size: int, path: Path) -> None:
     load(path)
     with device().activate(), tensors_on_device():
