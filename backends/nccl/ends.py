@@ -94,8 +94,8 @@ class Ends:
         if thread.is_alive():
             self._log.warning(
                 "NCCL has not ended its communicators after %g s, and is left behind; call "
-                "destroy_process_group() on all ranks, and before it let go of CUDA graphs with the group's "
-                "operations",
+                "destroy_process_group() on all ranks, of several groups in one order, and before it let go "
+                "of CUDA graphs with the group's operations",
                 _SECONDS,
             )
             return

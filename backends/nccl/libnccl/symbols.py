@@ -83,6 +83,13 @@ _FUNCTIONS: Final[dict[str, tuple[tuple[Any, ...], int]]] = {
 }
 """Argument types of each function, and the version of NCCL that has it first."""
 
+_WAYS_OUT: Final = {
+    "Duplicate GPU": "give each rank a GPU of its own, as by torch.cuda.set_device(local_rank) before the "
+    "group is made",
+    "Mismatched NCCL version": "install the same NCCL for all ranks",
+}
+"""What to do, by a part of what NCCL says."""
+
 _OLDEST: Final = 21400
 """The version from which on NCCL has all that is needed, but for splits."""
 
@@ -149,8 +156,11 @@ class Symbols:
             last.restype = c_char_p
             texts.append(bytes(last(c_void_p(None)) or b""))
         said = "; ".join(text.decode(errors="replace").strip() for text in texts if text.strip())
-        way_out = "" if status != NcclStatus.IN_PROGRESS else "set NCCL_COMM_BLOCKING=1; "
-        return NcclError(status, function, f"{way_out}NCCL {version_text(self.version)} says: {said}")
+        ways_out = [way for what, way in _WAYS_OUT.items() if what in said]
+        if status == NcclStatus.IN_PROGRESS:
+            ways_out.append("set NCCL_COMM_BLOCKING=1")
+        about = "".join(f"{way}; " for way in ways_out)
+        return NcclError(status, function, f"{about}NCCL {version_text(self.version)} says: {said}")
 
     def check(self, status: int, function: str) -> None:
         """Raises the error for a status other than success."""

@@ -307,4 +307,12 @@ class _Region(threading.local):
 def _copy(device: Device, stream: Stream, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Puts copies on a stream, in one launch where the device can."""
     targets, sources = [to for to, _ in copies], [from_ for _, from_ in copies]
-    device.run(stream, lambda: torch._foreach_copy_(targets, sources))
+
+    def run() -> None:
+        if any(to.is_conj() or to.is_neg() for to in targets):  # which the one launch does not take
+            for to, from_ in copies:
+                to.copy_(from_)
+        else:
+            torch._foreach_copy_(targets, sources)
+
+    device.run(stream, run)
