@@ -28,6 +28,7 @@ _SIGNATURES = {
     "event_record": (ctypes.c_int, _number, _number),
     "event_wait": (ctypes.c_int, _number, _number),
     "event_query": (ctypes.c_int, _number),
+    "event_tell": (ctypes.c_int, _number),
     "event_synchronize": (ctypes.c_int, _number),
     "set_device": (ctypes.c_int, ctypes.c_int),
     "capture_begin": (ctypes.c_int, _number),

@@ -40,6 +40,7 @@ struct Watch {
   std::map<std::pair<std::intptr_t, std::size_t>, std::intptr_t> together;  // sequences, by stream and place
   Clock counts;                                                             // accesses of each sequence
   Clock known;                                                              // to any thread
+  Clock everywhere;                                                         // known to all
   std::size_t found = 0;
   std::vector<std::string> told;
 };
@@ -65,6 +66,7 @@ Host& host() {
     own.life = watch().life;
     own.clock = watch().known;
   }
+  join(own.clock, watch().everywhere);
   return own;
 }
 
@@ -165,6 +167,7 @@ void watch_accesses(bool on) {
   all.memory.clear();
   all.streams.clear();
   all.known.clear();
+  all.everywhere.clear();
   all.found = 0;
   all.told.clear();
 }
@@ -179,6 +182,11 @@ void follow(std::intptr_t stream, const Clock& clock) {
   if (!watch().on) return;
   join(clock_at(stream), clock);
   if (stream == 0) join(watch().known, clock);
+}
+
+void follow_everywhere(const Clock& clock) {
+  const std::lock_guard lock(watch().mutex);
+  if (watch().on) join(watch().everywhere, clock);
 }
 
 Place access(std::intptr_t stream, const std::vector<Accesses>& operations) {

@@ -54,6 +54,9 @@ Clock clock_of(std::intptr_t stream);
 // Puts later accesses of the stream behind a clock. Stream 0 is the calling thread.
 void follow(std::intptr_t stream, const Clock& clock);
 
+// Puts later accesses of all threads behind a clock.
+void follow_everywhere(const Clock& clock);
+
 // A place in a sequence, and the clock behind it.
 struct Place {
   std::intptr_t sequence = 0;

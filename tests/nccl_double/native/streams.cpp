@@ -390,6 +390,14 @@ int double_event_query(std::intptr_t id) {
   return 1;
 }
 
+// Lets all threads know that the noted place has been passed.
+int double_event_tell(std::intptr_t id) {
+  const auto event = event_of(id);
+  if (!event) return -1;
+  follow_everywhere(event->clock());
+  return 0;
+}
+
 int double_event_synchronize(std::intptr_t id) {
   const auto event = event_of(id);
   if (!event) return -1;
