@@ -1,6 +1,6 @@
-// The secret in the address of a leader's unix socket (state/bootstrap.cpp), which every follower shows first:
-// whoever does not know it is dropped unanswered, and takes no rank by mistake. What keeps others out is the
-// kernel's word on the user at the other end.
+// The secret in the address of a leader's unix socket (state/bootstrap.cpp), which every follower shows
+// first: whoever does not know it is dropped unanswered, and takes no rank by mistake. What keeps others out
+// is the kernel's word on the user at the other end.
 #pragma once
 
 #include <cstddef>
