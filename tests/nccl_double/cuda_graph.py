@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from nccl_double.library import CAPTURE_ERRORS, captured, current_stream, do, functions, thread
+from nccl_double.calls import CAPTURE_ERRORS, captured, current_stream, do, functions, thread
 
 
 class Graph:

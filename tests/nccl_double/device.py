@@ -18,9 +18,9 @@ import torch
 
 from collectives.backends.nccl.device import Device
 from nccl_double import accesses
+from nccl_double.calls import current_stream, do, enqueue, forget, is_capturing, pool_stream, thread, use
 from nccl_double.cuda_graph import Graph
 from nccl_double.futures import DoubleFuture
-from nccl_double.library import current_stream, do, enqueue, forget, is_capturing, pool_stream, thread, use
 from nccl_double.modes import Steps, races, tensors_on_device
 
 __all__ = ["DoubleDevice", "Graph", "pool_stream", "races", "tensors_on_device", "use"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nccl_double.library import current_stream, do, pool_stream, thread
+from nccl_double.calls import current_stream, do, pool_stream, thread
 
 _collect_all = torch.futures.collect_all
 

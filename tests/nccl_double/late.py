@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nccl_double import accesses
 from nccl_double.accesses import Range
-from nccl_double.library import enqueue, forget
+from nccl_double.calls import enqueue, forget
 
 __all__ = ["carry_out", "enqueue_operation", "written_by"]
 

@@ -29,9 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from collectives.core import work
 from nccl_double import accesses
-from nccl_double.futures import DoubleFuture, collect_all
-from nccl_double.late import carry_out, enqueue_operation, written_by
-from nccl_double.library import (
+from nccl_double.calls import (
     current_stream,
     do,
     enqueue,
@@ -42,6 +40,8 @@ from nccl_double.library import (
     take_failures,
     thread,
 )
+from nccl_double.futures import DoubleFuture, collect_all
+from nccl_double.late import carry_out, enqueue_operation, written_by
 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""

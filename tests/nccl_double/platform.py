@@ -20,7 +20,7 @@ from collectives.bench.acceptance.platform import Platform
 from collectives.core.capabilities import Capabilities
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
-from nccl_double import build, device, library, modes
+from nccl_double import build, calls, device, modes
 from nccl_double.device import DoubleDevice, tensors_on_device
 from nccl_double.groups import load, make_group
 
@@ -109,7 +109,7 @@ class DoublePlatform(Platform):
 
     @contextlib.contextmanager
     def refusing_to_wait(self) -> Iterator[None]:
-        do, thread = library.do, threading.get_ident()
+        do, thread = calls.do, threading.get_ident()
 
         def checked(name: str, *arguments: object) -> int:
             if name == "stream_synchronize" and threading.get_ident() == thread:
