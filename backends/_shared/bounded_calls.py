@@ -22,14 +22,25 @@ class BoundedCalls:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._lock = threading.Lock()
         self._latest: Future[Any] | None = None
 
     def __call__(self, function: Callable[[], _T], seconds: float) -> _T:
-        """Returns what a function returns; blocks for so long at most. From one thread at a time.
+        """Returns what a function returns, or raises its exception; blocks for twice as long at most.
+
+        Callers on several threads take turns.
+
+        Args:
+            function: the call.
+            seconds: how long to wait for an earlier call, and then for this one.
 
         Raises:
             TimeoutError: it has not returned in that time, or an earlier one still has not.
         """
+        with self._lock:
+            return self._call(function, seconds)
+
+    def _call(self, function: Callable[[], _T], seconds: float) -> _T:
         latest = self._latest
         if latest is not None and not wait_for([latest], timeout=seconds).done:
             raise TimeoutError(f"an earlier call of {self._name} has not returned")

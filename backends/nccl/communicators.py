@@ -34,6 +34,8 @@ from collectives.logs import Log
 __all__ = ["Communicators", "Pair", "StreamedCommunicator", "connects_in_capture"]
 
 _BYTE = NcclDataType.UINT8
+_CHECK_SECONDS = 1.0
+"""How often a rank looks after the others while it waits for them in NCCL."""
 
 
 def connects_in_capture(what: str) -> DistBackendError:
@@ -41,10 +43,6 @@ def connects_in_capture(what: str) -> DistBackendError:
     return DistBackendError(
         f"{what} cannot be part of a CUDA graph; run the operation once before the capture"
     )
-
-
-_CHECK_SECONDS = 1.0
-"""How often a rank looks after the others while it waits for them in NCCL."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,7 +79,6 @@ class Failures:
         self._size = size
         self._where = where
         self._asking = BoundedCalls("nccl store")
-        self._asking_lock = threading.Lock()
         self._ending = ending
         self._lock = threading.RLock()
         self._cause: DistError | None = None
@@ -194,8 +193,7 @@ class Failures:
         Raises:
             TimeoutError: it does not.
         """
-        with self._asking_lock:
-            return self._asking(function, _STORE_SECONDS)
+        return self._asking(function, _STORE_SECONDS)
 
     def _ranks_elsewhere(self, operation: Operation) -> tuple[list[int], str]:
         """Returns which ranks had not come, and what each waits in; as far as they published it."""

@@ -40,7 +40,7 @@ def _main(words: Sequence[str]) -> None:
                 working.clear()
                 connection.send_bytes(answer)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)  # what it has started; a parent that lives ends what is left then
+    _signal_group(signal.SIGTERM)  # a parent that lives ends what is left then
 
 
 def _answer(work: bytes) -> Any:
@@ -86,7 +86,14 @@ def _end_with_parent(descriptor: int, working: threading.Event) -> None:
     poller.register(descriptor, select.POLLRDHUP)
     poller.poll()
     if working.is_set():
-        os.killpg(0, signal.SIGKILL)  # and what it has started
+        _signal_group(signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _signal_group(number: int) -> None:
+    """Sends a signal to this process and what it has started, which the parent has made a group of."""
+    with contextlib.suppress(ProcessLookupError):  # it was started in another's
+        os.killpg(os.getpid(), number)
 
 
 if __name__ == "__main__":
