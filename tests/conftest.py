@@ -24,6 +24,7 @@ PROCESSES = 4
 
 _left: list[str] = []
 _segments_before: set[str] = set()
+_within_another_session = False
 _sockets_before: set[str] = set()
 
 
@@ -104,7 +105,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the processes that share the tests start
 def pytest_sessionstart(session: pytest.Session) -> None:
+    global _within_another_session
     let_children_be_interrupted()
+    _within_another_session = harness.SESSION_VARIABLE in os.environ
     os.environ[harness.SESSION_VARIABLE] = f"{os.getpid()}-{time.monotonic_ns()}"
     if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
         interpreters.start()  # one for all processes that share the tests
@@ -125,7 +128,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output.update(left_behind=_left, left_out=tiers.left_out(session.config))
         return  # the process that started this one reports, and tells whose files are left
-    _left.extend(f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - _segments_before)))
+    if not _within_another_session:  # that one looks at its end; now its other tests may be at work there
+        _left.extend(f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - _segments_before)))
     if _left and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

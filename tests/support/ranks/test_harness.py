@@ -15,7 +15,15 @@ import harness
 import pytest
 import rank_watch
 import torch
-from harness import Died, RankFailedError, RankTimeoutError, current_store, run_ranks, run_world
+from harness import (
+    SESSION_VARIABLE,
+    Died,
+    RankFailedError,
+    RankTimeoutError,
+    current_store,
+    run_ranks,
+    run_world,
+)
 from sources import PYTHONPATH
 
 
@@ -272,25 +280,33 @@ def test_socket():
 """
 
 
-@pytest.mark.full
-def test_litter_fails_the_session(tmp_path: Path) -> None:
-    (tmp_path / "test_litter.py").write_text(LITTERING)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "shm").mkdir()
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+def run_littering_session(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (folder / "test_litter.py").write_text(LITTERING)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "shm").mkdir()
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(folder)]
+    env = {**environment, "PYTHONPATH": PYTHONPATH}
     run = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout
     assert "3 passed" in run.stdout
-    for text in (
-        "left behind by the tests",
-        "time.sleep(60)",
-        "/dev/shm/collectives-litter",
-        "socket of the",
-    ):
+    for text in ("left behind by the tests", "time.sleep(60)", "socket of the"):
         assert text in run.stdout, run.stdout
+    return run
+
+
+@pytest.mark.full
+def test_litter_fails_the_session(tmp_path: Path) -> None:
+    environment = dict(os.environ)
+    environment.pop(SESSION_VARIABLE, None)
+    assert "/dev/shm/collectives-litter" in run_littering_session(tmp_path, environment).stdout
+
+
+@pytest.mark.full
+def test_a_session_within_another_leaves_that_one_to_look_at_shared_memory(tmp_path: Path) -> None:
+    environment = {**os.environ, SESSION_VARIABLE: "that of the outer session"}
+    assert "/dev/shm/collectives-litter" not in run_littering_session(tmp_path, environment).stdout
 
 
 def nested(rank: int, size: int) -> None:
