@@ -156,16 +156,18 @@ def _strays() -> list[tuple[int, str]]:
     marker = f"{harness.SESSION_VARIABLE}={os.environ[harness.SESSION_VARIABLE]}".encode()
     deadline = time.monotonic() + 2.0  # those that are just ending may do so
     while True:
-        found = []
+        found, starting = [], False
         for folder in Path("/proc").glob("[0-9]*"):
             if int(folder.name) == os.getpid():
                 continue
             with contextlib.suppress(OSError):
-                if marker in (folder / "environ").read_bytes().split(b"\0"):
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if "multiprocessing.resource_tracker" not in command:  # ends with the pytest process
-                        found.append((int(folder.name), command.strip()))
-        if not found or time.monotonic() > deadline:
+                environ, command = ((folder / name).read_bytes() for name in ("environ", "cmdline"))
+                if not environ and not command:  # what Popen() has just started has neither for a moment
+                    starting |= bool((folder / "exe").readlink().name)  # fails for zombies and the kernel's
+                elif marker in environ.split(b"\0") and b"multiprocessing.resource_tracker" not in command:
+                    # that one ends with the pytest process
+                    found.append((int(folder.name), command.replace(b"\0", b" ").decode(errors="replace")))
+        if not (found or starting) or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
 
