@@ -18,6 +18,8 @@ from nccl_double.accesses import Range
 _number = ctypes.c_ssize_t
 _callback = ctypes.CFUNCTYPE(None, _number)
 _accesses = ctypes.c_char_p, ctypes.POINTER(Range), ctypes.c_size_t
+_memory = ctypes.c_size_t, ctypes.c_size_t
+_streams = ctypes.POINTER(_number)
 _SIGNATURES = {
     "stream_create": (_number,),
     "stream_call": (ctypes.c_int, _number, _callback, _number, *_accesses),
@@ -38,7 +40,8 @@ _SIGNATURES = {
     "graph_destroy": (ctypes.c_int, _number),
     "access": (ctypes.c_int, _number, *_accesses),
     "access_more": (ctypes.c_int, *_accesses),
-    "forget_accesses": (ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t),
+    "forget_accesses": (ctypes.c_int, *_memory),
+    "give_back": (ctypes.c_int, _streams, ctypes.c_size_t, ctypes.c_char_p, *_memory),
     "watch_accesses": (ctypes.c_int, ctypes.c_int),
     "races": (ctypes.c_char_p,),
 }
@@ -119,11 +122,6 @@ def pool_stream() -> int:
 def noted(what: str, ranges: Sequence[Range]) -> tuple[bytes, Any, int]:
     """Returns accesses as the double takes them."""
     return f"{what} at {accesses.caller()}".encode(), (Range * len(ranges))(*ranges), len(ranges)
-
-
-def forget(tensor: torch.Tensor) -> None:
-    """Notes that a tensor's memory has been given out anew."""
-    do("forget_accesses", *accesses.memory_of(tensor))
 
 
 def enqueue(

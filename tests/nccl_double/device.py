@@ -9,7 +9,6 @@ torch's do, which begins again after the last: see :func:`pool_stream`. What tor
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -18,25 +17,13 @@ import torch
 
 from collectives.backends.nccl.device import Device
 from nccl_double import accesses
-from nccl_double.calls import current_stream, do, enqueue, forget, is_capturing, pool_stream, thread, use
+from nccl_double.calls import current_stream, do, enqueue, is_capturing, pool_stream, thread, use
 from nccl_double.cuda_graph import Graph
 from nccl_double.futures import DoubleFuture
+from nccl_double.memory import forget, give_back, give_out, poison, share
 from nccl_double.modes import Steps, races, tensors_on_device
 
 __all__ = ["DoubleDevice", "Graph", "pool_stream", "races", "tensors_on_device", "use"]
-
-_POISON = 0xA5
-"""Every byte of memory that was given back."""
-
-
-def _give_back(tensors: list[torch.Tensor]) -> None:
-    """Empties a list; memory that nobody has then is overwritten, as by who would get it next."""
-    while tensors:
-        tensor = tensors.pop()
-        storage = tensor.untyped_storage()
-        held_by_these = 2  # the tensor and the object for its storage
-        if sys.getrefcount(tensor) == 2 and torch._C._storage_Use_Count(storage._cdata) <= held_by_these:
-            storage.fill_(_POISON)
 
 
 class DoubleDevice(Device):
@@ -116,18 +103,19 @@ class DoubleDevice(Device):
 
     def empty(self, stream: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(count, dtype=dtype)
-        forget(made)  # a thread of ours may ask, whose operations nobody notes
+        give_out(made, stream)  # a thread of ours may ask, whose operations nobody notes
         return made
 
     def share(self, stream: int, tensor: torch.Tensor) -> None:
-        pass  # drop keeps tensors until the stream has passed
+        share(tensor, stream)
 
     def drop(self, stream: int, tensors: list[torch.Tensor]) -> None:
         if do("capturing", stream):  # the graph's own memory
             thread.graph.kept.append(list(tensors))
             tensors.clear()
         else:
-            enqueue(stream, lambda: _give_back(tensors))
+            give_back(tensors)
+            enqueue(stream, lambda: poison(tensors))  # which the double still uses until then
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         values = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from nccl_double.accesses import tensors_in
 from nccl_double.calls import current_stream, do, pool_stream, thread
+from nccl_double.memory import share
 
 _collect_all = torch.futures.collect_all
 
@@ -30,9 +32,11 @@ class DoubleFuture(torch.futures.Future[Any]):
         super().set_result(result)
 
     def order(self, stream: int) -> None:
-        """Makes a stream wait for the value."""
+        """Makes a stream wait for the value, and tells the allocator that it uses it."""
         if self._event is not None:
             do("event_wait", self._event, stream)
+            for tensor in tensors_in(super().wait()):
+                share(tensor, stream)
 
     def wait(self) -> Any:
         value = super().wait()

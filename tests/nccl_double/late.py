@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from nccl_double import accesses
 from nccl_double.accesses import Range
-from nccl_double.calls import enqueue, forget
+from nccl_double.calls import enqueue
+from nccl_double.memory import give_out
 
 __all__ = ["carry_out", "enqueue_operation", "written_by"]
 
@@ -157,7 +158,7 @@ def enqueue_operation(
     ]
     made = _tensors(into)
     for tensor in made:
-        forget(tensor)
+        give_out(tensor, stream)
     call = partial(_fill, func, args, kwargs, into)
     enqueue(stream, call, str(func), ranges + accesses.of_new(func, made))
     return True, tree_unflatten(into, spec)

@@ -33,7 +33,6 @@ from nccl_double.calls import (
     current_stream,
     do,
     enqueue,
-    forget,
     functions,
     is_capturing,
     noted,
@@ -42,6 +41,7 @@ from nccl_double.calls import (
 )
 from nccl_double.futures import DoubleFuture, collect_all
 from nccl_double.late import carry_out, enqueue_operation, written_by
+from nccl_double.memory import forget, give_out
 
 _READS = frozenset({torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Methods that need the values on the host, and read them without an operation."""
@@ -110,7 +110,7 @@ class _Operations(TorchDispatchMode):
         results = func(*args, **kwargs)
         made = accesses.new_memory(func, args, kwargs, results)
         for tensor in made:
-            forget(tensor)
+            give_out(tensor, stream)
         do("access", stream, *noted(str(func), ranges + accesses.of_new(func, made)))
         return results
 

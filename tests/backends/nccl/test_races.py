@@ -92,6 +92,24 @@ def nodes_of_a_graph() -> None:
     graph.reset()
 
 
+def given_back_while_read() -> None:
+    """The allocator was not told of the stream that still reads."""
+    x, other = torch.zeros(4), pool_stream()
+    device().wait(other, device().record(device().current_stream()))
+    with device().using(other):
+        torch.empty(4).copy_(x)
+    del x
+
+
+def dropped_while_read() -> None:
+    kept, other = [torch.zeros(4)], pool_stream()
+    device().wait(other, device().record(device().current_stream()))
+    with device().using(other):
+        torch.empty(4).copy_(kept[0])
+    device().synchronize(device().current_stream())
+    device().drop(other, kept)
+
+
 RACES = [
     written_elsewhere,
     read_elsewhere,
@@ -101,6 +119,8 @@ RACES = [
     read_on_the_host,
     asked_for_by_another_thread,
     nodes_of_a_graph,
+    given_back_while_read,
+    dropped_while_read,
 ]
 
 
@@ -134,6 +154,7 @@ def both_read() -> None:
     x = torch.zeros(4)
     device().synchronize(device().current_stream())
     for stream in (pool_stream(), pool_stream()):
+        device().share(stream, x)
         with device().using(stream):
             torch.empty(4).copy_(x)
 
@@ -145,6 +166,8 @@ def other_parts() -> None:
         with device().using(stream):
             x[4 * place : 4 * place + 4].add_(1)
             y[:, place::2].add_(1)
+        device().share(stream, x)
+        device().share(stream, y)
 
 
 def memory_given_out_again() -> None:
@@ -183,6 +206,25 @@ def replays_in_order() -> None:
     graph.reset()
 
 
+def given_back_once_it_was_read() -> None:
+    x, other = torch.zeros(4), pool_stream()
+    own = device().current_stream()
+    device().wait(other, device().record(own))
+    with device().using(other):
+        torch.empty(4).copy_(x)
+    device().wait(own, device().record(other))
+    del x
+
+
+def given_back_with_a_word_to_the_allocator() -> None:
+    x, other = torch.zeros(4), pool_stream()
+    device().wait(other, device().record(device().current_stream()))
+    with device().using(other):
+        torch.empty(4).copy_(x)
+    device().share(other, x)
+    del x
+
+
 ORDERED = [
     behind_an_event,
     behind_a_wait_of_the_host,
@@ -191,6 +233,8 @@ ORDERED = [
     memory_given_out_again,
     steps_known_late,
     replays_in_order,
+    given_back_once_it_was_read,
+    given_back_with_a_word_to_the_allocator,
 ]
 
 

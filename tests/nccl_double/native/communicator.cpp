@@ -219,7 +219,12 @@ void end(const std::vector<CommunicatorPtr>& aborted, const std::vector<Communic
     for (const auto& [handle, other] : state().communicators) others.push_back(other);
   }
   for (const auto* const ended : {&aborted, &destroyed}) {
-    for (const CommunicatorPtr& one : *ended) one->mesh.leave();
+    for (const CommunicatorPtr& one : *ended) {
+      one->mesh.leave();
+      // Memory was freed, for which all kernels of the device were waited for.
+      const std::lock_guard lock(one->mutex);
+      follow_everywhere(one->operations_done);
+    }
   }
   for (const CommunicatorPtr& other : others) other->settle(true);
 }

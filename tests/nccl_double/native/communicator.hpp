@@ -17,6 +17,7 @@
 
 #include "elements.hpp"
 #include "mesh.hpp"
+#include "races.hpp"
 
 namespace nccl_double {
 
@@ -98,6 +99,11 @@ struct Communicator {
   bool lacks_connections(const std::vector<Operation>& operations);
   // Waits until nothing runs, or also until nothing is to run.
   void settle(bool all);
+  // Notes what the operations so far come behind, and themselves; the end waits for it.
+  void is_behind(const Clock& clock) {
+    const std::lock_guard lock(mutex);
+    join(operations_done, clock);
+  }
   // Waits for operations, and for the peers, which have to finalise the communicator, too, unless they have
   // ended it. Does nothing the second time.
   void finalise();
@@ -126,6 +132,7 @@ struct Communicator {
   std::set<std::pair<int, Operation::Kind>> connected;        // peers, for messages out or in
   std::map<int, std::pair<int, std::vector<std::byte>>> ops;  // type and factor by code
   int next_op = kBuiltInOps;
+  Clock operations_done;
 
   Mesh mesh;
 };

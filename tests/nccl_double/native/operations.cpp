@@ -220,6 +220,7 @@ int launch(const std::vector<std::pair<CommunicatorPtr, Operation>>& operations)
     }
     enqueue(stream, work, accesses_of(*comm, ops));
     record(done, stream);
+    comm->is_behind(clock_of(stream));
     for (const Operation& op : ops) {
       if (other(op)) await(done, op.stream);
     }

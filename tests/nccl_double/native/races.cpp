@@ -31,12 +31,15 @@ struct Cell {
   std::vector<Mark> reads;  // since the write, the last of each sequence
 };
 
+std::atomic<std::intptr_t> sequences{0};
+
 struct Watch {
   std::mutex mutex;
   bool on = false;
   std::uint64_t life = 0;
   std::map<std::uintptr_t, Cell> memory;  // by begin; cells do not overlap
   std::map<std::intptr_t, Clock> streams;
+  std::intptr_t next_owners = new_sequence();
   std::map<std::pair<std::intptr_t, std::size_t>, std::intptr_t> together;  // sequences, by stream and place
   Clock counts;                                                             // accesses of each sequence
   Clock known;                                                              // to any thread
@@ -50,8 +53,6 @@ Watch& watch() {
   static auto* const all = new Watch;
   return *all;
 }
-
-std::atomic<std::intptr_t> sequences{0};
 
 struct Host {
   std::intptr_t sequence = new_sequence();
@@ -139,6 +140,13 @@ void touch(const Mark& mark, const Range& range) {
   }
 }
 
+void forget(std::uintptr_t begin, std::uintptr_t end) {
+  if (begin >= end) return;
+  split(begin);
+  split(end);
+  watch().memory.erase(watch().memory.lower_bound(begin), watch().memory.lower_bound(end));
+}
+
 Place note(Clock clock, std::intptr_t sequence, const Accesses& accesses) {
   const std::uint64_t number = ++watch().counts[sequence];
   clock[sequence] = number;
@@ -224,10 +232,16 @@ void access_at(const Place& place, const Accesses& accesses) {
 
 void forget_accesses(std::uintptr_t begin, std::uintptr_t end) {
   const std::lock_guard lock(watch().mutex);
-  if (!watch().on || begin >= end) return;
-  split(begin);
-  split(end);
-  watch().memory.erase(watch().memory.lower_bound(begin), watch().memory.lower_bound(end));
+  if (watch().on) forget(begin, end);
+}
+
+void give_back(const std::vector<std::intptr_t>& streams, const Accesses& accesses) {
+  const std::lock_guard lock(watch().mutex);
+  if (!watch().on) return;
+  Clock clock = host().clock;
+  for (const std::intptr_t stream : streams) join(clock, watch().streams[stream]);
+  note(std::move(clock), watch().next_owners, accesses);
+  for (const Range& range : accesses.ranges) forget(range.begin, range.end);
 }
 
 std::string take_races() {

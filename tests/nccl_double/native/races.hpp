@@ -78,6 +78,10 @@ void access_at(const Place& place, const Accesses& accesses);
 // Forgets the accesses to memory that has been given out anew.
 void forget_accesses(std::uintptr_t begin, std::uintptr_t end);
 
+// Notes that this thread has given memory back. Who gets it next may write to it behind what the streams hold
+// now: the one that it was given out for, and those that the allocator was told of.
+void give_back(const std::vector<std::intptr_t>& streams, const Accesses& accesses);
+
 // Returns the races that were found and not returned before, a line each; the first few in words.
 std::string take_races();
 

@@ -340,6 +340,13 @@ int double_forget_accesses(std::uintptr_t begin, std::uintptr_t end) {
   return 0;
 }
 
+// Notes that the caller has given memory back; see give_back in races.hpp.
+int double_give_back(const std::intptr_t* streams, std::size_t count, const char* what, std::uintptr_t begin,
+                     std::uintptr_t end) {
+  give_back({streams, streams + count}, {what, {{begin, end, true}}});
+  return 0;
+}
+
 // Begins to look for races, or ends it.
 int double_watch_accesses(int on) {
   watch_accesses(on != 0);
