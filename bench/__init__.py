@@ -23,6 +23,7 @@ PROGRAMS = {
     "paper": "collectives.bench.paper.command",
     "scale": "collectives.bench.scale.command",
     "store": "collectives.bench.store",
+    "wire": "collectives.bench.wire",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.
 

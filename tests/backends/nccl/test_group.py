@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from conformance import test_forms, test_movement, test_reductions, test_works
-from conformance.oracle import values
+from conformance.oracle import NcclReport, values
 from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, run_over_double
 from nccl_double.ranks import PROVIDERS
-from nccl_double.report import NcclReport
 
 from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends.nccl import ProcessGroupNCCL

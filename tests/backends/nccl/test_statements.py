@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conformance.oracle import NcclReport
 from conformance.statements import check_statements
 from nccl_double.groups import run_over_double
-from nccl_double.report import NcclReport
 
 from collectives import ProcessGroup
 
