@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,41 @@ def _stopped(group):
 @pytest.mark.full
 def test_stopped_rank_is_not_taken_for_a_dead_one():
     run_ranks(_stopped, 3, backend="host", placement="abb")
+
+
+def _reduce_until_an_error(group, tensor, timeout):
+    for _ in range(1000):
+        group.allreduce([tensor], dist.AllreduceOptions(timeout, False)).wait()
+
+
+def _stops_reading(group, layout, stops):
+    """A rank is stopped within a long transfer, whose window at the others' ends is soon full."""
+    rank, store = group.rank(), current_store()
+    tensor = torch.ones(16 << 20)
+    group.barrier().wait()
+    if rank == stops:
+        store.set("process", str(os.getpid()))
+        with pytest.raises(dist.DistError):  # once it goes on, and has heard of it
+            _reduce_until_an_error(group, tensor, timedelta(seconds=30))
+        return
+    if rank == 0:
+        process = int(store.get("process"))
+        threading.Timer(0.5, os.kill, (process, signal.SIGSTOP)).start()
+    with pytest.raises(dist.CollectiveTimeoutError, match=r"waited for rank \d") as caught:
+        _reduce_until_an_error(group, tensor, timedelta(seconds=3))
+    named = int(re.search(r"waited for rank (\d)", str(caught.value))[1])
+    # Ranks of other machines may only know the one that they exchange parts with, which waits, too.
+    assert named == stops if layout[rank] == layout[stops] else layout[named] == layout[stops]
+    store.set(f"timed out {rank}", "")
+    if rank == 0:
+        store.wait([f"timed out {other}" for other in range(group.size()) if other != stops])
+        os.kill(process, signal.SIGCONT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "stops"), [("aabb", 2), ("aabb", 3), ("ab", 1)])
+def test_a_rank_that_stops_reading_within_a_long_transfer_is_named(layout, stops):
+    run_ranks(_stops_reading, len(layout), layout, stops, backend="host", placement=layout)
 
 
 def _leaves(group, leaver):
