@@ -178,6 +178,25 @@ def test_monitored_barrier_names_the_missing_rank(backend: str, world_size: int)
     run_ranks(monitored, world_size, backend=backend)
 
 
+def keys_after(group: ProcessGroup, barriers: int) -> int:
+    """Returns how many keys the store holds, as rank 0 finds when nobody changes any."""
+    for _ in range(barriers):
+        group.monitored_barrier(timedelta(seconds=20))
+    group.barrier().wait()
+    count = int(current_store().num_keys())
+    group.barrier().wait()
+    return count
+
+
+def no_more_keys(group: ProcessGroup) -> None:
+    few = keys_after(group, 2)
+    assert keys_after(group, 20) <= few + 1  # a key that is about to be deleted
+
+
+def test_monitored_barriers_leave_no_keys_behind(backend: str) -> None:
+    run_ranks(no_more_keys, 3, backend=backend)
+
+
 def test_monitored_barrier_where_the_job_has_a_secret() -> None:
     run_ranks(monitored, 2, backend="host", env={"COLLECTIVES_SECRET": "a secret that all processes share"})
 
