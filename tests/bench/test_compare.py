@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Timing, write_json
+from collectives.bench.store import StoreRecord, StoreReport
+from collectives.bench.training.ddp_report import TrainingRecord, TrainingReport
+from collectives.bench.training.hook_report import HookRecord, HookReport
 from collectives.cli import main
 
 
@@ -20,12 +25,30 @@ def record(peer, size, cold, hot=5.0, loop=None):
     )  # fmt: skip
 
 
-def compare(tmp_path, capsys, old, new, *words, environment=None):
+def training_record(us):
+    times = timing(us), timing(us / 2), timing(us / 4), timing(us / 8)
+    return TrainingRecord(
+        "ours:host", "small", 2, 8, 16, 100, 4, *times, 1 << 20, 1 << 19, True, True, 1.0, True
+    )
+
+
+def hook_record(us):
+    return HookRecord("digits", "fp16", "host", 2, 100, 50, timing(us), 10.0, None, 2.0, 1.0, None, True)
+
+
+def store_record(calls_per_s):
+    rates = {"collectives": [calls_per_s * part for part in (0.95, 1.0, 1.05)], "torch": [1e4, 1e4, 1e4]}
+    return StoreRecord("here", "get", {name: each[1] for name, each in rates.items()}, rates, right=True)
+
+
+def compare(
+    tmp_path, capsys, old, new, *words, environment=None, report=lambda *of: Report("allreduce", *of)
+):
     for name, records in (("old", old), ("new", new)):
         machine = {"cpu": "x", "load_average_1min": len(name)}
         if name == "new":
             machine |= environment or {}
-        write_json(tmp_path / f"{name}.json", Report("allreduce", machine, {"calls": 20}, records).as_json())
+        write_json(tmp_path / f"{name}.json", report(machine, {"calls": 20}, records).as_json())
     status = main(["bench", "compare", str(tmp_path / "old.json"), str(tmp_path / "new.json"), *words])
     return status, capsys.readouterr().out.splitlines()
 
@@ -74,6 +97,66 @@ def test_all_shows_what_did_not_change(tmp_path, capsys):
     assert len([line for line in lines if not line.startswith("#")]) == 6
 
 
+@pytest.mark.parametrize(
+    ("report", "program", "old", "new", "rows"),
+    [
+        (
+            TrainingReport,
+            "ddp",
+            training_record(1000.0),
+            replace(training_record(1000.0), backward=timing(500.0), peak_memory_bytes=1 << 21),
+            ["small ours:host 2 8 16 backward 250.00 500.00 2.00 slower"],
+        ),
+        (
+            HookReport,
+            "hooks",
+            hook_record(1000.0),
+            hook_record(2000.0),
+            ["digits fp16 host 2 iteration 1000.00 2000.00 2.00 slower"],
+        ),
+        (
+            StoreReport,
+            "store",
+            store_record(10e3),
+            store_record(5e3),
+            ["here get collectives call 100.00 200.00 2.00 slower"],
+        ),
+    ],
+)
+def test_reports_of_other_programs_are_compared_by_the_same_rule(
+    tmp_path, capsys, report, program, old, new, rows
+):
+    def of(*parts):
+        return report(program, *parts)
+
+    status, lines = compare(tmp_path, capsys, [old], [new], report=of)
+    assert status == 1
+    assert [" ".join(line.split()) for line in lines if not line.startswith("#")] == rows
+    status, lines = compare(tmp_path, capsys, [old], [old], report=of)
+    assert status == 0
+    assert "0 slower, 0 faster" in lines[-1]
+
+
+def test_reports_of_two_kinds_and_of_none_are_refused_by_name(tmp_path, capsys):
+    files = {}
+    for program, report in (
+        ("ddp", TrainingReport("ddp", {}, {}, [training_record(1.0)])),
+        ("hooks", HookReport("hooks", {}, {}, [hook_record(1.0)])),
+        ("wire", Report("wire", {}, {}, [])),
+    ):
+        files[program] = str(tmp_path / f"{program}.json")
+        write_json(tmp_path / f"{program}.json", report.as_json())
+    for old, new, message in (
+        ("ddp", "hooks", "ddp.json holds a report of 'ddp', but"),
+        ("hooks", "ddp", "ddp.json one of 'ddp'"),
+        ("wire", "ddp", "wire.json holds a report of 'wire', but only those of allreduce"),
+    ):
+        assert main(["bench", "compare", files[old], files[new]]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["bench", "compare", files["hooks"], files["hooks"], "--kinds", "cold"]) == 1
+    assert "unknown times cold; known are iteration" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared(tmp_path, capsys):
     def refused(*words):
         assert main(["bench", "compare", *map(str, words)]) == 1
@@ -83,8 +166,10 @@ def test_what_cannot_be_compared(tmp_path, capsys):
     assert "No such file" in refused(file, file)
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "records": [3]}'):
         file.write_text(text)
-        assert "file.json holds no report of collectives bench allreduce" in refused(file, file)
+        assert "file.json holds no report of allreduce, collectives, demo, ddp, hooks or store" in refused(
+            file, file
+        )
     compare(tmp_path, capsys, OLD, [record("host", 64, 1.0)])
     both = (tmp_path / "old.json", tmp_path / "new.json")
-    assert "have no operation, peer, number of ranks and size in common" in refused(*both)
+    assert "have no point in common (operation, peer, ranks, size (B))" in refused(*both)
     assert "unknown times warm; known are cold, hot, loop" in refused(*both, "--kinds", "warm")
