@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,11 @@ __all__ = [
 
 _R = TypeVar("_R")
 _T = TypeVar("_T")
+
+LOGGED_EVERY_S = 10.0
+"""Least time between two lines of progress where stderr is no terminal."""
+
+_logged_at_s = time.monotonic()  # as if a line had come at the start: quick commands log none
 
 
 # ---- converters ----------------------------------------------------------------------------------------
@@ -246,6 +252,17 @@ def write_files(report: BaseReport[Any], arguments: argparse.Namespace) -> None:
 
 
 def show_progress(line: str) -> None:
-    """Shows a line in place of the last where stderr is a terminal, else nothing; an empty one wipes it."""
+    """Tells on stderr what is under way; an empty line wipes what a terminal shows.
+
+    A terminal shows the line in place of the last. Elsewhere, as in a job's log, it becomes a line of its
+    own, but only every :data:`LOGGED_EVERY_S` seconds.
+
+    Args:
+        line: what is under way, in a few words.
+    """
+    global _logged_at_s  # a process has one stderr, whoever writes
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif line and time.monotonic() - _logged_at_s >= LOGGED_EVERY_S:
+        _logged_at_s = time.monotonic()
+        print(f"# {line}", file=sys.stderr, flush=True)

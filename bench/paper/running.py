@@ -36,8 +36,8 @@ REPORT = "report"
 
 DEFAULT_BUCKET_MB = 25.0
 
-SHOWN_EVERY_S, LOGGED_EVERY_S = 1.0, 10.0
-"""How often a terminal, or a file, shows for how long something has been under way."""
+SHOWN_EVERY_S = 1.0
+"""How often it is told for how long something has been under way."""
 
 
 class _Report(BaseReport[Measured]):
@@ -182,12 +182,8 @@ def _under_way(what: str) -> Iterator[None]:
     begin = time.monotonic()
 
     def tell() -> None:
-        while not done.wait(SHOWN_EVERY_S if sys.stderr.isatty() else LOGGED_EVERY_S):
-            took_s = time.monotonic() - begin
-            if sys.stderr.isatty():
-                show_progress(f"{what}: {took_s:.0f} s")
-            else:
-                print(f"# {what}: {took_s:.0f} s", file=sys.stderr, flush=True)
+        while not done.wait(SHOWN_EVERY_S):
+            show_progress(f"{what}: {time.monotonic() - begin:.0f} s")
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
     thread.start()
