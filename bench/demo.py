@@ -196,13 +196,16 @@ def _train_rank(
     parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_MB)
     result: dict[str, Any] = {}
     tqdm.set_lock(threading.RLock())  # tqdm's own spans processes, and is left over where a rank is ended
-    with tqdm(total=recipe.steps, desc="training", unit="step", disable=rank != 0) as bar:
+    # None draws the bar on a terminal only: a log would hold each of its states.
+    with tqdm(total=recipe.steps, desc="training", unit="step", disable=None if rank == 0 else True) as bar:
 
         def after_step(step: int, loss: float) -> None:
             if step == compared:
                 result["compared"] = flat_parameters(model)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
+            if rank == 0 and bar.disable:
+                show_progress(f"training: step {step} of {recipe.steps}, loss={loss:.3f}")
 
         begin = time.monotonic()
         train(parallel, digits.train, recipe, batches(digits.train, recipe, rank, size), after_step)

@@ -147,8 +147,7 @@ def test_the_demo(tmp_path, monkeypatch, capfd):
     assert "bitwise the same" in out
     assert "all_reduce by host, 2 ranks" in out
     assert "all_reduce by gloo, 2 ranks" in out
-    assert "training: 100%" in err
-    assert err.count("| 0/300") == 1  # one bar, on rank 0
+    assert "\r" not in err  # no bar where there is no terminal
 
     path = tmp_path / "new" / "collectives-demo.json"
     training = json.loads(path.read_text())["training"]
@@ -250,6 +249,8 @@ def test_ctrl_c_ends_the_demo_and_its_ranks(tmp_path, fresh_python):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         rest = process.stderr.read().decode()
         assert process.wait(timeout=30) == 130
+    assert b"# training: step " in seen
+    assert b"\r" not in seen  # no bar where there is no terminal
     assert rest.endswith("collectives: interrupted\n")
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}/exe").exists() for pid in ranks):
