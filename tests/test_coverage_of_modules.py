@@ -81,7 +81,7 @@ TESTED_THROUGH = {
     "bench/core": (
         "bench/test_allreduce.py",
         "parts of every program",
-        "arguments image",
+        "image",
     ),
     "bench/cost_model": (
         "bench/cost_model/test_command.py",
@@ -106,7 +106,7 @@ TESTED_THROUGH = {
     "bench/training": (
         "bench/test_ddp.py",
         "what the program measures",
-        "ddp_worker hook_report hook_worker",
+        "ddp_worker hook_worker",
     ),
     "collectives": (
         "collectives/cli",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collectives.backends.nccl.device import why_no_cuda
 from collectives.backends.nccl.group import ProcessGroupNCCL
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.operations.reductions import capabilities_on
 from collectives.backends.nccl.options import checked_options, option_names
@@ -20,7 +20,7 @@ __all__ = ["NcclConfig", "ProcessGroupNCCL", "capabilities", "create", "option_n
 
 def unavailable() -> str | None:
     """Returns why NCCL cannot be used here, or ``None``."""
-    return why_no_cuda() or loading.unavailable()
+    return why_no_cuda() or providers.unavailable()
 
 
 def capabilities() -> Capabilities:
@@ -43,4 +43,4 @@ def create(options: GroupOptions) -> ProcessGroupNCCL:
         CollectiveTimeoutError: ranks did not come in time to make them.
     """
     chosen = checked_options(options.pg_options, options.rank)
-    return ProcessGroupNCCL(options, loading.load(chosen.provider))
+    return ProcessGroupNCCL(options, providers.load(chosen.provider))

@@ -15,7 +15,7 @@ from collectives import ProcessGroup
 from collectives.backends import nccl
 from collectives.backends.nccl.device import CudaDevice as NcclDevice
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on
 from collectives.bench.acceptance.platform import Graph, Platform
 from collectives.bench.core.devices import CudaDevice
@@ -104,7 +104,7 @@ class CudaPlatform(Platform):
     @property
     def stated(self) -> Capabilities:
         """Returns the statement of a group of the nccl backend."""
-        float8 = loading.load().version() >= FLOAT8_VERSION and NcclDevice.reduces_float8()
+        float8 = providers.load().version() >= FLOAT8_VERSION and NcclDevice.reduces_float8()
         return capabilities_on(self.kind, float8)
 
     def delay(self, seconds: float) -> None:

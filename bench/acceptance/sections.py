@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
 from collectives.bench.acceptance import failures, streams
 from collectives.bench.acceptance.budget import Budget, Work, budget_of
@@ -73,7 +73,7 @@ class Plan:
         Operations are issued by the core at the addresses of the library, the same with each provider: the
         first one stands for the others where only those matter.
         """
-        return loading.PROVIDERS[:1] if self.short else loading.PROVIDERS
+        return providers.PROVIDERS[:1] if self.short else providers.PROVIDERS
 
 
 # ---- preflight -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _preflight(plan: Plan) -> Iterator[Row]:
     checks: dict[str, Callable[[], Found]] = {
         "devices": lambda: (", ".join(platform.gpus()), {"gpus": [*platform.gpus()]}),
         "driver and CUDA": lambda: (platform.versions(), {}),
-        **{f"provider {name}": partial(_provider, name) for name in loading.PROVIDERS},
+        **{f"provider {name}": partial(_provider, name) for name in providers.PROVIDERS},
         "one libnccl": _one_file,
         "topology": lambda: (platform.topology(), {}),
         "peer access": partial(_peer_access, platform),
@@ -95,10 +95,10 @@ def _preflight(plan: Plan) -> Iterator[Row]:
 
 
 def _provider(name: str) -> Found:
-    reason = loading.unavailable(name)
+    reason = providers.unavailable(name)
     if reason is not None:
         raise CheckFailedError(reason)
-    return loading.describe(name), {}
+    return providers.describe(name), {}
 
 
 def _one_file() -> Found:
@@ -187,15 +187,15 @@ def _asked(plan: Plan, provider: str) -> Sequence[Question]:
 
 @contextmanager
 def _provider_chosen(provider: str) -> Iterator[None]:
-    before = os.environ.get(loading.PROVIDER_VARIABLE)
-    os.environ[loading.PROVIDER_VARIABLE] = provider
+    before = os.environ.get(providers.PROVIDER_VARIABLE)
+    os.environ[providers.PROVIDER_VARIABLE] = provider
     try:
         yield
     finally:
         if before is None:
-            del os.environ[loading.PROVIDER_VARIABLE]
+            del os.environ[providers.PROVIDER_VARIABLE]
         else:
-            os.environ[loading.PROVIDER_VARIABLE] = before
+            os.environ[providers.PROVIDER_VARIABLE] = before
 
 
 def _judged(
@@ -259,7 +259,7 @@ def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found
         name,
         ranks,
         _LIMIT_S,
-        environment={loading.PROVIDER_VARIABLE: provider},
+        environment={providers.PROVIDER_VARIABLE: provider},
         without=[ranks - 1] if case.leaves else [],
     )
     figures = case.judge(ends)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.backends.algorithms import ALGORITHMS
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.bench.comparison import verification
 from collectives.bench.comparison.goals import goal_lines, parse_goal
 from collectives.bench.comparison.measurement import measure
@@ -91,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     )
     parser.add_argument(
         "--provider",
-        choices=loading.PROVIDERS,
-        help=f"package by which the nccl backend calls NCCL (default: {loading.PROVIDER_VARIABLE}, or else "
+        choices=providers.PROVIDERS,
+        help=f"package by which the nccl backend calls NCCL (default: {providers.PROVIDER_VARIABLE}, or else "
         "the first that works)",
     )
     parser.add_argument(

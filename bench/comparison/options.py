@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.bench.comparison import mpi4py_peer, torch_peer
 from collectives.bench.comparison.goals import parse_goal
 from collectives.bench.comparison.mpi4py_peer import MPI4PY, is_mpi4py
@@ -136,9 +136,9 @@ class Options:
 
     def _check_device(self) -> None:
         check_device(self.device)
-        if self.provider is not None and self.provider not in loading.PROVIDERS:
+        if self.provider is not None and self.provider not in providers.PROVIDERS:
             raise ValueError(
-                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(loading.PROVIDERS)}"
+                f"unknown provider {self.provider!r} of NCCL; known are {', '.join(providers.PROVIDERS)}"
             )
         if self.provider is not None and self.device == "cpu":
             raise ValueError("a provider of NCCL serves tensors on cuda; ask for that device")
@@ -227,7 +227,7 @@ def _why_not_here(
     backend, algorithm = split_name(name)
     spec = backend_spec(backend)
     chosen = spec.name == "nccl" and provider is not None
-    reason = loading.unavailable(provider) if chosen else why_unavailable(spec.name)
+    reason = providers.unavailable(provider) if chosen else why_unavailable(spec.name)
     if reason is None:
         reason = why_not_on(device, spec)
     if reason is None and algorithm is not None and device != "cpu":

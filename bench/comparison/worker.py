@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import collectives
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.bench.comparison import torch_peer, verification
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
@@ -395,7 +395,7 @@ def run_worker(
     torch.set_num_threads(1)
     DEVICES[workload.device].take(rank, size)
     if workload.provider is not None:
-        os.environ[loading.PROVIDER_VARIABLE] = workload.provider
+        os.environ[providers.PROVIDER_VARIABLE] = workload.provider
     enter_as_rank(workload.namespaces, rank)
     if workload.cores:
         bind_to_core(workload.cores[rank])
@@ -465,7 +465,7 @@ def _peers(workload: Workload) -> tuple[dict[str, Bind], Ready]:
             peer = group_peer(group, op, algorithm)
             ask = partial(why_not, group, dtype=dtype, op=op, device=workload.device, algorithm=algorithm)
             if backend in {"nccl", "mpi"}:
-                versions[name] = loading.describe() if backend == "nccl" else mpi_version()
+                versions[name] = providers.describe() if backend == "nccl" else mpi_version()
         reasons = {word: ask(OPERATIONS[word]) for word in workload.operations}
         refused |= {(name, word): reason for word, reason in reasons.items() if reason is not None}
         if None in reasons.values():

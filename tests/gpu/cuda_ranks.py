@@ -55,10 +55,10 @@ def _in_group(
 ) -> Any:
     device = take_device(rank, size)
     from collectives.backends.nccl import ProcessGroupNCCL, create
-    from collectives.backends.nccl.libnccl import loading
+    from collectives.backends.nccl.libnccl import providers
     from collectives.registry.backends import GroupOptions
 
-    reason = loading.unavailable(provider)
+    reason = providers.unavailable(provider)
     if reason is not None:
         pytest.skip(reason)
     group = create(

@@ -16,7 +16,7 @@ from optimizers_in_hooks import every_form
 
 import collectives
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.core.types import AllreduceOptions, make_premul_sum
 from collectives.ddp import DistributedDataParallel
@@ -25,7 +25,7 @@ pytestmark = needs_device
 SIZES = numbers_of_ranks(torch.cuda.device_count())
 sizes = pytest.mark.parametrize("size", SIZES)
 everywhere = pytest.mark.parametrize(
-    ("provider", "size"), [(name, size) for size in SIZES for name in loading.PROVIDERS]
+    ("provider", "size"), [(name, size) for size in SIZES for name in providers.PROVIDERS]
 )
 
 CYCLES = 100_000_000

@@ -39,11 +39,11 @@ def make_group(path: Path, provider: str, rank: int, size: int, store: Any = Non
     """Returns a group over the double; ``options`` are further fields of :class:`GroupOptions`."""
     load(path)
     from collectives.backends.nccl import ProcessGroupNCCL
-    from collectives.backends.nccl.libnccl import loading
+    from collectives.backends.nccl.libnccl import providers
 
     fields = {"timeout": timedelta(seconds=20), "group_name": "over the double", **options}
     given = GroupOptions(current_store() if store is None else store, rank, size, **fields)
-    return ProcessGroupNCCL(given, loading.load(provider), DoubleDevice)
+    return ProcessGroupNCCL(given, providers.load(provider), DoubleDevice)
 
 
 def run_over_double(

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from collectives import ProcessGroup
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.operations.reductions import capabilities_on
 from collectives.bench.acceptance.platform import Platform
 from collectives.core.capabilities import Capabilities
@@ -77,7 +77,7 @@ class DoublePlatform(Platform):
         load(file)
 
         def create(options: Any) -> Any:
-            provider = os.environ.get(loading.PROVIDER_VARIABLE)
+            provider = os.environ.get(providers.PROVIDER_VARIABLE)
             fields = ("timeout", "group_name", "global_ranks", "device_id", "split_from")
             about = {field: getattr(options, field) for field in fields}
             return make_group(file, provider, options.rank, options.size, options.store, **about)
@@ -91,7 +91,7 @@ class DoublePlatform(Platform):
         pass
 
     def make_group(self, store: Any, rank: int, size: int, limit: timedelta, name: str) -> ProcessGroup:
-        provider = os.environ.get(loading.PROVIDER_VARIABLE)
+        provider = os.environ.get(providers.PROVIDER_VARIABLE)
         group: ProcessGroup = make_group(_file(), provider, rank, size, store, timeout=limit, group_name=name)
         return group
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import current_store, run_ranks
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclConfig, NcclLibrary
 from nccl_double import NcclDouble
 
@@ -19,7 +19,7 @@ PROVIDERS = [
         name,
         marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed"),
     )
-    for name in loading.PROVIDERS
+    for name in providers.PROVIDERS
 ]
 
 
@@ -44,7 +44,7 @@ def connected(
 ) -> Iterator[tuple[NcclDouble, NcclLibrary, Communicator]]:
     """Loads double and provider and connects the ranks; checks that nothing is left at the end."""
     double = NcclDouble(path)
-    library = loading.load(provider)
+    library = providers.load(provider)
     communicator = library.init(shared_id(library, rank), size, rank, config)
     yield double, library, communicator
     if not communicator.ended:

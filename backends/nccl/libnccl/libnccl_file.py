@@ -1,4 +1,4 @@
-"""Which file of NCCL this process has loaded, of which there may be only one.
+"""Where the file of NCCL is found, and which one this process has loaded, of which there may be only one.
 
 Communicators, errors and group state belong to a copy of the library. torch, CuPy and pynccl each look for
 one in their own way, and two copies in a process would know nothing of each other.
@@ -6,6 +6,7 @@ one in their own way, and two copies in a process would know nothing of each oth
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ import torch
 __all__ = [
     "LoadedFile",
     "ProviderError",
+    "find_folder",
     "install_command",
     "loaded_files",
     "the_loaded_file",
-    "wheel_folder",
 ]
 
 _NAME = re.compile(r"libnccl\.so(\.\d+)*$")
@@ -69,7 +70,27 @@ def the_loaded_file() -> LoadedFile | None:
     return found[0] if found else None
 
 
-def wheel_folder() -> Path | None:
+def find_folder() -> Path | None:
+    """Returns the folder of the copy that is loaded, else of NVIDIA's wheel, else of the system's.
+
+    To find the system's, it loads that. ``None`` where there is none.
+
+    Raises:
+        ProviderError: several copies are loaded.
+    """
+    loaded = the_loaded_file()
+    if loaded is None:
+        if (wheel := _wheel_folder()) is not None:
+            return wheel
+        try:
+            ctypes.CDLL("libnccl.so.2")
+        except OSError:
+            return None
+        loaded = the_loaded_file()
+    return Path(loaded.path).parent if loaded is not None else None
+
+
+def _wheel_folder() -> Path | None:
     """Returns the folder with the library of NVIDIA's wheel nvidia-nccl-cu12 or -cu13, if there is one."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")

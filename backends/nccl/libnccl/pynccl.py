@@ -8,7 +8,6 @@ here. Operations, and what it lacks, are called in the library that it loaded. I
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import warnings
@@ -24,9 +23,9 @@ from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.libnccl.libnccl_file import (
     ProviderError,
+    find_folder,
     install_command,
     the_loaded_file,
-    wheel_folder,
 )
 from collectives.backends.nccl.libnccl.symbols import Symbols
 
@@ -47,7 +46,7 @@ def load() -> PyncclLibrary:
     """
     binding = _import_binding()
     before = the_loaded_file()
-    with _led_to(_folder(before.path if before is not None else None)):
+    with _led_to(None if os.environ.get(_VARIABLE) else find_folder()):
         _refuse_another(before.path if before is not None else None)
         try:
             api = binding.libnccl()
@@ -80,22 +79,6 @@ def _import_binding() -> Any:
             raise ProviderError(f"pynccl cannot be imported: {error}") from error
         except Exception as error:  # numba and numba-cuda that do not fit raise AttributeError and more
             raise ProviderError(f"pynccl cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _folder(loaded: str | None) -> Path | None:
-    """Returns the folder that pynccl is to be led to; ``None`` leaves it to the user's choice."""
-    if os.environ.get(_VARIABLE):
-        return None
-    if loaded is None and (wheel := wheel_folder()) is not None:
-        return wheel
-    if loaded is None:
-        try:
-            ctypes.CDLL("libnccl.so.2")
-        except OSError:
-            return None  # pynccl looks in sys.prefix itself
-        file = the_loaded_file()
-        loaded = file.path if file is not None else None
-    return Path(loaded).parent if loaded is not None else None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from collectives import P2POp, ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends import nccl
 from collectives.backends.nccl import NcclConfig, ProcessGroupNCCL
 from collectives.backends.nccl.device import CudaDevice
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.round_robin import round_robin_process_groups
 from collectives.ddp import DistributedDataParallel
@@ -154,7 +154,7 @@ def split_off(group: Any, path: Path) -> None:
     assert collectives.split_group(split_ranks=[[1]]) is None or rank == 1
     collectives.barrier()
     collectives.destroy_process_group()
-    library = loading.load("pynccl")
+    library = providers.load("pynccl")
     with pytest.raises(NcclError, match="not split, but made"):  # what was ordered, and has not been used
         library.init(library.unique_id(), 1, 0)
     assert double.communicators() == before
@@ -211,7 +211,7 @@ def by_dist2(group: Any) -> None:
 
 def refuses_tensors_of_the_cpu(group: Any, path: Path) -> None:
     """Names them before anything is sent, so that one rank alone hears of it; on the real devices."""
-    double, library = load(path), loading.load("cupy")
+    double, library = load(path), providers.load("cupy")
     store = torch_dist.PrefixStore("real", group.get_group_store())
     real = ProcessGroupNCCL(GroupOptions(store, group.rank(), group.size(), LIMIT), library)
     with mock.patch.object(CudaDevice, "reduces_float8", return_value=False):  # it would ask the driver

@@ -10,7 +10,7 @@ import torch
 from nccl_double import LastCall, NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.codes import (
     DATA_TYPES,
     REDUCTIONS,
@@ -427,7 +427,7 @@ def test_nonblocking_communicators_are_refused(provider: str, nccl_library: Path
 
 def nonblocking(rank: int, size: int, provider: str, path: Path) -> None:
     NcclDouble(path)
-    library = loading.load(provider)
+    library = providers.load(provider)
     with pytest.raises(ValueError, match="NCCL_COMM_BLOCKING=0"):
         library.init(library.unique_id(), size, rank)
 

@@ -16,7 +16,7 @@ from harness import Died, current_store
 from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, connected, on, shared_id
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.codes import (
     NcclDataType,
     NcclStatus,
@@ -270,7 +270,7 @@ def test_a_rank_that_dies(provider: str, nccl_library: Path) -> None:
 
 def missing(rank: int, size: int, provider: str, path: Path) -> bool:
     NcclDouble(path)
-    library = loading.load(provider)
+    library = providers.load(provider)
     identifier = shared_id(library, rank)
     if rank == 1:
         return True  # never comes

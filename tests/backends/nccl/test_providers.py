@@ -15,7 +15,7 @@ from nccl_double import NcclDouble
 from nccl_double.ranks import PROVIDERS, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.interface import NcclConfig
 from collectives.backends.nccl.libnccl.libnccl_file import loaded_files
 
@@ -24,30 +24,30 @@ pytestmark = [mark for provider in PROVIDERS for mark in provider.marks]
 
 def alone(function: object, *args: object, **env: str) -> None:
     """Runs a function in a process of its own, which ends with it."""
-    unset = {loading.PROVIDER_VARIABLE: None, "NUMBA_NCCLLIB": None}
+    unset = {providers.PROVIDER_VARIABLE: None, "NUMBA_NCCLLIB": None}
     run_ranks(function, 1, *args, isolated=True, env={**unset, **env})
 
 
 def first_of_both(rank: int, size: int, path: Path) -> None:
     NcclDouble(path)
-    library = loading.load()
+    library = providers.load()
     assert library.name == "cupy"
-    assert loading.load("CuPy") is library
-    assert loading.unavailable("pynccl") is None
-    assert loading.load("pynccl").path == library.path == str(path)
+    assert providers.load("CuPy") is library
+    assert providers.unavailable("pynccl") is None
+    assert providers.load("pynccl").path == library.path == str(path)
     assert len(loaded_files()) == 1
-    assert re.fullmatch(r"NCCL 2\.\d+\.\d+ by way of cupy \d+\.\d.*", loading.describe())
-    assert re.fullmatch(r"NCCL 2\.\d+\.\d+ by way of pynccl \d+\.\d.*", loading.describe("pynccl"))
+    assert re.fullmatch(r"NCCL 2\.\d+\.\d+ by way of cupy \d+\.\d.*", providers.describe())
+    assert re.fullmatch(r"NCCL 2\.\d+\.\d+ by way of pynccl \d+\.\d.*", providers.describe("pynccl"))
     with pytest.raises(ValueError, match="one of cupy, pynccl, but is 'gloo'"):
-        loading.load("gloo")
+        providers.load("gloo")
 
 
 def chosen_by_environment(rank: int, size: int, path: Path) -> None:
     NcclDouble(path)
-    assert loading.load().name == "pynccl"
-    assert loading.load("cupy").name == "cupy", "what the program says counts more"
-    os.environ[loading.PROVIDER_VARIABLE] = "nccl4py"
-    assert "COLLECTIVES_NCCL_PROVIDER must be one of" in str(loading.unavailable())
+    assert providers.load().name == "pynccl"
+    assert providers.load("cupy").name == "cupy", "what the program says counts more"
+    os.environ[providers.PROVIDER_VARIABLE] = "nccl4py"
+    assert "COLLECTIVES_NCCL_PROVIDER must be one of" in str(providers.unavailable())
 
 
 def test_cupy_comes_first(nccl_library: Path) -> None:
@@ -63,11 +63,11 @@ def without_packages(rank: int, size: int, path: Path) -> None:
     for name in ("cupy", "pynccl"):
         sys.modules[name] = None  # as if it were not installed
     with pytest.raises(DistBackendError, match="no provider of NCCL") as caught:
-        loading.load()
+        providers.load()
     text = str(caught.value)
     assert "cupy: CuPy is not installed; install it with: pip install 'torch-collectives[cuda" in text
     assert "pynccl: pynccl is not installed; install it with: pip install 'torch-collectives[cuda" in text
-    assert str(loading.unavailable("pynccl")).startswith(
+    assert str(providers.unavailable("pynccl")).startswith(
         "NCCL cannot be used by way of pynccl: pynccl is not"
     )
 
@@ -77,7 +77,7 @@ def test_without_packages(nccl_library: Path) -> None:
 
 
 def without_library(rank: int, size: int) -> None:
-    reason = loading.unavailable()
+    reason = providers.unavailable()
     if reason is None:
         pytest.skip("NCCL is installed here")
     assert "finds no libnccl.so.2; install one with: pip install" in reason
@@ -122,8 +122,8 @@ def test_versions(nccl_library: Path) -> None:
 def two_copies(rank: int, size: int, path: Path, other: str) -> None:
     NcclDouble(path)
     ctypes.CDLL(other)
-    for provider in loading.PROVIDERS:
-        reason = str(loading.unavailable(provider))
+    for provider in providers.PROVIDERS:
+        reason = str(providers.unavailable(provider))
         assert "2 different copies of NCCL are loaded" in reason
         assert str(path) in reason
         assert other in reason
@@ -131,36 +131,36 @@ def two_copies(rank: int, size: int, path: Path, other: str) -> None:
 
 def second_copy(rank: int, size: int, path: Path) -> None:
     NcclDouble(path)
-    reason = str(loading.unavailable("pynccl"))
+    reason = str(providers.unavailable("pynccl"))
     assert f"pynccl would open {os.environ['NUMBA_NCCLLIB']}/libnccl.so.2" in reason
     assert f"this process has loaded {path}" in reason
     assert [file.path for file in loaded_files()] == [str(path)]
-    assert loading.load().name == "cupy", "the other one can still be used"
+    assert providers.load().name == "cupy", "the other one can still be used"
 
 
 def users_folder(rank: int, size: int, path: Path) -> None:
     assert loaded_files() == []
-    assert loading.load("pynccl").path == str(path)
+    assert providers.load("pynccl").path == str(path)
 
 
 def wheel_of_nvidia(rank: int, size: int, site: Path) -> None:
     sys.path.insert(0, str(site))
-    assert loading.load("pynccl").path == str(site / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
+    assert providers.load("pynccl").path == str(site / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
     assert "NUMBA_NCCLLIB" not in os.environ, "the user's processes are not led"
 
 
 def library_of_another_name(rank: int, size: int) -> None:
-    reason = str(loading.unavailable("pynccl"))
+    reason = str(providers.unavailable("pynccl"))
     assert "libnccl.so.2, which is no libnccl.so; look at NUMBA_NCCLLIB" in reason
 
 
 def versions(rank: int, size: int, path: Path) -> None:
     double = NcclDouble(path)
     double.set_version(2708)
-    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(loading.unavailable())
-    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(loading.unavailable("cupy"))
+    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(providers.unavailable())
+    assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(providers.unavailable("cupy"))
     double.set_version(22005)
-    library = loading.load()
+    library = providers.load()
     with pytest.raises(ValueError, match=r"traffic_class needs NCCL 2\.26\.0, but .* is NCCL 2\.20\.5"):
         library.init(shared_id(library, rank), size, rank, NcclConfig(traffic_class=1))
     library.init(shared_id(library, rank), size, rank, NcclConfig(max_ctas=1)).abort()

@@ -14,7 +14,7 @@ from nccl_double.groups import load, run_over_double
 from nccl_double.ranks import PROVIDERS, on, shared_id
 
 from collectives import DistBackendError
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.codes import NcclStatus
 from collectives.backends.nccl.libnccl.interface import NcclError, NcclLibrary
 
@@ -31,7 +31,7 @@ def refusal(double: NcclDouble, library: NcclLibrary, rank: int, size: int, key:
 def one_gpu(rank: int, size: int, provider: str, path: Path) -> None:
     """Only those who share it know why; the others see that ranks are gone."""
     double = NcclDouble(path)
-    library = loading.load(provider)
+    library = providers.load(provider)
     if rank != 1:
         double.set_gpu(GPU)
     error = refusal(double, library, rank, size)
@@ -50,7 +50,7 @@ def one_gpu_of_several_hosts(rank: int, size: int, provider: str, path: Path) ->
     """As GPUs are shared in tests: what NCCL takes for hosts are ranks."""
     os.environ["NCCL_HOSTID"] = f"host{rank}"
     double = NcclDouble(path)
-    library = loading.load(provider)
+    library = providers.load(provider)
     double.set_gpu(GPU)
     library.init(shared_id(library, rank), size, rank).destroy()
 
@@ -58,7 +58,7 @@ def one_gpu_of_several_hosts(rank: int, size: int, provider: str, path: Path) ->
 def several_versions(rank: int, size: int, provider: str, path: Path) -> None:
     double = NcclDouble(path)
     double.set_version(22803 if rank == 2 else 22809)
-    library = loading.load(provider)
+    library = providers.load(provider)
     error = refusal(double, library, rank, size)
     assert error.status == NcclStatus.INVALID_USAGE
     mine, theirs, other = (22803, 22809, 0) if rank == 2 else (22809, 22803, 2)

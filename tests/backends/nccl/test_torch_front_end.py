@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from nccl_double.device import DoubleDevice
 from nccl_double.groups import load, make_group, run_over_double
 
-from collectives.backends.nccl.libnccl import loading
+from collectives.backends.nccl.libnccl import providers
 from collectives.backends.nccl.libnccl.interface import NcclError
 from collectives.registry.backends import BackendSpec, register_backend_spec
 from collectives.torch_bridge import register_backend
@@ -81,7 +81,7 @@ def bound_to_a_device(rank: int, size: int, path: Path) -> None:
     torch_dist.all_reduce(total, group=half)
     assert seen(total) == [float(sum(members))] * 2
     assert (alone is None) is (rank != size - 1)
-    library = loading.load("cupy")
+    library = providers.load("cupy")
     with pytest.raises(NcclError, match="not split, but made"):  # what was ordered, and has not been used
         library.init(library.unique_id(), 1, 0)
     with pytest.raises(ValueError, match="must be different ones from 0 to"):

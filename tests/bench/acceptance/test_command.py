@@ -238,7 +238,7 @@ def test_float8_is_asked_for_where_nccl_and_the_gpu_have_it(
     version: int, reduces: bool, stated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = SimpleNamespace(version=lambda: version)
-    monkeypatch.setattr(cuda.loading, "load", lambda: library)
+    monkeypatch.setattr(cuda.providers, "load", lambda: library)
     monkeypatch.setattr(cuda.NcclDevice, "reduces_float8", lambda: reduces)
     reason = CudaPlatform().stated.why_not("all_reduce", device="cuda", dtype=torch.float8_e5m2)
     assert (reason is None) == stated
