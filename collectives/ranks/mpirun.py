@@ -56,7 +56,7 @@ class Mpirun:
         return [*self.before, self.program, *self.words, "-n", str(ranks), *words]
 
     def environment(self, ranks: int) -> Mapping[str, str]:
-        """Returns the environment of ranks; Open MPI refuses root and more ranks than cores unless told."""
+        """Returns the environment of ranks; Open MPI refuses root, and more ranks than cores, unless told."""
         extra = dict(self.variables)
         if os.geteuid() == 0:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -65,6 +65,7 @@ class Mpirun:
                 "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 "OMPI_MCA_mpi_yield_when_idle": "1",  # which it sees for itself on one machine alone
+                "I_MPI_PIN": "0",  # Intel's binds ranks to cores
             }
         return {**os.environ, **extra}
 
@@ -135,6 +136,8 @@ def find_mpirun(prefix: str | None = None) -> Mpirun | None:
     extended = {
         name: os.pathsep.join([new, *filter(None, [os.environ.get(name)])]) for name, new in found.items()
     }
+    if any(folder.glob("lib*-fi.so")):  # providers of Intel's libfabric, which looks for them elsewhere
+        extended["FI_PROVIDER_PATH"] = str(folder)
     return Mpirun(program, {"MPI4PY_LIBMPI": str(libraries[0]), **extended})
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 from mpi_team import VARIABLE, Teams, find_installations
 
-NAMES = ("openmpi", "mpich")
+USUAL = ("openmpi", "mpich")
+FURTHER = tuple(one.name for one in find_installations() if one.name not in USUAL)
+"""Those that are asked for by name, as Intel's."""
 
 
-@pytest.fixture(params=NAMES, scope="session")
+@pytest.fixture(params=[*USUAL, *FURTHER], scope="session")
 def mpi(request: pytest.FixtureRequest) -> Iterator[Teams]:
     """Jobs of one MPI."""
     pytest.importorskip("mpi4py", reason="needs mpi4py: python -m pip install 'torch-collectives[mpi]'")

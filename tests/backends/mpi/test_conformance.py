@@ -306,6 +306,8 @@ def large_counts(rank: int, size: int) -> None:
 
 @pytest.mark.full
 def test_counts_beyond_those_of_an_int(mpi: Teams) -> None:
+    if mpi.installation.name == "intelmpi":
+        pytest.skip("MPI_Ibcast of Intel MPI 2021.18 fails there by itself; the page of limits says so")
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     gigabytes = int(lines["MemAvailable"].split()[0]) / 2**20
     if gigabytes < 12:

@@ -31,7 +31,6 @@ def test_machines_that_do_not_fit_are_refused(options, message):
 def test_a_shaped_link_bounds_the_bandwidth(make_machines, monkeypatch):  # noqa: F811
     make_machines(1)  # skips where there can be none
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("I_MPI_PIN", "0")
     mpis = tuple((one.name, str(one.prefix)) for one in find_installations())
     peers = ("gloo", *(f"mpi4py:{name}" for name, _ in mpis))
     options = Options(

