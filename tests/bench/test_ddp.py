@@ -43,8 +43,9 @@ def test_a_run_with_peers_of_all_kinds(tmp_path, capsys):
         assert record["agrees"]
         assert (record["ranks"], record["batch"], record["iteration"]["calls"]) == (2, 1, 3)
         assert record["parameters"] > 4e6
-        phases = sum(record[phase]["min_us"] for phase in ("forward", "backward", "step"))
-        assert phases <= record["iteration"]["p90_us"] * 1.01
+        for phase in ("forward", "backward", "step"):  # part of each iteration, on each rank
+            for figure in ("min_us", "median_us", "p90_us"):
+                assert 0 < record[phase][figure] <= record["iteration"][figure]
         # Parameters, gradients and buckets at least.
         assert record["peak_memory_bytes"] - record["start_memory_bytes"] > 3 * 4 * record["parameters"]
     ours, noop, torchs = records.values()
