@@ -1,8 +1,8 @@
 """Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
 
 Inside: the programs; in folders what they share (core) and what one question needs, with its program where
-it needs no other (acceptance, comparison, cost_model, doctor, paper, scale, training, tuning). Not here:
-processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
+it needs no other (acceptance, comparison, cost_model, doctor, paper, scale, training, tuning, wire). Not
+here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS = {
     "paper": "collectives.bench.paper.command",
     "scale": "collectives.bench.scale.command",
     "store": "collectives.bench.store",
-    "wire": "collectives.bench.wire",
+    "wire": "collectives.bench.wire.command",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.
 

@@ -24,7 +24,8 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.bench.core.arguments import (
     add_files,
-    at_least,
+    add_turns,
+    check_turns,
     conclude,
     failing_as_command,
     options_from,
@@ -124,10 +125,7 @@ class Options:
             for name in names:
                 if name not in known:
                     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be 1 or more, but is {self.rounds}")
-        if not 0 < self.seconds < 3600:
-            raise ValueError(f"seconds must be more than 0 and less than 3600, but is {self.seconds}")
+        check_turns(self.rounds, self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +300,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="NAME,...",
             help=f"default: {','.join(known)}",
         )
-    parser.add_argument(
-        "--rounds",
-        type=at_least(1),
-        default=5,
-        metavar="N",
-        help="turns of each store (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.2, metavar="S", help="least time of a turn (default: %(default)s)"
-    )
+    add_turns(parser, "store", rounds=5, seconds=0.2)
     add_files(parser)
 
 

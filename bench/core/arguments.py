@@ -26,8 +26,10 @@ __all__ = [
     "add_machines",
     "add_rank_options",
     "add_ranks",
+    "add_turns",
     "at_least",
     "check_plot",
+    "check_turns",
     "conclude",
     "failing_as_command",
     "options_from",
@@ -158,6 +160,47 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="what each of these machines can send, in the units of tc, such as 1gbit (default: no limit)",
     )
+
+
+def add_turns(parser: argparse.ArgumentParser, what: str, *, rounds: int, seconds: float) -> None:
+    """Adds ``--rounds`` and ``--seconds``.
+
+    Args:
+        parser: the program's.
+        what: what takes turns, in a word.
+        rounds: turns of each, where the user says nothing.
+        seconds: least duration of a turn, likewise.
+    """
+    parser.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=rounds,
+        metavar="N",
+        help=f"turns of each {what} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help="least time of a turn (default: %(default)s)",
+    )
+
+
+def check_turns(rounds: int, seconds: float) -> None:
+    """Checks what :func:`add_turns` adds.
+
+    Args:
+        rounds: turns of each.
+        seconds: least duration of a turn.
+
+    Raises:
+        ValueError: a number is too small, or a turn takes an hour or more.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be 1 or more, but is {rounds}")
+    if not 0 < seconds < 3600:
+        raise ValueError(f"seconds must be more than 0 and less than 3600, but is {seconds}")
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from collectives.bench import wire
+from collectives.bench.wire import command
+from collectives.bench.wire.rank import OURS
+from collectives.bench.wire.ways import WAYS
 from collectives.cli import main
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 SHORT = ["--rounds", "2", "--seconds", "0.001"]
-NAMES = [*wire.WAYS, *wire.OURS]
+NAMES = [*WAYS, *OURS]
 
 
 def test_the_command_moves_bytes_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +29,7 @@ def test_the_command_moves_bytes_in_every_way(tmp_path: Path, capsys: pytest.Cap
     ]
     for size in (1000, 3 << 20):
         some = {record["way"]: record for record in records if record["size_bytes"] == size}
-        assert min(some[name]["over_kernel"] for name in wire.WAYS) == 1
+        assert min(some[name]["over_kernel"] for name in WAYS) == 1
         for name, record in some.items():
             assert some[name]["cpu_ms_per_gb_median"] > 0
             assert 0 < record["sender_share"] < 1
@@ -37,13 +39,13 @@ def test_the_command_moves_bytes_in_every_way(tmp_path: Path, capsys: pytest.Cap
 def test_bytes_that_do_not_arrive_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wire, "SpawnedRanks", Forgetful)
+    monkeypatch.setattr(command, "SpawnedRanks", Forgetful)
     assert main(["bench", "wire", "--sizes", "64K", *SHORT]) == 1
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
     assert [line.split()[-1] for line in table] == ["yes"] + ["no"] + ["yes"] * (len(NAMES) - 2)
 
 
-class Forgetful(wire.SpawnedRanks):
+class Forgetful(command.SpawnedRanks):
     def ask(self, command):  # type: ignore[no-untyped-def]
         answers = super().ask(command)
         return [True, False] if command == ("check", NAMES[1]) else answers
