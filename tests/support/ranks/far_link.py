@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import pytest
 from sources import PYTHONPATH
 
 from collectives.bench.core.namespaces import Machines, enter
@@ -31,6 +32,7 @@ INTERFACE = "far0"
 NETWORK = "fd00:ca11"
 """The first two groups of the addresses; the last is 1 and 2."""
 
+_DEVICE = "/dev/net/tun"
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 _MTU = 9000
 
@@ -38,6 +40,8 @@ _MTU = 9000
 @contextlib.contextmanager
 def far_link(machines: Machines, seconds: float) -> Iterator[None]:
     """Joins the first two machines for the length of a ``with`` block; frames take ``seconds`` each way."""
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        pytest.skip(f"no TAP interfaces here: {_DEVICE} is missing, or not this user's")
     words = [machines.namespace(0), machines.namespace(1), str(seconds)]
     with subprocess.Popen(
         [sys.executable, __file__, *words],
@@ -53,7 +57,7 @@ def far_link(machines: Machines, seconds: float) -> Iterator[None]:
 def _interface(namespace: str, number: int) -> int:
     """Returns the descriptor of an interface of a machine, which lives as long as that."""
     enter(namespace)
-    end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    end = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TAP | _IFF_NO_PI))
     for command in (
         f"link set {INTERFACE} mtu {_MTU} up",

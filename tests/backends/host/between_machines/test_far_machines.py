@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness import Died, run_ranks
 from machines import make_machines  # noqa: F401 - a fixture
 
 import collectives as dist
+from collectives.bench.core.namespaces import Machines
 
 pytestmark = pytest.mark.full
 
@@ -53,17 +56,15 @@ def collectives_and_messages(group: dist.ProcessGroup) -> float:
     return time.monotonic() - began
 
 
-def test_results_are_right(make_machines):  # noqa: F811
-    machines = make_machines(2)
+def run_far(make: Callable[..., Machines], body: Callable[..., Any], **options: Any) -> list[Any]:
+    machines = make(2)
+    about = {"backend": "host", "isolated": True, "machines": (machines, LAYOUT), "env": ENVIRONMENT}
     with far_link(machines, ONE_WAY_S):
-        took = run_ranks(
-            collectives_and_messages,
-            4,
-            backend="host",
-            isolated=True,
-            machines=(machines, LAYOUT),
-            env=ENVIRONMENT,
-        )
+        return run_ranks(body, len(LAYOUT), **about, **options)
+
+
+def test_results_are_right(make_machines):  # noqa: F811
+    took = run_far(make_machines, collectives_and_messages)
     assert max(took) >= ONE_WAY_S, "the frames took another way"
 
 
@@ -76,17 +77,7 @@ def is_killed(group: dist.ProcessGroup) -> None:
 
 
 def test_a_rank_that_dies_is_named(make_machines):  # noqa: F811
-    machines = make_machines(2)
-    with far_link(machines, ONE_WAY_S):
-        results = run_ranks(
-            is_killed,
-            4,
-            backend="host",
-            isolated=True,
-            lost=[3],
-            machines=(machines, LAYOUT),
-            env=ENVIRONMENT,
-        )
+    results = run_far(make_machines, is_killed, lost=[3])
     assert isinstance(results[3], Died)
 
 
@@ -101,6 +92,4 @@ def waits_long(group: dist.ProcessGroup) -> None:
 
 
 def test_a_machine_that_is_far_is_not_taken_for_one_that_is_gone(make_machines):  # noqa: F811
-    machines = make_machines(2)
-    with far_link(machines, ONE_WAY_S):
-        run_ranks(waits_long, 4, backend="host", isolated=True, machines=(machines, LAYOUT), env=ENVIRONMENT)
+    run_far(make_machines, waits_long)
