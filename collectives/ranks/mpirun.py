@@ -56,7 +56,11 @@ class Mpirun:
         return [*self.before, self.program, *self.words, "-n", str(ranks), *words]
 
     def environment(self, ranks: int) -> Mapping[str, str]:
-        """Returns the environment of ranks; Open MPI refuses root, and more ranks than cores, unless told."""
+        """Returns the environment of so many ranks, of whatever MPI.
+
+        Unless told, Open MPI refuses root and more ranks than cores, and Intel's binds several ranks to a
+        core.
+        """
         extra = dict(self.variables)
         if os.geteuid() == 0:
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -65,7 +69,7 @@ class Mpirun:
                 "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 "OMPI_MCA_mpi_yield_when_idle": "1",  # which it sees for itself on one machine alone
-                "I_MPI_PIN": "0",  # Intel's binds ranks to cores
+                "I_MPI_PIN": "0",
             }
         return {**os.environ, **extra}
 

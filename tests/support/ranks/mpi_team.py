@@ -108,6 +108,7 @@ def find_installations() -> tuple[Installation, ...]:
 
     Raises:
         FileNotFoundError: a folder that the variable lists holds no MPI.
+        ValueError: one holds another MPI than those of :data:`TITLES`.
     """
     listed = [name for name in os.environ.get(VARIABLE, "").split(":") if name]
     found: dict[str, Installation] = {}
@@ -122,7 +123,11 @@ def find_installations() -> tuple[Installation, ...]:
                 timeout=60,
                 env=mpirun.environment(1),
             ).stdout
-            name = next(name for name, sign in _SIGNS.items() if sign in said)
+            name = next((name for name, sign in _SIGNS.items() if sign in said), None)
+            if name is None:
+                raise ValueError(
+                    f"{mpirun.program} is of no MPI that the tests know; it says: {said[:200]!r}"
+                )
             found.setdefault(name, Installation(name, Path(prefix), mpirun))
         elif prefix in listed:
             raise FileNotFoundError(f"{VARIABLE} lists {prefix}, where no bin/mpirun and lib/libmpi.so.* are")
