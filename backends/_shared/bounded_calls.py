@@ -26,9 +26,9 @@ class BoundedCalls:
         self._latest: Future[Any] | None = None
 
     def __call__(self, function: Callable[[], _T], seconds: float) -> _T:
-        """Returns what a function returns, or raises its exception; blocks for twice as long at most.
+        """Returns what a function returns, or raises its exception.
 
-        Callers on several threads take turns.
+        Blocks for twice as long at most from the caller's turn on; callers on several threads take turns.
 
         Args:
             function: the call.
