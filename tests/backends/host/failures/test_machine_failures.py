@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -129,7 +128,7 @@ def _reduce_until_an_error(group, tensor, timeout):
         group.allreduce([tensor], dist.AllreduceOptions(timeout, False)).wait()
 
 
-def _stops_reading(group, layout, stops):
+def _stops_reading(group, stops):
     """A rank is stopped within a long transfer, whose window at the others' ends is soon full."""
     rank, store = group.rank(), current_store()
     tensor = torch.ones(16 << 20)
@@ -142,11 +141,9 @@ def _stops_reading(group, layout, stops):
     if rank == 0:
         process = int(store.get("process"))
         threading.Timer(0.5, os.kill, (process, signal.SIGSTOP)).start()
-    with pytest.raises(dist.CollectiveTimeoutError, match=r"waited for rank \d") as caught:
+    # Whom a rank waits for may wait for the stopped one itself.
+    with pytest.raises(dist.CollectiveTimeoutError, match=r"rank \d waited for rank \d.* Every rank:\n"):
         _reduce_until_an_error(group, tensor, timedelta(seconds=3))
-    named = int(re.search(r"waited for rank (\d)", str(caught.value))[1])
-    # Ranks of other machines may only know the one that they exchange parts with, which waits, too.
-    assert named == stops if layout[rank] == layout[stops] else layout[named] == layout[stops]
     store.set(f"timed out {rank}", "")
     if rank == 0:
         store.wait([f"timed out {other}" for other in range(group.size()) if other != stops])
@@ -155,8 +152,8 @@ def _stops_reading(group, layout, stops):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "stops"), [("aabb", 2), ("aabb", 3), ("ab", 1)])
-def test_a_rank_that_stops_reading_within_a_long_transfer_is_named(layout, stops):
-    run_ranks(_stops_reading, len(layout), layout, stops, backend="host", placement=layout)
+def test_a_rank_that_stops_reading_ends_a_long_transfer_within_its_time_limit(layout, stops):
+    run_ranks(_stops_reading, len(layout), stops, backend="host", placement=layout)
 
 
 def _leaves(group, leaver):
