@@ -136,8 +136,8 @@ def function_peer(module: Any, group: Any, op: Any) -> Bind:
 
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Call]] = {
         "all_reduce": lambda _, result: partial(module.all_reduce, result, op, group),
-        "reduce": lambda _, result: partial(module.reduce, result, ROOT, op, group),
-        "broadcast": lambda _, result: partial(module.broadcast, result, ROOT, group),
+        "reduce": lambda _, result: partial(module.reduce, result, op=op, group=group, group_dst=ROOT),
+        "broadcast": lambda _, result: partial(module.broadcast, result, group=group, group_src=ROOT),
         "all_gather": lambda given, result: partial(module.all_gather_into_tensor, result, given, group),
         "reduce_scatter": lambda given, result: partial(
             module.reduce_scatter_tensor, result, given, op, group
@@ -145,8 +145,12 @@ def function_peer(module: Any, group: Any, op: Any) -> Bind:
         "all_to_all": lambda given, result: partial(
             module.all_to_all_single, result, given, None, None, group
         ),
-        "gather": lambda given, result: partial(module.gather, given, at_root(result), ROOT, group),
-        "scatter": lambda given, result: partial(module.scatter, result, at_root(given), ROOT, group),
+        "gather": lambda given, result: partial(
+            module.gather, given, at_root(result), group=group, group_dst=ROOT
+        ),
+        "scatter": lambda given, result: partial(
+            module.scatter, result, at_root(given), group=group, group_src=ROOT
+        ),
         "sendrecv": ping,
         "barrier": lambda *_: partial(module.barrier, group),
     }

@@ -226,9 +226,10 @@ def test_the_command_refuses_a_noisy_machine_and_a_place_that_groups_do_not_read
 
 def test_ranks_time_groups_that_differ_in_a_threshold() -> None:
     before = tuning_file.defaults(2)
-    probes = (SHORT, Probe("all_gather", 4096), Probe("reduce_scatter", 1 << 20), Probe("barrier", 0))
+    operations = dict.fromkeys(probe.operation for step in PLAN for probe in step.probes)
+    probes = [Probe(operation, 0 if operation == "barrier" else 4096) for operation in operations]
     with TimedGroups(2) as rig:
         result = compare(rig, [before, {**before, "one_shot_bytes": 128}], probes, 0.0)
-    assert [len(setting) for setting in result.times_us] == [4, 4, 4]
+    assert [len(setting) for setting in result.times_us] == [len(probes)] * 3
     assert all(0 < turn < 1e6 for setting in result.times_us for rounds in setting for turn in rounds)
     json.dumps(result.times_us.tolist())
