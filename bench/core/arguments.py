@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ __all__ = [
     "add_files",
     "add_iterations",
     "add_machines",
+    "add_page",
     "add_rank_options",
     "add_ranks",
     "add_turns",
@@ -37,7 +39,9 @@ __all__ = [
     "parse_names",
     "parse_sizes_argument",
     "show_progress",
+    "telling_how_long",
     "write_files",
+    "write_html",
 ]
 
 _R = TypeVar("_R")
@@ -45,6 +49,9 @@ _T = TypeVar("_T")
 
 LOGGED_EVERY_S = 10.0
 """Least time between two lines of progress where stderr is no terminal."""
+
+SHOWN_EVERY_S = 1.0
+"""How often :func:`telling_how_long` tells it."""
 
 _logged_at_s = time.monotonic()  # as if a line had come at the start: quick commands log none
 
@@ -206,6 +213,11 @@ def check_turns(rounds: int, seconds: float) -> None:
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json`` and ``--html``, which :func:`write_files` writes."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    add_page(parser)
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--html``, which :func:`write_files` and :func:`write_html` write."""
     parser.add_argument(
         "--html",
         type=_page_path,
@@ -290,6 +302,11 @@ def write_files(report: BaseReport[Any], arguments: argparse.Namespace) -> None:
     """Writes a report to the files of :func:`add_files`."""
     if arguments.json is not None:
         write_json(arguments.json, report.as_json())
+    write_html(report, arguments)
+
+
+def write_html(report: BaseReport[Any], arguments: argparse.Namespace) -> None:
+    """Writes a report to the page of :func:`add_page`."""
     if arguments.html is not None:
         write_page(arguments.html, report, shlex.join(["collectives", *sys.argv[1:]]))
 
@@ -309,3 +326,27 @@ def show_progress(line: str) -> None:
     elif line and time.monotonic() - _logged_at_s >= LOGGED_EVERY_S:
         _logged_at_s = time.monotonic()
         print(f"# {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def telling_how_long(what: str) -> Iterator[None]:
+    """Context that tells from time to time for how long something has been under way.
+
+    Args:
+        what: that is, in a few words.
+    """
+    done = threading.Event()
+    begin = time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(SHOWN_EVERY_S):
+            show_progress(f"{what}: {time.monotonic() - begin:.0f} s")
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        show_progress("")

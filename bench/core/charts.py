@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = ["Chart", "Curve"]
 
@@ -13,18 +14,22 @@ class Curve:
     """Values of one peer.
 
     Attributes:
-        name: in the legend.
+        name: in the legend; empty for none.
         at: where the values are: numbers, or names of bars.
         values: as many.
-        low: lower ends of their spread.
-        high: upper ends.
+        low: lower ends of their spread; empty where there is none.
+        high: upper ends, likewise.
+        look: a line, which is bars where it is at names; points alone; or a box for all values at a name.
+        color: its number among the colours; ``None`` for the curve's place in the chart.
     """
 
     name: str
     at: Sequence[float] | Sequence[str]
     values: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    look: Literal["line", "dashed", "dotted", "points", "boxes"] = "line"
+    color: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,27 @@ class Chart:
         x: quantity and unit of the horizontal axis; may be empty for bars.
         y: of the vertical axis.
         curves: in the order of the legend.
+        log: letters of the logarithmic axes; where there are names, none is.
+        x_names: what stands at places of the horizontal axis, where that is not the number.
+        stacked: whether bars stand on one another.
     """
 
     title: str
     x: str
     y: str
     curves: Sequence[Curve]
+    log: Literal["xy", "x", ""] = "xy"
+    x_names: Mapping[float, str] = field(default_factory=dict)
+    stacked: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names that its curves are at, in order; empty where they are at numbers."""
+        return list(dict.fromkeys(at for curve in self.curves for at in curve.at if isinstance(at, str)))
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether the vertical axis does; a box shows a spread, which zero would make hard to see."""
+        return (not self.log.endswith("y") or bool(self.names)) and all(
+            curve.look != "boxes" for curve in self.curves
+        )

@@ -14,7 +14,13 @@ from collectives.bench.core.records import BaseReport
 
 __all__ = ["write_page"]
 
-_PAGE = """<!DOCTYPE html>
+_PAGE = """{%- macro listed(title, facts, level=2) %}
+<h{{ level }}>{{ title }}</h{{ level }}>
+<table class="facts">
+{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
+{% endfor %}</table>
+{% endmacro -%}
+<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -27,28 +33,31 @@ _PAGE = """<!DOCTYPE html>
   th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
   th:first-child, td:first-child, .facts th, .facts td { text-align: left; }
   .facts td { white-space: normal; }
+  td.long { text-align: left; white-space: pre-line; min-width: 30rem; }
 </style>
 </head>
 <body>
 <h1>{{ report.program }}</h1>
 <p><code>{{ command }}</code></p>
 {% for chart in charts %}{{ chart }}{% endfor %}
-<h2>Measurements</h2>
+{% for title, columns, rows, common in tables %}
+<h2>{{ title }}</h2>
 <div class="wide"><table>
 <thead><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}\
+<td{% if cell|length > 40 %} class="long"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 </table></div>
-{% for title, facts in tables if facts %}
-<h2>{{ title }}</h2>
-<table class="facts">
-{% for name, value in facts %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
-{% endfor %}</table>
+{% if common %}{{ listed("The same in all rows", common, 3) }}{% endif %}
 {% endfor %}
+{% for title, facts in about if facts %}{{ listed(title, facts) }}{% endfor %}
 </body>
 </html>
 """
+
+_LINES = {"line": {}, "dashed": {"dash": "dash"}, "dotted": {"dash": "dot"}}
+"""Looks of curves that are lines, as Plotly has them."""
 
 
 def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
@@ -65,22 +74,17 @@ def write_page(path: Path, report: BaseReport[Any], command: str) -> None:
     import jinja2
     import markupsafe
 
-    plain = report.as_json()
-    records = [_flat(record) for record in plain["records"]]
-    columns, common = _split(records)
     drawn = [markupsafe.Markup(_drawn(chart, first=i == 0)) for i, chart in enumerate(report.charts())]  # noqa: S704 - Plotly's
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text = page.render(
         report=report,
         command=command,
         charts=drawn,
-        columns=columns,
-        rows=[[_shown(row.get(name)) for name in columns] for row in records],
-        tables=[
-            ("The same in all measurements", _facts(common)),
-            ("Options", _facts(plain["options"])),
-            ("Machine and versions", _facts(plain["environment"])),
-            ("Not measured", [(one["peer"], one["reason"]) for one in plain["skipped"]]),
+        tables=[(title, *_table(rows)) for title, rows in report.tables().items()],
+        about=[
+            ("Options", _facts(report.options)),
+            ("Machine and versions", _facts(report.environment)),
+            ("Not measured", [(one.peer, one.reason) for one in report.skipped]),
         ],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +109,15 @@ def _split(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, A
     return columns, common
 
 
+def _table(
+    records: Iterable[Mapping[str, Any]],
+) -> tuple[list[str], list[list[str]], Iterable[tuple[str, str]]]:
+    """Returns the columns and rows of records, and what does not differ between them."""
+    flat = [_flat(record) for record in records]
+    columns, common = _split(flat)
+    return columns, [[_shown(row.get(name)) for name in columns] for row in flat], _facts(common)
+
+
 def _facts(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     return [(name.replace("_", " "), _shown(value)) for name, value in values.items()]
 
@@ -122,21 +135,42 @@ def _shown(value: Any) -> str:
 def _drawn(chart: Chart, first: bool) -> str:
     """Returns the chart as HTML; the first one brings the library."""
     from plotly import graph_objects
+    from plotly.colors import qualitative
 
-    bars = any(isinstance(at, str) for curve in chart.curves for at in curve.at)
+    names = chart.names
+    colors = qualitative.Plotly
     figure = graph_objects.Figure()
-    for curve in chart.curves:
-        spread = {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - value for high, value in zip(curve.high, curve.values, strict=True)],
-            "arrayminus": [value - low for low, value in zip(curve.low, curve.values, strict=True)],
-            "thickness": 1,
-        }
-        kind = graph_objects.Bar if bars else graph_objects.Scatter
-        figure.add_trace(kind(name=curve.name, x=list(curve.at), y=list(curve.values), error_y=spread))
+    for i, curve in enumerate(chart.curves):
+        color = colors[(i if curve.color is None else curve.color) % len(colors)]
+        about: dict[str, Any] = {"name": curve.name, "marker": {"color": color}}
+        if not curve.name:
+            about["showlegend"] = False
+        if curve.low:
+            about["error_y"] = {
+                "type": "data",
+                "symmetric": False,
+                "array": [high - value for high, value in zip(curve.high, curve.values, strict=True)],
+                "arrayminus": [value - low for low, value in zip(curve.low, curve.values, strict=True)],
+                "thickness": 1,
+            }
+        if curve.look == "boxes":
+            kind = graph_objects.Box
+        elif names and curve.look == "line":
+            kind = graph_objects.Bar
+        else:
+            kind = graph_objects.Scatter
+            about |= {"mode": "markers"} if curve.look == "points" else {"line": _LINES[curve.look]}
+        figure.add_trace(kind(x=list(curve.at), y=list(curve.values), **about))
     figure.update_layout(title=chart.title, xaxis_title=chart.x, yaxis_title=chart.y, template="plotly_white")
-    if not bars:
-        figure.update_xaxes(type="log")
-        figure.update_yaxes(type="log")
+    if chart.stacked:
+        figure.update_layout(barmode="stack")
+    if names:
+        figure.update_xaxes(type="category")  # names may be numbers
+    else:
+        for letter in chart.log:
+            figure.update_layout({f"{letter}axis_type": "log"})
+    if chart.x_names:
+        figure.update_xaxes(tickvals=list(chart.x_names), ticktext=list(chart.x_names.values()))
+    if chart.starts_at_zero:
+        figure.update_yaxes(rangemode="tozero")
     return str(figure.to_html(full_html=False, include_plotlyjs=first))

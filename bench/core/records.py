@@ -78,8 +78,11 @@ def curve_of(name: str, points: Iterable[tuple[float | str, Timing]], unit_us: f
         unit_us: microseconds of the unit that is shown.
     """
     at, times = zip(*points, strict=True)
-    values, low, high = zip(*((t.median_us, t.p10_us, t.p90_us) for t in times), strict=True)
-    return Curve(name, at, *([value / unit_us for value in some] for some in (values, low, high)))
+    values, low, high = (
+        [getattr(time, quantile) / unit_us for time in times]
+        for quantile in ("median_us", "p10_us", "p90_us")
+    )
+    return Curve(name, at, values, low, high)
 
 
 _R = TypeVar("_R")
@@ -113,6 +116,10 @@ class BaseReport(ABC, Generic[_R]):
             "records": [self.record_as_json(record) for record in self.records],
             "skipped": [asdict(skipped) for skipped in self.skipped],
         }
+
+    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Returns what a page shows as tables: their rows by heading."""
+        return {"Measurements": [self.record_as_json(record) for record in self.records]}
 
     def charts(self) -> Sequence[Chart]:
         """Returns what a page shows as curves or bars; none where the table says it all."""

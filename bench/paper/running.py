@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.arguments import failing_as_command, show_progress
+from collectives.bench.core.arguments import failing_as_command, telling_how_long
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.namespaces import bytes_a_second
@@ -35,9 +34,6 @@ TABLE = "table1"
 REPORT = "report"
 
 DEFAULT_BUCKET_MB = 25.0
-
-SHOWN_EVERY_S = 1.0
-"""How often it is told for how long something has been under way."""
 
 
 class _Report(BaseReport[Measured]):
@@ -174,25 +170,10 @@ def _measure(
                 _keep(file, report)
 
 
-@contextmanager
-def _under_way(what: str) -> Iterator[None]:
-    """Context that says what is done on stderr, and from time to time for how long."""
+def _under_way(what: str) -> AbstractContextManager[None]:
+    """Says what is done on stderr; returns a context that tells from time to time for how long."""
     print(f"# {what}", file=sys.stderr, flush=True)
-    done = threading.Event()
-    begin = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(SHOWN_EVERY_S):
-            show_progress(f"{what}: {time.monotonic() - begin:.0f} s")
-
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        show_progress("")
+    return telling_how_long(what)
 
 
 # ---- what is kept --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -90,6 +91,57 @@ def test_a_chart_has_a_curve_for_each_peer_with_medians_and_percentiles():
         Curve("host", (8, 16), [2.0, 4.0], [1.8, 3.6], [2.5, 5.0]),
         Curve("gloo", (8,), [40.0], [36.0], [50.0]),
     ]
+
+
+def drawn(tmp_path, chart):
+    """The traces and the layout that a page hands to Plotly."""
+
+    class Drawn(Report):
+        def charts(self):
+            return [chart]
+
+    file = tmp_path / "page.html"
+    write_page(file, Drawn("drawn", describe_machine(), {}), "collectives bench drawn")
+    call = file.read_text("utf-8").rpartition("Plotly.newPlot(")[2]
+    traces, end = json.JSONDecoder().raw_decode(call, call.index("["))
+    layout, _ = json.JSONDecoder().raw_decode(call, call.index("{", end))
+    return traces, layout
+
+
+def test_bars_stand_on_one_another_where_a_chart_says_so(tmp_path):
+    curves = [Curve("forward", ["5", "25"], [1.0, 2.0]), Curve("backward", ["5", "25"], [2.0, 3.0])]
+    traces, layout = drawn(tmp_path, Chart("phases", "", "s", curves, stacked=True))
+    assert [(trace["type"], trace["x"], trace["y"]) for trace in traces] == [
+        ("bar", ["5", "25"], [1.0, 2.0]),
+        ("bar", ["5", "25"], [2.0, 3.0]),
+    ]
+    assert layout["barmode"] == "stack"
+    assert layout["xaxis"]["type"] == "category", "these names are no numbers"
+    assert "type" not in layout["yaxis"]
+
+
+def test_looks_and_axes_are_what_a_chart_says(tmp_path):
+    curves = [
+        Curve("measured", [1, 2], [3.0, 4.0]),
+        Curve("predicted", [4, 8], [5.0, 6.0], look="dashed", color=0),
+        Curve("", [4], [5.0], look="points"),
+    ]
+    chart = Chart("scaling", "ranks", "s", curves, log="x", x_names={1: "local", 2: "2"})
+    (measured, predicted, points), layout = drawn(tmp_path, chart)
+    assert measured["marker"] == predicted["marker"] != points["marker"]
+    assert predicted["line"] == {"dash": "dash"}
+    assert (points["mode"], points["showlegend"]) == ("markers", False)
+    assert "showlegend" not in measured
+    assert (layout["xaxis"]["type"], layout["xaxis"]["ticktext"]) == ("log", ["local", "2"])
+    assert "type" not in layout["yaxis"]
+    assert layout["yaxis"]["rangemode"] == "tozero"
+
+
+def test_a_box_shows_all_values_at_a_name(tmp_path):
+    curve = Curve("", ["0", "0", "5"], [1.0, 2.0, 3.0], look="boxes")
+    (trace,), layout = drawn(tmp_path, Chart("sizes", "MB", "s", [curve]))
+    assert (trace["type"], trace["x"], trace["y"]) == ("box", ["0", "0", "5"], [1.0, 2.0, 3.0])
+    assert "rangemode" not in layout["yaxis"]
 
 
 def test_names_are_no_markup(tmp_path):
