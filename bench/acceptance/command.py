@@ -4,8 +4,8 @@ Sections: preflight (driver, CUDA, one libnccl, both providers, topology), confo
 data type beside torch's own NCCL), streams (late producers, memory that is given out again, no waiting on the
 host), failures (ranks that die, stop, do not come or leave), bandwidth (all-reduces beside torch's own NCCL),
 training (beside torch's DistributedDataParallel), host-cost (of a call, with CUDA and NCCL stubbed) and tests
-(those of the repository). Ends with status 1 where a row failed or was skipped. The files of --json and
---markdown are the report to send.
+(those of the repository). Ends with status 1 where a row failed or was skipped. The files of --json,
+--html and --markdown are the report to send.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from collectives.bench.acceptance import repository
 from collectives.bench.acceptance.platform import load
 from collectives.bench.acceptance.report import Report, Verdict
 from collectives.bench.acceptance.sections import OF_SEVERAL_RANKS, SECTIONS, Plan, budget_for
-from collectives.bench.core.arguments import parse_counts, parse_names
+from collectives.bench.core.arguments import add_files, parse_counts, parse_names, write_files
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import write_json
 from collectives.cli import CommandError
 
 __all__ = ["add_arguments", "run"]
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run over the double of NCCL that the repository's tests have, without a GPU",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as JSON")
+    add_files(parser)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there as Markdown")
 
 
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row in SECTIONS[name](plan):
             report.records.append(row)
             print(row.line(), flush=True)
-            _write(report, arguments.json, arguments.markdown)  # what there is, should the machine go down
+            _write(report, arguments)  # what there is, should the machine go down
     print(f"# {report.summary()}")
     return int(not 0 < report.count(Verdict.PASSED) == len(report.records))
 
@@ -123,9 +122,9 @@ def _find_double() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _write(report: Report, json: Path | None, markdown: Path | None) -> None:
-    if json is not None:
-        write_json(json, report.as_json())
+def _write(report: Report, arguments: argparse.Namespace) -> None:
+    write_files(report, arguments)
+    markdown: Path | None = arguments.markdown
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(report.markdown(), encoding="utf-8")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from collectives.bench.core.records import BaseReport
+from collectives.bench.core.arguments import telling_how_long
+from collectives.bench.core.charts import Chart, Curve
+from collectives.bench.core.records import BaseReport, Timing, curve_of
 
 __all__ = ["CheckFailedError", "CheckSkippedError", "Found", "Report", "Row", "Verdict", "checked"]
 
@@ -60,7 +62,7 @@ class Row:
 
 
 def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
-    """Carries out a check; returns its row.
+    """Carries out a check and tells for how long it has been under way; returns its row.
 
     Args:
         section: of the row.
@@ -71,7 +73,8 @@ def checked(section: str, name: str, check: Callable[[], Found]) -> Row:
     began = time.monotonic()
     figures: Mapping[str, Any] = {}
     try:
-        said, figures = check()
+        with telling_how_long(f"{section}: {name}"):
+            said, figures = check()
         verdict = Verdict.PASSED
     except CheckSkippedError as error:
         said, verdict = str(error), Verdict.SKIPPED
@@ -88,6 +91,35 @@ class Report(BaseReport[Row]):
     def record_as_json(self, record: Row) -> dict[str, Any]:
         """Returns a row as plain values."""
         return asdict(record) | {"verdict": record.verdict.value}
+
+    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Returns the rows without their figures, of which the words say what a reader needs."""
+        rows = [self.record_as_json(row) for row in self.records]
+        return {self.summary(): [{key: row[key] for key in row if key != "figures"} for row in rows]}
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns how long each row of a section took, and the measured times of all-reduces over size."""
+        return [*self._durations(), *self._speeds()]
+
+    def _durations(self) -> Iterator[Chart]:
+        verdicts = [verdict for verdict in Verdict if self.count(verdict)]
+        curves = []
+        for verdict in verdicts:
+            rows = [row for row in self.records if row.verdict is verdict]
+            curves.append(Curve(verdict.value, [row.section for row in rows], [row.seconds for row in rows]))
+        if curves:
+            yield Chart("how long the rows of each section took", "", "seconds", curves, stacked=True)
+
+    def _speeds(self) -> Iterator[Chart]:
+        y = "time (us), slowest rank, median and p10 to p90"
+        for row in self.records:
+            if row.section == "bandwidth" and "records" in row.figures:
+                by_peer: dict[str, list[tuple[float, Timing]]] = {}
+                for record in row.figures["records"]:
+                    cold = Timing(**{name: record["cold"][name] for name in Timing.__slots__})
+                    by_peer.setdefault(record["peer"], []).append((record["size_bytes"], cold))
+                curves = [curve_of(peer, points) for peer, points in by_peer.items()]
+                yield Chart(f"all_reduce, {row.name.removeprefix('all, ')}", "size (bytes)", y, curves)
 
     def count(self, verdict: Verdict) -> int:
         """Returns the number of rows with a verdict."""

@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import collectives
 from collectives.bench.acceptance import command, cuda, failures, repository, sections, speed, streams
 from collectives.bench.acceptance.cuda import CudaPlatform
 from collectives.bench.acceptance.platform import load
-from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Verdict, checked
+from collectives.bench.acceptance.report import CheckFailedError, CheckSkippedError, Row, Verdict, checked
 from collectives.bench.acceptance.sections import SECTIONS, Plan
 from collectives.bench.core.devices import numbers_of_ranks
 from collectives.cli import main
@@ -95,6 +96,44 @@ def test_a_row_that_did_not_pass_is_named_and_makes_the_status_1(
     row = shown.read_text().splitlines()[-1]
     assert row.startswith(f"| here | it | {records[1]['verdict']} | ")
     assert row.replace("\\|", "").count("|") == 6
+
+
+def test_the_page_holds_each_row_as_soon_as_it_is_there(
+    nothing_runs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "report.html"
+    seen: list[str] = []
+
+    def rows(_plan: Plan) -> Iterator[Row]:
+        for name, check in (("first", passes), ("second", fails)):
+            yield checked("here", name, check)
+            seen.append(page.read_text("utf-8"))
+
+    monkeypatch.setattr(command, "SECTIONS", {"here": rows})
+    assert main(["accept", "--sections", "here", "--html", str(page)]) == 1
+    assert "<h2>1 passed, 0 failed, 0 skipped</h2>" in seen[0]
+    assert "<h2>1 passed, 1 failed, 0 skipped</h2>" in seen[1]
+    for part in ("<td>second</td>", "rank 1 | got no error"):
+        assert part not in seen[0]
+        assert part in seen[1]
+    assert [text.count("Plotly.newPlot(") for text in seen] == [1, 1]
+
+
+def test_a_check_tells_for_how_long_it_has_been_under_way(
+    nothing_runs: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("collectives.bench.core.arguments.SHOWN_EVERY_S", 0.01)
+    monkeypatch.setattr("collectives.bench.core.arguments.LOGGED_EVERY_S", 0.0)
+
+    def lasts() -> tuple[str, Mapping[str, Any]]:
+        time.sleep(0.2)
+        return passes()
+
+    rows = {"here": lambda _plan: iter([checked("here", "it", lasts)])}
+    monkeypatch.setattr(command, "SECTIONS", rows)
+    assert main(["accept", "--sections", "here"]) == 0
+    assert "# here: it: 0 s" in capsys.readouterr().err.splitlines()
 
 
 def test_nothing_checked_is_no_success(
@@ -288,7 +327,8 @@ def test_the_tests_on_gpus_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.timeout(400)
 def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     written = tmp_path / "report.json"
-    words = ["accept", "--rehearse", "--short", "--json", str(written)]
+    page = tmp_path / "report.html"
+    words = ["accept", "--rehearse", "--short", "--json", str(written), "--html", str(page)]
     done = subprocess.run(
         [sys.executable, "-m", "collectives", *words],
         env={**os.environ, FILE_VARIABLE: str(nccl_library)},
@@ -311,3 +351,6 @@ def test_rehearsal(nccl_library: Path, tmp_path: Path) -> None:
     assert names["training"] == {"small, cupy, 1 rank", "small, cupy, 2 ranks"}
     assert names["host-cost"] == {"all", *speed.LIMITS_US}
     assert len(names["tests"]) == 1
+    text = page.read_text("utf-8")
+    assert text.count("Plotly.newPlot(") == 2
+    assert "all_reduce, cupy, 2 ranks" in text
