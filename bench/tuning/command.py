@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from collectives.backends.host import tuning_file
-from collectives.bench.core.arguments import parse_counts, show_progress
+from collectives.bench.core.arguments import add_files, parse_counts, show_progress, write_files
+from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.sizes import format_bytes
+from collectives.bench.tuning.report import Report
 from collectives.bench.tuning.search import Outcome, TooNoisyError, search
 from collectives.bench.tuning.timing import TimedGroups
 from collectives.cli import CommandError
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"where to store them (default: where groups look, {tuning_file.path() or 'which is nowhere'})",
     )
+    add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{tuning_file.VARIABLE} is empty, so that groups look nowhere; unset it, or give --file"
         )
     share_s = max(1.0, arguments.budget / len(arguments.nproc) - STARTING_S)
-    outcomes: list[Outcome] = []
+    options = {"nproc": [*arguments.nproc], "budget": arguments.budget}
+    report = Report("collectives tune", describe_machine(), options)
+    outcomes = report.records
     for ranks in arguments.nproc:
         try:
             with TimedGroups(ranks) as groups:
@@ -81,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             show_progress("")
         outcomes.append(outcome)
         print("\n".join(table(outcome)), end="\n\n", flush=True)
+    write_files(report, arguments)
     found = entries(outcomes)
     if not any(outcome.after for outcome in outcomes):
         print("The defaults are best here; nothing is stored.")

@@ -13,6 +13,7 @@ import pytest
 
 from collectives.backends.host import tuning_file
 from collectives.bench.tuning import command as tune
+from collectives.bench.tuning.report import Report
 from collectives.bench.tuning.search import (
     PLAN,
     Comparison,
@@ -233,3 +234,44 @@ def test_ranks_time_groups_that_differ_in_a_threshold() -> None:
     assert [len(setting) for setting in result.times_us] == [len(probes)] * 3
     assert all(0 < turn < 1e6 for setting in result.times_us for rounds in setting for turn in rounds)
     json.dumps(result.times_us.tolist())
+
+
+def test_a_report_says_what_each_probe_gains_and_which_thresholds_do_it() -> None:
+    outcome = Outcome(
+        2, {"yields": 0, "spin_us": 5}, {"spin_us": 20}, [], (SHORT, LONG), [10.0, 4.0], [8.0, 5.0]
+    )
+    report = Report("collectives tune", {}, {}, [outcome])
+    (chart,) = report.charts()
+    (bars,) = chart.curves
+    assert (chart.title, bars.at) == ("2 ranks", ["all_reduce 4 KiB", "all_reduce 1 MiB"])
+    assert bars.values == [0.8, 1.25]
+    assert report.tables()["Thresholds"] == [
+        {"ranks": 2, "threshold": "yields", "before": 0, "after": 0},
+        {"ranks": 2, "threshold": "spin_us", "before": 5, "after": 20},
+    ]
+
+
+@pytest.mark.full
+def test_the_outcome_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("plotly")
+    monkeypatch.setattr("collectives.bench.tuning.search.MOST_NOISE", float("inf"))
+    written, page = tmp_path / "tune.json", tmp_path / "tune.html"
+    words = ["--nproc", "2", "--budget", "1", "--dry-run", "--json", str(written), "--html", str(page)]
+    assert main(["tune", *words]) == 0
+    (record,) = json.loads(written.read_text("utf-8"))["records"]
+    assert record["ranks"] == 2
+    assert record["thresholds_before"] == tuning_file.defaults(2)
+    assert record["thresholds_after"].keys() == record["thresholds_before"].keys()
+    asked = {(probe.operation, probe.size_bytes) for step in PLAN for probe in step.probes}
+    assert {(row["operation"], row["size_bytes"]) for row in record["times"]} == asked
+    for row in record["times"]:
+        assert row["ratio"] == row["after_us"] / row["before_us"]
+    text = page.read_text("utf-8")
+    assert text.count("Plotly.newPlot(") == 1
+    for part in (
+        "<td>reduce_scatter</td>",
+        "<h2>Thresholds</h2>",
+        "<td>spin_us</td>",
+        "<h2>Conclusions</h2>",
+    ):
+        assert part in text
