@@ -26,9 +26,6 @@ from torch.distributed.distributed_c10d import Store as TorchStore
 __all__ = ["Releasable", "keep_if_held", "sweep"]
 
 _aside: dict[int, Releasable] = {}
-_REFERENCES = 4
-"""To a store in :func:`sweep`: the table, the list, the variable, the argument."""
-
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _COUNTER_OFFSETS = range(_WORD, 3 * _WORD, 4)
 """Where the counter may lie in the C++ half: behind the table of virtual functions."""
@@ -56,13 +53,24 @@ def keep_if_held(store: Releasable) -> bool:
 
 def sweep() -> None:
     """Lets go of what C++ code has let go; called when stores come and go, and when garbage is collected."""
-    for store in list(_aside.values()):
+    for key, references in _references_to(_aside).items():
+        store = _aside.get(key)  # a collection in between may have swept, too
         # Python code may have got the store back from a C++ holder.
-        if not _held_by_cpp(store) and sys.getrefcount(store) <= _REFERENCES:
-            del _aside[id(store)]
+        if store is None or references > _LEAST_REFERENCES or _held_by_cpp(store):
+            continue
+        if _aside.pop(key, None) is not None:
             store._release()
     if not _aside and _after_collection in gc.callbacks:
         gc.callbacks.remove(_after_collection)
+
+
+def _references_to(table: Mapping[int, object]) -> dict[int, int]:
+    """Counts the references to each value of a table, those of the counting among them."""
+    return {key: sys.getrefcount(value) for key, value in list(table.items())}
+
+
+# Interpreters differ in how many references the counting makes.
+_LEAST_REFERENCES = _references_to({0: object()})[0]
 
 
 def _after_collection(phase: str, info: Mapping[str, int]) -> None:  # noqa: ARG001 - as gc calls it

@@ -228,6 +228,16 @@ class TestLife:
         with pytest.raises(dist.DistNetworkError):
             client.get("a/key")
 
+    def test_a_store_that_python_got_back_from_torch(self):
+        prefix = dist.PrefixStore("a", TCPStore("127.0.0.1", 0, is_master=True))
+        gc.collect()
+        back = prefix.underlying_store
+        del prefix
+        gc.collect()
+        back.set("key", "value")
+        assert back.get("key") == b"value"
+        back.close()
+
     def test_a_file_is_left_when_torch_lets_it_go(self, tmp_path):
         path = tmp_path / "store"
         prefix = dist.PrefixStore("a", FileStore(str(path), 1))
