@@ -19,7 +19,8 @@ class Curve:
         values: as many.
         low: lower ends of their spread; empty where there is none.
         high: upper ends, likewise.
-        look: a line, which is bars where it is at names; points alone; or a box for all values at a name.
+        look: a line, which is bars where it is at names; a wide one, pale below others; points alone; or a
+            box for all values at a name.
         color: its number among the colours; ``None`` for the curve's place in the chart.
     """
 
@@ -28,7 +29,7 @@ class Curve:
     values: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    look: Literal["line", "dashed", "dotted", "points", "boxes"] = "line"
+    look: Literal["line", "dashed", "dotted", "wide", "points", "boxes"] = "line"
     color: int | None = None
 
 

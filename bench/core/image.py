@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-__all__ = ["image", "made_with"]
+from collectives.bench.core.charts import Chart
+
+__all__ = ["draw", "image", "made_with"]
+
+WRAPPED_AT = 14
+"""Characters of a line below a bar."""
+
+_LINES: Mapping[str, Mapping[str, Any]] = {
+    "line": {},
+    "dashed": {"linestyle": "--"},
+    "dotted": {"linestyle": ":"},
+    "wide": {"linewidth": 6, "color": "black", "alpha": 0.2},
+}
+"""Looks of curves that are lines, as matplotlib has them."""
 
 
 @contextmanager
@@ -33,6 +47,53 @@ def image(path: Path, rows: int, columns: int, size: tuple[float, float], title:
     yield figure.subplots(rows, columns, squeeze=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120)
+
+
+def draw(axes: Any, chart: Chart) -> None:
+    """Draws a chart on axes of :func:`image`, without its title and a legend.
+
+    Args:
+        axes: the axes.
+        chart: the chart; its bars, if it has some, stand on one another.
+    """
+    names = chart.names
+    tops = [0.0] * len(names)
+    for i, curve in enumerate(chart.curves):
+        color = f"C{i if curve.color is None else curve.color}"
+        label = curve.name or None
+        at: Sequence[Any] = [names.index(str(place)) for place in curve.at] if names else curve.at
+        if curve.look == "boxes":
+            values = [
+                [value for there, value in zip(at, curve.values, strict=True) if there == place]
+                for place in range(len(names))
+            ]
+            line = {"color": color, "linewidth": 1.5}
+            axes.boxplot(values, positions=range(len(names)), sym=".", medianprops=line)
+        elif curve.look == "points":
+            axes.plot(at, curve.values, "x", markersize=4, alpha=0.6, color=color, label=label)
+        elif names:
+            bottoms = [tops[place] for place in at]
+            axes.bar(at, curve.values, bottom=bottoms, width=0.6, color=color, label=label)
+            for place, value in zip(at, curve.values, strict=True):
+                tops[place] += value
+        else:
+            look = {"color": color, "marker": "." if chart.x_names else "", **_LINES[curve.look]}
+            axes.plot(at, curve.values, label=label, **look)
+            if curve.low:
+                axes.fill_between(at, curve.low, curve.high, alpha=0.2, color=color)
+    axes.set(xlabel=chart.x, ylabel=chart.y)
+    if names:
+        axes.set_xticks(range(len(names)), [fill(name, WRAPPED_AT) for name in names], fontsize=8)
+    else:
+        axes.set(**{f"{letter}scale": "log" for letter in chart.log})
+    if chart.x_names:
+        axes.set_xticks([*chart.x_names], [*chart.x_names.values()])
+        axes.minorticks_off()
+    if chart.starts_at_zero:
+        axes.set_ylim(bottom=0)
+    for place, top in enumerate(tops if chart.stacked else ()):
+        axes.text(place, top, f"{top:.2f}", ha="center", va="bottom", fontsize=7)
+    axes.grid(alpha=0.3)
 
 
 def made_with(environment: Mapping[str, Any]) -> str:

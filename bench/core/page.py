@@ -56,7 +56,12 @@ _PAGE = """{%- macro listed(title, facts, level=2) %}
 </html>
 """
 
-_LINES = {"line": {}, "dashed": {"dash": "dash"}, "dotted": {"dash": "dot"}}
+_LINES = {
+    "line": {},
+    "dashed": {"dash": "dash"},
+    "dotted": {"dash": "dot"},
+    "wide": {"width": 8, "color": "rgba(0, 0, 0, 0.2)"},
+}
 """Looks of curves that are lines, as Plotly has them."""
 
 

@@ -29,41 +29,42 @@ time. Algorithms with a * are the host backend's ("ours").
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from collectives.bench.comparison.measurement import measure
 from collectives.bench.comparison.options import Options
-from collectives.bench.comparison.records import KINDS, Report, read_report
+from collectives.bench.comparison.records import KINDS, read_report
+from collectives.bench.comparison.records import Report as Measurements
 from collectives.bench.core.arguments import (
+    add_files,
     at_least,
     check_plot,
     failing_as_command,
     parse_counts,
     parse_sizes_argument,
     show_progress,
+    write_files,
 )
 from collectives.bench.core.machine import usable_cores
 from collectives.bench.core.namespaces import burst_bytes, bytes_a_second
-from collectives.bench.core.records import write_json
 from collectives.bench.core.sizes import parse_sizes
 from collectives.bench.core.text import header_lines
-from collectives.bench.cost_model.algorithms import host_algorithm
 from collectives.bench.cost_model.calibration import (
     MEMORY,
     NETWORK,
     SHAPED,
     Point,
-    as_json,
     check_scatter,
-    errors,
     fit,
     points_of_records,
     split,
 )
 from collectives.bench.cost_model.parameters import Parameters
-from collectives.bench.cost_model.predictions import predictions, scales_up_to, scaling_ends
+from collectives.bench.cost_model.plot import plot_scaling, scaling_charts
+from collectives.bench.cost_model.predictions import predictions, scales_up_to
+from collectives.bench.cost_model.records import Report
 from collectives.bench.cost_model.report import check_lines, parameter_lines, prediction_lines
 from collectives.ranks.processes import RankFailedError
 
@@ -154,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", type=parse_sizes_argument, default=SIZES, metavar="SIZES", help="(default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
+    add_files(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over ranks into FILE (PNG)")
 
 
@@ -205,29 +206,22 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(parameter_lines(parameters, used, calibrated)))
     print("\n".join(check_lines(used, kept, parameters)))
     print("\n".join(prediction_lines(arguments.sizes, scales, target)))
-    if arguments.json is not None:
-        checked = errors(kept, parameters)
-        plain = {
-            "program": "model",
-            "environment": dict(reports[0].environment),
-            "parameters": asdict(parameters),
-            "predicted_for": asdict(target),
-            "calibration": [as_json(point, parameters) for point in used],
-            "check": [as_json(point, parameters) for point in kept],
-            "check_errors": None if checked is None else checked._asdict(),
-            "predictions": [
-                {**asdict(each), "is_ours": each.algorithm == host_algorithm("all_reduce", size, scale)}
-                for size in arguments.sizes
-                for scale in scales
-                for each in predictions(size, scale, target)
-            ],
-            "ends": [asdict(each) for each in scaling_ends(arguments.sizes, scales, target)],
-        }
-        write_json(arguments.json, plain)
+    said = Report(
+        "model",
+        reports[0].environment,
+        {name: getattr(arguments, name) for name in ("kind", "ranks", "ranks_per_machine", "sizes")},
+        [each for size in arguments.sizes for scale in scales for each in predictions(size, scale, target)],
+        parameters=parameters,
+        predicted_for=target,
+        used=used,
+        kept=kept,
+        sizes=arguments.sizes,
+        scales=scales,
+    )
+    write_files(said, arguments)
     if arguments.plot is not None:
-        from collectives.bench.cost_model.plot import plot_scaling
-
-        plot_scaling(arguments.plot, arguments.sizes, scales, target)
+        charts = scaling_charts(arguments.sizes, scales, target)
+        plot_scaling(arguments.plot, charts, scales, target)
     return 0
 
 
@@ -273,7 +267,7 @@ def _between_machines(arguments: argparse.Namespace) -> tuple[list[Point], str |
     return points, report.options.get("link") if played else None
 
 
-def _measure(arguments: argparse.Namespace) -> Report:
+def _measure(arguments: argparse.Namespace) -> Measurements:
     options = Options(
         backends=("host",),
         ranks=arguments.nproc,

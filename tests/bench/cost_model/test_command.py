@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from collectives.bench.comparison.records import Record, Report
+from collectives.bench.comparison.records import Record
+from collectives.bench.comparison.records import Report as Measurements
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import Timing, write_json
 from collectives.bench.cost_model.calibration import Point, points_of_records, predicted_us
 from collectives.bench.cost_model.parameters import Parameters, Scale
+from collectives.bench.cost_model.records import Report
 from collectives.cli import main
 
 TRUE = replace(Parameters(cores=2), arrival_us=3.0, copy_us_per_byte=3e-4, latency_us=80.0)
@@ -35,7 +37,7 @@ def write(path, scales, scatter=1.0, true=TRUE, sizes=SIZES, **options):
     ]
     environment = {**describe_machine(), "cores_usable": 2}
     records += [replace(entry, peer="gloo") for entry in records]
-    write_json(path, Report("collectives", environment, options, records).as_json())
+    write_json(path, Measurements("collectives", environment, options, records).as_json())
     return str(path)
 
 
@@ -62,12 +64,40 @@ def test_record_to_prediction(tmp_path, capsys):
     for size in (8, 1 << 20):
         for ranks in (4, 8, 64):
             rows = [
-                entry for entry in plain["predictions"]
+                entry for entry in plain["records"]
                 if entry["size_bytes"] == size
                 and entry["scale"]["machines"] * entry["scale"]["ranks_per_machine"] == ranks
             ]  # fmt: skip
             assert sum(entry["is_ours"] for entry in rows) == 1
     assert left[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_predictions_become_a_page(tmp_path):
+    pytest.importorskip("plotly")
+    one = write(tmp_path / "one.json", [Scale(1, 2), Scale(1, 4)])
+    page = tmp_path / "model.html"
+    words = ["--record", one, "--ranks", "16", "--sizes", "8,1M", "--html", str(page)]
+    assert main(["bench", "model", *words]) == 0
+    text = page.read_text("utf-8")
+    assert text.count("Plotly.newPlot(") == 3
+    for part in (
+        "<h2>Predictions</h2>", "<td>Rabenseifner</td>", "<h2>Where algorithms stop</h2>",
+        "<h2>Parameters</h2>", "<td>latency_us</td>", "<h2>Check</h2>",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_what_is_predicted_is_drawn_over_what_was_measured():
+    kept = [Point("broadcast", 8, Scale(1, 2), 3.0), Point("broadcast", 4096, Scale(1, 2), 5.0)]
+    about = {"parameters": TRUE, "predicted_for": TRUE, "used": [], "sizes": [8], "scales": [Scale(2, 2)]}
+    scaling, check = Report("model", {}, {}, kept=kept, **about).charts()
+    assert scaling.title == "all_reduce of 8 B"
+    assert {"ring", "ours, as chosen", "bound"} <= {curve.name for curve in scaling.curves}
+    points, equal = check.curves
+    assert (points.name, points.look, list(points.at)) == ("broadcast", "points", [3.0, 5.0])
+    assert list(points.values) == [predicted_us(point, TRUE) for point in kept]
+    assert equal.at == equal.values == [3.0, 5.0]
+    assert len(Report("model", {}, {}, kept=[], **about).charts()) == 1, "nothing is checked"
 
 
 def test_what_the_user_says_of_the_network_goes_before_what_was_measured(tmp_path):
@@ -111,9 +141,7 @@ def test_link_is_what_the_user_says(tmp_path, capsys):
     asked = plain["predicted_for"]
     assert asked["link_us_per_byte"] == pytest.approx(1 / 125)
     assert (asked["latency_us"], asked["message_us"], asked["cores"]) == (50, 2, 8)
-    (ours,) = [
-        entry for entry in plain["predictions"] if entry["is_ours"] and entry["scale"]["machines"] == 2
-    ]
+    (ours,) = [entry for entry in plain["records"] if entry["is_ours"] and entry["scale"]["machines"] == 2]
     assert ours["algorithm"] == "hierarchical"
     assert ours["time_us"] >= 25 * 2**20 / 125  # both machines send the whole once
     assert ours["limit"] == "link of a machine"
