@@ -45,6 +45,7 @@ class Chart:
         log: letters of the logarithmic axes; where there are names, none is.
         x_names: what stands at places of the horizontal axis, where that is not the number.
         stacked: whether bars stand on one another.
+        from_zero: whether the vertical axis begins there; bars always do.
     """
 
     title: str
@@ -52,17 +53,11 @@ class Chart:
     y: str
     curves: Sequence[Curve]
     log: Literal["xy", "x", ""] = "xy"
-    x_names: Mapping[float, str] = field(default_factory=dict)
+    x_names: Mapping[int, str] = field(default_factory=dict)
     stacked: bool = False
+    from_zero: bool = False
 
     @property
     def names(self) -> list[str]:
         """Names that its curves are at, in order; empty where they are at numbers."""
         return list(dict.fromkeys(at for curve in self.curves for at in curve.at if isinstance(at, str)))
-
-    @property
-    def starts_at_zero(self) -> bool:
-        """Whether the vertical axis does; a box shows a spread, which zero would make hard to see."""
-        return (not self.log.endswith("y") or bool(self.names)) and all(
-            curve.look != "boxes" for curve in self.curves
-        )

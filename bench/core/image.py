@@ -8,9 +8,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from collectives.bench.core.charts import Chart
+from collectives.bench.core.charts import Chart, Curve
 
 __all__ = ["draw", "image", "made_with"]
+
+ROOM = 1.2
+"""Height of axes over that of the highest bar on others, for the legend."""
 
 WRAPPED_AT = 14
 """Characters of a line below a bar."""
@@ -77,10 +80,7 @@ def draw(axes: Any, chart: Chart) -> None:
             for place, value in zip(at, curve.values, strict=True):
                 tops[place] += value
         else:
-            look = {"color": color, "marker": "." if chart.x_names else "", **_LINES[curve.look]}
-            axes.plot(at, curve.values, label=label, **look)
-            if curve.low:
-                axes.fill_between(at, curve.low, curve.high, alpha=0.2, color=color)
+            _draw_line(axes, chart, curve, color)
     axes.set(xlabel=chart.x, ylabel=chart.y)
     if names:
         axes.set_xticks(range(len(names)), [fill(name, WRAPPED_AT) for name in names], fontsize=8)
@@ -89,11 +89,25 @@ def draw(axes: Any, chart: Chart) -> None:
     if chart.x_names:
         axes.set_xticks([*chart.x_names], [*chart.x_names.values()])
         axes.minorticks_off()
-    if chart.starts_at_zero:
+    if chart.from_zero:
         axes.set_ylim(bottom=0)
-    for place, top in enumerate(tops if chart.stacked else ()):
-        axes.text(place, top, f"{top:.2f}", ha="center", va="bottom", fontsize=7)
+    if chart.stacked:
+        axes.set_ylim(top=ROOM * max(tops))
+        for place, top in enumerate(tops):
+            axes.text(place, top, f"{top:.2f}", ha="center", va="bottom", fontsize=7)
     axes.grid(alpha=0.3)
+
+
+def _draw_line(axes: Any, chart: Chart, curve: Curve, color: str) -> None:
+    """Draws a line over numbers, and its spread."""
+    look = {"color": color, "marker": "." if chart.x_names else "", **_LINES[curve.look]}
+    axes.plot(curve.at, curve.values, label=curve.name or None, **look)
+    if curve.low and chart.x_names:  # few places, where a band would not be seen
+        ends = zip(curve.low, curve.values, curve.high, strict=True)
+        off = zip(*((value - low, high - value) for low, value, high in ends), strict=True)
+        axes.errorbar(curve.at, curve.values, [*off], fmt="none", capsize=3, color=color)
+    elif curve.low:
+        axes.fill_between(curve.at, curve.low, curve.high, alpha=0.2, color=color)
 
 
 def made_with(environment: Mapping[str, Any]) -> str:

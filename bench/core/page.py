@@ -176,6 +176,6 @@ def _drawn(chart: Chart, first: bool) -> str:
             figure.update_layout({f"{letter}axis_type": "log"})
     if chart.x_names:
         figure.update_xaxes(tickvals=list(chart.x_names), ticktext=list(chart.x_names.values()))
-    if chart.starts_at_zero:
+    if chart.from_zero:
         figure.update_yaxes(rangemode="tozero")
     return str(figure.to_html(full_html=False, include_plotlyjs=first))

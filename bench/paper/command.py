@@ -19,7 +19,7 @@ together; the slowest one counts. Series of a panel take turns. Each rank has on
 With --json DIR each figure's raw samples are kept in DIR/NAME.json as they come; what is there already is not
 measured again, so that a run can be interrupted and taken up. A figure takes about its budget where the least
 number of iterations fits into it, longer elsewhere, as where ranks share cores. fig7 and fig8 add the bucket
-size that DIR/fig2.json shows to be enough.
+size that DIR/fig2.json shows to be enough. --html FILE has all figures of a run, or all of report.
 
 Without a launcher the ranks are started on this machine. Under a launcher its processes are the ranks, on all
 of its machines:
@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,14 +42,16 @@ from collectives.bench.comparison.torch_peer import PREFIX
 from collectives.bench.comparison.torch_peer import why_unavailable as why_no_torch_backend
 from collectives.bench.core.arguments import (
     add_machines,
+    add_page,
     at_least,
     failing_as_command,
     parse_counts,
     parse_names,
+    write_html,
 )
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.groups import split_lanes
-from collectives.bench.core.machine import usable_cores
+from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.namespaces import NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
@@ -62,6 +64,8 @@ from collectives.bench.paper.figures import (
     QUICK_LOSS_ITERATIONS,
     Request,
 )
+from collectives.bench.paper.report.kept import KeptFigure
+from collectives.bench.paper.report.records import FiguresReport
 from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_report, run_table
 from collectives.bench.paper.scaling import read_parameters
 from collectives.bench.paper.team import LaunchedTeam, launched_ranks
@@ -157,6 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="DIR", help="keep samples in DIR, and go on with those there"
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the report to FILE (Markdown)")
+    add_page(parser)
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the figures into DIR (PNG)")
 
 
@@ -189,6 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("the report is made of kept figures; name their folder with --json DIR")
     if names != [REPORT] and arguments.page is not None:
         raise CommandError(f"--page is for the report, but {arguments.figure} is asked for")
+    _check_packages(names, arguments)
     if names not in ([TABLE], [REPORT]):
         job = _job(arguments, names, launched)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
@@ -204,14 +210,31 @@ def run(arguments: argparse.Namespace) -> int:
         status = 0
         if job is not None and len(names) > 1 and len(job.request.ranks) == 1:
             names.remove("fig8")
-        for name in names:
+        figures: dict[str, KeptFigure] = {}
+        for number, name in enumerate(names, start=1):
             if name == TABLE:
                 run_table(arguments.json)
             elif name == REPORT:
-                run_report(arguments.json, arguments.page)
+                figures = run_report(arguments.json, arguments.page)
             elif job is not None:
-                status = max(status, run_figure(name, job, team))
+                figures[name] = run_figure(name, job, team)
+                status = max(status, int(figures[name].wrong > 0))
+            page = _page(figures, job, with_systems=TABLE in names[:number])
+            write_html(page, arguments)  # what there is, should the run be interrupted
     return status
+
+
+def _page(figures: Mapping[str, KeptFigure], job: Job | None, *, with_systems: bool) -> FiguresReport:
+    environment = next((figure.environment for figure in figures.values()), None)
+    return FiguresReport(
+        "collectives bench paper",
+        environment or describe_machine(),
+        {name: figure.command(name) for name, figure in figures.items()},
+        skipped=job.skipped if job is not None else [],
+        figures=figures,
+        parameters=None if job is None else job.parameters,
+        with_systems=with_systems,
+    )
 
 
 def _is_first() -> bool:
@@ -224,7 +247,6 @@ def _is_first() -> bool:
 
 
 def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | None) -> Job:
-    _check_packages(names, arguments)
     quick: bool = arguments.quick
     device: str = arguments.device
     reason = DEVICES[device].why_unavailable()
@@ -268,10 +290,10 @@ def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | No
 
 
 def _check_packages(names: Sequence[str], arguments: argparse.Namespace) -> None:
+    drawn = arguments.plot is not None or arguments.html is not None
     wanted = ["matplotlib"] if arguments.plot is not None else []
-    if "fig11" in names:
-        wanted += ["scipy"] if arguments.plot is not None else []
-        wanted += [] if arguments.images is not None else ["sklearn"]
+    wanted += ["scipy"] if drawn and not {"fig11", REPORT}.isdisjoint(names) else []
+    wanted += ["sklearn"] if "fig11" in names and arguments.images is None else []
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"this needs {', '.join(missing)}, not installed; install the extra: {EXTRA}")

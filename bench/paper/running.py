@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from collectives.bench.core.arguments import failing_as_command, telling_how_long
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.machine import describe_machine, usable_cores
-from collectives.bench.core.namespaces import bytes_a_second
-from collectives.bench.core.records import SCHEMA, BaseReport, Skipped, write_json
+from collectives.bench.core.machine import describe_machine
+from collectives.bench.core.records import SCHEMA, Skipped, write_json
 from collectives.bench.core.text import header_lines, number_of_ranks, skipped_lines
 from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Cell, Measured
-from collectives.bench.paper.drawing import Predicted, draw
+from collectives.bench.paper.drawing import draw, figure_charts
 from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
-from collectives.bench.paper.report.kept import SAME, read_folder
+from collectives.bench.paper.report.kept import SAME, KeptFigure, read_folder
 from collectives.bench.paper.report.page import report_lines
-from collectives.bench.paper.scaling import predicted_s, predicted_scales
+from collectives.bench.paper.report.records import Report
+from collectives.bench.paper.scaling import predictions
 from collectives.bench.paper.systems import systems_json, systems_lines
 from collectives.bench.paper.tables import best_bucket_mb, figure_lines
 from collectives.bench.paper.team import LocalTeam, Team
@@ -32,18 +32,6 @@ __all__ = ["REPORT", "TABLE", "Job", "run_figure", "run_report", "run_table"]
 
 TABLE = "table1"
 REPORT = "report"
-
-DEFAULT_BUCKET_MB = 25.0
-
-
-class _Report(BaseReport[Measured]):
-    """All cells of a figure that are done."""
-
-    __slots__ = ()
-
-    def record_as_json(self, record: Measured) -> dict[str, Any]:
-        """Returns a cell and its raw samples."""
-        return asdict(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +59,7 @@ class Job:
     plot_folder: Path | None
 
 
-def run_figure(name: str, job: Job, team: Team | None) -> int:
+def run_figure(name: str, job: Job, team: Team | None) -> KeptFigure:
     """Measures what is missing of a figure, prints and draws it; called by the leader.
 
     Args:
@@ -80,7 +68,7 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
         team: the ranks of a launcher; ``None`` to start some.
 
     Returns:
-        1 where results are wrong, else 0.
+        The figure.
 
     Raises:
         CommandError: what was kept of it does not fit, or a package is missing.
@@ -91,7 +79,7 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
     if name in {"fig7", "fig8"}:
         request = replace(request, optima_mb=_optima(job))
     cells = FIGURES[name].cells(request)
-    report = _Report(
+    report = Report(
         f"paper {name}",
         {**describe_machine(), **DEVICES[request.device].describe(request.ranks)},
         _options(job),
@@ -106,19 +94,20 @@ def run_figure(name: str, job: Job, team: Team | None) -> int:
         (record for record in report.records if record.cell in wanted),
         key=lambda record: wanted.index(dict(record.cell)),
     )
+    figure = KeptFigure(done, report.environment, report.options)
     print("\n".join([*header_lines(report), *figure_lines(done), *skipped_lines(report.skipped)]))
-    predicted = _predictions(done, job) if name == "fig9" and request.device == "cpu" else []
+    predicted = predictions(figure, job.parameters) if name == "fig9" else []
     for point in predicted:
         print(
             f"# not measured, by the cost model: {point.panel}, {point.ranks} ranks: {point.seconds:.3f} s"
             f" ({point.network})"
         )
     if job.plot_folder is not None and done:
-        draw(name, done, report.environment, job.plot_folder / f"{name}.png", predicted)
-    wrong = sum(record.samples.get("wrong", 0) for record in done)
-    if wrong:
-        print(f"# {wrong} elements of results were WRONG")
-    return 1 if wrong else 0
+        charts = figure_charts(name, done, predicted)
+        draw(name, charts, report.environment, job.plot_folder / f"{name}.png")
+    if figure.wrong:
+        print(f"# {figure.wrong} elements of results were WRONG")
+    return figure
 
 
 def _options(job: Job) -> dict[str, Any]:
@@ -142,7 +131,7 @@ def _options(job: Job) -> dict[str, Any]:
 
 
 def _measure(
-    name: str, cells: Sequence[Cell], report: _Report, job: Job, team: Team | None, file: Path | None
+    name: str, cells: Sequence[Cell], report: Report, job: Job, team: Team | None, file: Path | None
 ) -> None:
     """Measures the cells that are not in the report yet, and keeps each as soon as it is there."""
     kept = [record.cell for record in report.records]
@@ -179,7 +168,7 @@ def _under_way(what: str) -> AbstractContextManager[None]:
 # ---- what is kept --------------------------------------------------------------------------------------
 
 
-def _kept(file: Path, report: _Report) -> list[Measured]:
+def _kept(file: Path, report: Report) -> list[Measured]:
     """Returns the cells in a file.
 
     Raises:
@@ -202,7 +191,7 @@ def _kept(file: Path, report: _Report) -> list[Measured]:
         return [Measured(record["cell"], record["samples"]) for record in plain["records"]]
 
 
-def _keep(file: Path, report: _Report) -> None:
+def _keep(file: Path, report: Report) -> None:
     """Writes the report in place of the file, which is whole at any time."""
     fresh = file.with_name(f".{file.name}.new")
     write_json(fresh, report.as_json(), indent=None)
@@ -224,50 +213,27 @@ def _optima(job: Job) -> dict[str, float]:
         }
 
 
-def _predictions(records: Sequence[Measured], job: Job) -> list[Predicted]:
-    """Returns iterations on more ranks than were measured, where one rank by itself was."""
-    found = []
-    local: Mapping[str, Measured] = {
-        record.cell["model"]: record for record in records if record.cell["ranks"] == 1
-    }
-    most = max((record.cell["ranks"] for record in records), default=1)
-    per_machine = usable_cores() if job.machines == 1 else max(1, most // job.machines)
-    parameters = job.parameters or Parameters(cores=per_machine)
-    if job.parameters is None and job.link is not None:
-        parameters = replace(parameters, link_us_per_byte=1e6 / bytes_a_second(job.link))
-    network = f"{8e-3 / parameters.link_us_per_byte:.3g} Gb/s, {parameters.latency_us:.3g} us"
-    panels = {
-        record.cell["panel"]: record for record in records if record.cell["model"] in local
-        and record.cell["ranks"] > 1
-    }  # fmt: skip
-    for panel, record in panels.items():
-        one = local[record.cell["model"]]
-        backend = record.cell["series"][0]["group"]
-        for scale in predicted_scales(most, per_machine):
-            seconds = predicted_s(
-                one.samples["series"][0], one.samples["sizes"], DEFAULT_BUCKET_MB, scale, parameters,
-                host=backend == "host",
-            )  # fmt: skip
-            found.append(Predicted(panel, scale.ranks, seconds, network))
-    return found
-
-
-def run_report(folder: Path, page: Path | None) -> None:
+def run_report(folder: Path, page: Path | None) -> dict[str, KeptFigure]:
     """Prints the report on all figures that a folder keeps, or writes it to a file.
 
     Args:
         folder: keeps the figures.
         page: the file; what it held is lost.
 
+    Returns:
+        The figures, by name.
+
     Raises:
         CommandError: there is none, one cannot be read, or they were measured on different machines.
     """
     with failing_as_command(OSError, ValueError, KeyError, TypeError):
-        text = "\n".join(report_lines(read_folder(folder)))
+        kept = read_folder(folder)
+        text = "\n".join(report_lines(kept))
         if page is None:
             print(text)
         else:
             page.write_text(text + "\n", encoding="utf-8")
+    return kept
 
 
 def run_table(folder: Path | None) -> None:

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
+from collectives.bench.core.namespaces import bytes_a_second
 from collectives.bench.cost_model.algorithms import host_algorithm
 from collectives.bench.cost_model.parameters import Parameters, Scale
 from collectives.bench.cost_model.predictions import predict, scales_up_to
+from collectives.bench.paper.cells import Measured
+from collectives.bench.paper.report.kept import KeptFigure
 
-__all__ = ["MOST_RANKS", "predicted_s", "predicted_scales", "read_parameters"]
+__all__ = ["MOST_RANKS", "Predicted", "predicted_s", "predicted_scales", "predictions", "read_parameters"]
 
 MOST_RANKS = 256
 """Ranks of the paper's largest run."""
+
+DEFAULT_BUCKET_MB = 25.0
 
 BYTES = 4
 """Of a parameter."""
 
 FIRST_CAP_BYTES = 1 << 20
 """Size at which the wrapper's first bucket is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """An iteration that was not measured.
+
+    Attributes:
+        panel: where it is drawn.
+        ranks: number of ranks.
+        seconds: how long the cost model says it takes.
+        network: what that takes for the network, in words.
+    """
+
+    panel: str
+    ranks: int
+    seconds: float
+    network: str
 
 
 def read_parameters(file: Path) -> Parameters:
@@ -42,6 +64,43 @@ def read_parameters(file: Path) -> Parameters:
 def predicted_scales(beyond: int, ranks_per_machine: int) -> list[Scale]:
     """Returns the scales with more ranks than so many, in powers of two up to those of the paper."""
     return [scale for scale in scales_up_to(MOST_RANKS, ranks_per_machine) if scale.ranks > beyond]
+
+
+def predictions(figure: KeptFigure, parameters: Parameters | None) -> list[Predicted]:
+    """Returns iterations on more ranks than were measured, where one rank by itself was; none of GPUs.
+
+    Args:
+        figure: figure 9.
+        parameters: of the cost model; ``None`` for those of a usual network, or of the measured links.
+    """
+    if figure.options["device"] != "cpu":
+        return []
+    found = []
+    records, machines, link = figure.records, figure.options["machines"], figure.options["link"]
+    local: Mapping[str, Measured] = {
+        record.cell["model"]: record for record in records if record.cell["ranks"] == 1
+    }
+    most = max((record.cell["ranks"] for record in records), default=1)
+    per_machine = figure.environment["cores_usable"] if machines == 1 else max(1, most // machines)
+    if parameters is None:
+        parameters = Parameters(cores=per_machine)
+        if link is not None:
+            parameters = replace(parameters, link_us_per_byte=1e6 / bytes_a_second(link))
+    network = f"{8e-3 / parameters.link_us_per_byte:.3g} Gb/s, {parameters.latency_us:.3g} us"
+    panels = {
+        record.cell["panel"]: record for record in records if record.cell["model"] in local
+        and record.cell["ranks"] > 1
+    }  # fmt: skip
+    for panel, record in panels.items():
+        one = local[record.cell["model"]]
+        backend = record.cell["series"][0]["group"]
+        for scale in predicted_scales(most, per_machine):
+            seconds = predicted_s(
+                one.samples["series"][0], one.samples["sizes"], DEFAULT_BUCKET_MB, scale, parameters,
+                host=backend == "host",
+            )  # fmt: skip
+            found.append(Predicted(panel, scale.ranks, seconds, network))
+    return found
 
 
 def predicted_s(

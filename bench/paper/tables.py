@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from collectives.bench.core.text import table_lines
+from collectives.bench.core.text import Column, table_lines
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 
-__all__ = ["best_bucket_mb", "figure_lines", "usual_samples"]
+__all__ = ["best_bucket_mb", "figure_lines", "figure_tables", "usual_samples"]
 
 WITHIN = 1.1
 """A total time so many times the best one counts as as good: all beyond is noise."""
@@ -18,20 +18,30 @@ WITHIN = 1.1
 
 def figure_lines(records: Sequence[Measured]) -> Iterator[str]:
     """Yields the tables of a figure's cells, one for each kind."""
-    for kind, (heads, rows) in _KINDS.items():
+    for _, columns, rows in _tables(records):
+        yield ""
+        yield from table_lines(columns, rows)
+
+
+def figure_tables(records: Sequence[Measured]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Yields the same as a title and the rows by column."""
+    for title, columns, rows in _tables(records):
+        names = [f"{name} {unit}".strip() for name, unit, _ in columns]
+        yield title, [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
+
+
+def _tables(records: Sequence[Measured]) -> Iterator[tuple[str, list[Column], list[list[str]]]]:
+    for kind, (title, heads, rows) in _KINDS.items():
         chosen = [record for record in records if record.cell["kind"] == kind]
         if chosen:
             longest = max(len(record.cell["panel"]) for record in chosen)
-            yield ""
             columns = [("panel", "", -max(longest, 5) - 1), ("ranks", "", 6), *heads]
-            yield from table_lines(
-                columns,
-                (
-                    [record.cell["panel"], str(record.cell["ranks"]), *row]
-                    for record in chosen
-                    for row in rows(record)
-                ),
-            )
+            cells = [
+                [record.cell["panel"], str(record.cell["ranks"]), *row]
+                for record in chosen
+                for row in rows(record)
+            ]
+            yield title, columns, cells
 
 
 def best_bucket_mb(records: Sequence[Measured]) -> dict[str, float]:
@@ -90,15 +100,22 @@ def _spread(ns: Sequence[int]) -> list[str]:
 
 _SPREAD = [("calls", "", 6), ("median", "(ms)", 10), ("p10", "(ms)", 10), ("p90", "(ms)", 10)]
 
-_KINDS = {
+_KINDS: Mapping[str, tuple[str, Sequence[Column], Callable[[Measured], Iterator[list[str]]]]] = {
     "AllReduceSweep": (
-        [("parameters", "", 12), ("calls", "", 7), *_SPREAD, ("#wrong", "", 7)], _sweep_rows
+        "all-reduces",
+        [("parameters", "", 12), ("all-reduces", "", 12), *_SPREAD, ("#wrong", "", 7)],
+        _sweep_rows,
     ),
-    "ReadyGradients": ([("ready", "", 6), *_SPREAD], _ready_rows),
+    "ReadyGradients": ("ready gradients", [("ready", "", 6), *_SPREAD], _ready_rows),
     "Iterations": (
-        [("  series", "", -25), *_SPREAD, *((name, "(ms)", 14) for name in PHASES)], _iteration_rows
+        "iterations",
+        [("  series", "", -25), *_SPREAD, *((name, "(ms)", 14) for name in PHASES)],
+        _iteration_rows,
     ),
-    "Losses": ([("interval", "", 9), ("iterations", "", 11), ("first", "", 8), ("last tenth", "", 11)],
-               _loss_rows),
-}  # fmt: skip
-"""Columns and rows by kind of cell."""
+    "Losses": (
+        "losses",
+        [("interval", "", 9), ("iterations", "", 11), ("first", "", 8), ("last tenth", "", 11)],
+        _loss_rows,
+    ),
+}
+"""Title, columns and rows by kind of cell."""

@@ -31,6 +31,11 @@ class KeptFigure:
     environment: Mapping[str, Any]
     options: Mapping[str, Any]
 
+    @property
+    def wrong(self) -> int:
+        """Elements of results that were wrong."""
+        return sum(record.samples.get("wrong", 0) for record in self.records)
+
     def command(self, name: str) -> str:
         """Returns the command line that measures the figure.
 
@@ -39,7 +44,7 @@ class KeptFigure:
         """
         words = ["collectives bench paper", name]
         for option, value in self.options.items():
-            if isinstance(value, list):
+            if isinstance(value, (list, tuple)):
                 words += [f"--{option} {','.join(map(str, value))}"] if value else []
             elif value is True:
                 words.append(f"--{option}")

@@ -126,7 +126,7 @@ def test_looks_and_axes_are_what_a_chart_says(tmp_path):
         Curve("predicted", [4, 8], [5.0, 6.0], look="dashed", color=0),
         Curve("", [4], [5.0], look="points"),
     ]
-    chart = Chart("scaling", "ranks", "s", curves, log="x", x_names={1: "local", 2: "2"})
+    chart = Chart("scaling", "ranks", "s", curves, log="x", x_names={1: "local", 2: "2"}, from_zero=True)
     (measured, predicted, points), layout = drawn(tmp_path, chart)
     assert measured["marker"] == predicted["marker"] != points["marker"]
     assert predicted["line"] == {"dash": "dash"}

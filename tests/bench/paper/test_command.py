@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mpi_team import find_installations
@@ -30,8 +31,13 @@ def few_threads(monkeypatch):
 
 
 def figure(name, folder, *words):
-    status = main(["bench", "paper", name, *SMALL, "--json", str(folder), "--plot", str(folder), *words])
-    assert status == 0
+    pytest.importorskip("plotly")
+    page = folder / f"{name}.html"
+    files = ["--json", str(folder), "--plot", str(folder), "--html", str(page)]
+    assert main(["bench", "paper", name, *SMALL, *files, *words]) == 0
+    text = page.read_text("utf-8")
+    assert "Plotly.newPlot(" in text
+    assert f"<h2>{name}: " in text
     image = (folder / f"{name}.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     return json.loads((folder / f"{name}.json").read_text())
@@ -148,6 +154,19 @@ class TestFigures:
         assert "was measured with cpu another" in capsys.readouterr().err
 
 
+def test_kept_figures_become_one_page(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    pytest.importorskip("scipy")
+    page = tmp_path / "page.html"
+    kept = Path(__file__).parents[3] / "docs" / "paper"
+    assert main(["bench", "paper", "report", "--json", str(kept), "--html", str(page)]) == 0
+    text = page.read_text("utf-8")
+    for name in ("fig2", "fig6", "fig7", "fig9", "fig10", "fig11", "fig12"):
+        assert f"<h2>{name}: " in text
+        assert f'"text":"{name}: ' in text
+        assert f"<td>collectives bench paper {name} " in text
+
+
 def test_samples_of_a_quick_run_are_not_mixed_with_others(tmp_path, capsys):
     kept = {
         "schema": running.SCHEMA, "program": "paper fig6", "environment": running.describe_machine(),
@@ -171,7 +190,10 @@ def test_the_report_needs_figures(tmp_path, capsys):
 
 
 def test_table1(tmp_path, capsys):
-    assert main(["bench", "paper", "table1", "--json", str(tmp_path)]) == 0
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    assert main(["bench", "paper", "table1", "--json", str(tmp_path), "--html", str(page)]) == 0
+    assert "<td>PACE</td>" in page.read_text("utf-8")
     out = capsys.readouterr().out
     assert "PACE" in out
     systems = json.loads((tmp_path / "table1.json").read_text())["systems"]

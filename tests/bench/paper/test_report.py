@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from collectives.bench.core.page import write_page
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 from collectives.bench.paper.report.kept import KeptFigure
 from collectives.bench.paper.report.page import report_lines
 from collectives.bench.paper.report.priorities import Costs, Gradient, forward_ends_s
+from collectives.bench.paper.report.records import FiguresReport
 from collectives.bench.paper.report.statements import STATEMENTS
 
 ENVIRONMENT = {
@@ -99,6 +103,33 @@ def test_the_rules_stand_before_the_data():
     assert len([line for line in lines if line.startswith("### ")]) == len(STATEMENTS) == 22
     assert not any("--quick" in line for line in lines)
     assert any("--quick" in line for line in report(FIGURES, quick=True))
+
+
+def test_the_figures_become_one_page(tmp_path):
+    pytest.importorskip("plotly")
+    pytest.importorskip("scipy")
+    kept = {name: KeptFigure(records, ENVIRONMENT, OPTIONS) for name, records in FIGURES.items()}
+    about = {name: figure.command(name) for name, figure in kept.items()}
+    made = FiguresReport("paper", ENVIRONMENT, about, figures=kept, parameters=None, with_systems=True)
+    page = tmp_path / "page.html"
+    write_page(page, made, "collectives bench paper all --html page.html")
+    text = page.read_text("utf-8")
+    charts = {chart.title: chart for chart in made.charts()}
+    assert text.count("Plotly.newPlot(") == len(charts) == 11
+    for part in ("fig2: all-reduces", "fig2: ready gradients", "fig7: iterations", "fig11: losses", "table1"):
+        assert f"<h2>{part}</h2>" in text
+    assert "<td>ZeRO</td>" in text
+    assert [curve.name for curve in charts["fig6: net, gloo, 2 ranks"].curves][:2] == [
+        "forward",
+        "backward computation",
+    ]
+    measured, predicted = charts["fig9: net, host"].curves
+    assert (measured.at, measured.values) == ([1, 2], [0.05, 0.1])
+    assert predicted.look == "dashed"
+    assert (predicted.at[0], predicted.at[-1]) == (4, 256)
+    boxes, rebuilt = charts["fig7: net, host, 2 ranks"].curves
+    assert list(boxes.at) == ["0"] * 25
+    assert rebuilt.values == [1000.0] * 5
 
 
 def test_what_was_not_measured_is_said():

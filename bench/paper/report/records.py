@@ -1,0 +1,65 @@
+"""The cells of a figure as a report, and those of several figures as a page with zoomable charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from collectives.bench.core.charts import Chart
+from collectives.bench.core.records import BaseReport
+from collectives.bench.cost_model.parameters import Parameters
+from collectives.bench.paper.cells import Measured
+from collectives.bench.paper.drawing import figure_charts
+from collectives.bench.paper.report.kept import KeptFigure
+from collectives.bench.paper.scaling import predictions
+from collectives.bench.paper.systems import systems_json
+from collectives.bench.paper.tables import figure_tables
+
+__all__ = ["FiguresReport", "Report"]
+
+
+class Report(BaseReport[Measured]):
+    """All cells of a figure that are done."""
+
+    __slots__ = ()
+
+    def record_as_json(self, record: Measured) -> dict[str, Any]:
+        """Returns a cell and its raw samples."""
+        return asdict(record)
+
+
+@dataclass(kw_only=True)
+class FiguresReport(Report):
+    """Several figures, as medians and spread.
+
+    Attributes:
+        figures: by name.
+        parameters: of the cost model for figure 9; ``None`` for those of a usual network.
+        with_systems: whether table 1 is one of them.
+    """
+
+    figures: Mapping[str, KeptFigure]
+    parameters: Parameters | None
+    with_systems: bool
+
+    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Returns the tables of each figure, and table 1."""
+        return {
+            **{
+                f"{name}: {title}": rows
+                for name, figure in self.figures.items()
+                for title, rows in figure_tables(figure.records)
+            },
+            **({"table1": systems_json()} if self.with_systems else {}),
+        }
+
+    def charts(self) -> Sequence[Chart]:
+        """Returns the panels of each figure."""
+        return [
+            replace(chart, title=f"{name}: {chart.title}")
+            for name, figure in self.figures.items()
+            for chart in figure_charts(
+                name, figure.records, predictions(figure, self.parameters) if name == "fig9" else ()
+            )
+        ]
