@@ -65,10 +65,10 @@ class TensorReader {
     parts.reserve(ranks_);
     if (listed) {
       if (!PyList_CheckExact(tensors.ptr()) && !PyTuple_CheckExact(tensors.ptr())) return false;
-      if (static_cast<std::size_t>(PySequence_Fast_GET_SIZE(tensors.ptr())) != ranks_) return false;
+      if (nb::len(tensors) != ranks_) return false;
       for (std::size_t r = 0; r < ranks_; ++r) {
-        const std::optional<TensorView> view =
-            one(PySequence_Fast_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(r)));
+        const nb::object tensor = tensors[r];  // held: another thread may take it out of the list
+        const std::optional<TensorView> view = one(tensor);
         if (!view) return false;
         parts.push_back({view->data, view->count * size_of(dtype_)});
       }

@@ -19,10 +19,14 @@ nb::object code_of(nb::handle frame) {
 
 int line_of(nb::handle frame) { return PyFrame_GetLineNumber(reinterpret_cast<PyFrameObject*>(frame.ptr())); }
 
+// "__name__". Made at import: threads that wait in C++ until the first one has made it could not pause when
+// Python, without a GIL, wants all to.
+PyObject* name_key = nullptr;
+
 bool ours(nb::handle frame) {
-  static PyObject* const key = PyUnicode_InternFromString("__name__");
   const nb::object globals = frame.attr("f_globals");
-  const nb::handle name = PyDict_GetItemWithError(globals.ptr(), key);
+  const nb::object name = nb::steal(PyObject_GetItem(globals.ptr(), name_key));
+  if (!name.is_valid()) PyErr_Clear();
   if (!name.is_valid() || !PyUnicode_Check(name.ptr())) return false;
   const std::string_view module = nb::borrow<nb::str>(name).c_str();
   const auto within = [&](std::string_view package) {
@@ -58,7 +62,7 @@ struct KnownSites {
     std::shared_ptr<const std::string> text;
   };
 
-  std::mutex mutex;  // for interpreters without a global lock
+  std::mutex mutex;  // for interpreters without a global lock; nobody who has it calls Python
   std::map<std::pair<const PyObject*, int>, Site> sites;
 };
 
@@ -145,5 +149,7 @@ std::shared_ptr<const std::string> call_site() {
   if (known.sites.size() >= KnownSites::kMost) dropped.swap(known.sites);
   return known.sites.try_emplace(key, KnownSites::Site{std::move(code), std::move(text)}).first->second.text;
 }
+
+void bind_interrupt(nb::module_& /*module*/) { name_key = PyUnicode_InternFromString("__name__"); }
 
 }  // namespace collectives

@@ -1,4 +1,5 @@
 #include "bindings/bindings.hpp"
+#include "bindings/interrupt.hpp"
 
 NB_MODULE(_native, module) {
 #ifdef NDEBUG
@@ -8,6 +9,7 @@ NB_MODULE(_native, module) {
 #endif
   module.doc() =
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
+  collectives::bind_interrupt(module);
   collectives::bind_kernels(module);
   collectives::bind_host(module);
   collectives::bind_mpi(module);

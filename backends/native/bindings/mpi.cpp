@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -63,9 +64,18 @@ std::size_t longest(const std::vector<Part>& parts) {
   return most;
 }
 
+// The flight record of a group, whose threads write one after the other: by the GIL, or without one by a
+// lock.
+struct SerialRecord {
+  explicit SerialRecord(std::shared_ptr<OperationRecord> given) : record(std::move(given)) {}
+
+  const std::shared_ptr<OperationRecord> record;
+  nb::ft_mutex writing;
+};
+
 // Where an operation stands in the flight record.
 struct RecordedInFlight {
-  std::shared_ptr<OperationRecord> record;  // that has the ring
+  std::shared_ptr<SerialRecord> record;  // that has the ring
   OperationRing& ring;
   RecordTicket ticket;
 };
@@ -100,6 +110,7 @@ struct InFlight {
   void end(const std::string& text) {
     const std::optional<RecordedInFlight> ended = std::exchange(recorded, std::nullopt);
     if (!ended) return;
+    const nb::ft_lock_guard lock(ended->record->writing);
     if (text.empty()) {
       ended->ring.end(ended->ticket, now_ns());
     } else {
@@ -130,14 +141,14 @@ class MpiFastPath {
         exchanges_(std::move(exchanges)),
         limits_(limits),
         spins_(spins),
-        record_(std::move(record)),
+        record_(std::make_shared<SerialRecord>(std::move(record))),
         timeout_(timeout),
         unfinished_(std::move(unfinished)) {
     make_messages(library, communicator);  // throws where the library is of no use
   }
 
   // The time limit of operations, for the flight record.
-  void set_timeout(Nanoseconds timeout) { timeout_ = timeout; }
+  void set_timeout(Nanoseconds timeout) noexcept { timeout_.store(timeout, std::memory_order_relaxed); }
 
   // True: done; false: the call does not qualify, or is too large; else the operation, which has failed or is
   // in flight. It is in the list of unfinished ones as well, because a signal's handler may raise before the
@@ -149,10 +160,10 @@ class MpiFastPath {
     const std::size_t bytes = fast->bytes;
     const long number = next_number(operations_);
     const BegunOperation begun =
-        record_of(fast->request, static_cast<std::uint64_t>(number), timeout_, now_ns());
+        record_of(fast->request, static_cast<std::uint64_t>(number), timeout(), now_ns());
     auto in_flight =
         make_in_flight(std::move(fast->request), number, nb::make_tuple(opcode, listed, output, input));
-    begin(*in_flight, record_->collectives, listed ? begun : single_form(begun), bytes);
+    begin(*in_flight, record_->record->collectives, listed ? begun : single_form(begun), bytes);
     return answer(std::move(in_flight));
   }
 
@@ -171,8 +182,8 @@ class MpiFastPath {
         std::make_shared<InFlight>(std::move(message), number, nb::make_tuple(sends, tensor, peer, tag));
     const Envelope envelope{
         .peer = peer, .tag = static_cast<std::uint32_t>(tag), .dtype = view->dtype, .bytes = bytes};
-    begin(*in_flight, record_->messages,
-          record_of(sends, envelope, static_cast<std::uint64_t>(number), timeout_, now_ns()), bytes);
+    begin(*in_flight, record_->record->messages,
+          record_of(sends, envelope, static_cast<std::uint64_t>(number), timeout(), now_ns()), bytes);
     if (sent.done() && static_cast<std::size_t>(sent.moved()) != bytes)
       return unfinished(std::move(in_flight));
     return answer(std::move(in_flight));
@@ -218,6 +229,8 @@ class MpiFastPath {
   }
 
  private:
+  Nanoseconds timeout() const noexcept { return timeout_.load(std::memory_order_relaxed); }
+
   bool fits_chunk(std::size_t part, std::size_t item) const {
     const auto ranks = static_cast<std::size_t>(size_);
     return part <= std::max<std::size_t>(1, limits_.chunk / (ranks * item)) * item;
@@ -271,7 +284,10 @@ class MpiFastPath {
 
   // Where it is not done at the return, whoever gets it notes its end.
   void begin(InFlight& in_flight, OperationRing& ring, const BegunOperation& begun, std::size_t bytes) const {
-    in_flight.recorded.emplace(RecordedInFlight{record_, ring, ring.begin(begun)});
+    {
+      const nb::ft_lock_guard lock(record_->writing);
+      in_flight.recorded.emplace(RecordedInFlight{record_, ring, ring.begin(begun)});
+    }
     try {
       start_and_test(in_flight, bytes);
     } catch (const std::exception& error) {
@@ -306,8 +322,8 @@ class MpiFastPath {
   const nb::object exchanges_;
   const Limits limits_;
   const int spins_;
-  const std::shared_ptr<OperationRecord> record_;  // written with the GIL held, by one thread at a time
-  Nanoseconds timeout_;
+  const std::shared_ptr<SerialRecord> record_;
+  std::atomic<Nanoseconds> timeout_;  // relaxed: orders nothing
   nb::list unfinished_;
   const std::shared_ptr<MpiScratch> scratch_ = std::make_shared<MpiScratch>();
 };

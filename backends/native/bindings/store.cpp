@@ -42,11 +42,13 @@ void bind_store(nanobind::module_& module) {
           nb::arg("own_user_only") = false,
           "Takes over descriptors of sockets that are bound and listening; holds at most so many bytes for "
           "clients; see Admission for the rest.")
-      // Keeps the GIL, so that nobody asks for a property meanwhile; the thread ends within its current turn.
-      .def("stop", &Server::stop, "Closes all connections and ends the thread; idempotent.")
-      .def_prop_ro("running", &Server::running)
-      .def_prop_ro("connections", &Server::connections, "Open connections; for diagnosis.")
-      .def_prop_ro("waiting", &Server::waiting, "Clients in a wait or a barrier; for diagnosis.");
+      // Keeps the GIL, so that nobody asks for a property meanwhile; where there is none, the lock of the
+      // server's object. The thread ends within its current turn.
+      .def("stop", &Server::stop, nb::lock_self(), "Closes all connections and ends the thread; idempotent.")
+      .def_prop_ro("running", &Server::running, nb::lock_self())
+      .def_prop_ro("connections", &Server::connections, nb::lock_self(), "Open connections; for diagnosis.")
+      .def_prop_ro("waiting", &Server::waiting, nb::lock_self(),
+                   "Clients in a wait or a barrier; for diagnosis.");
 }
 
 }  // namespace collectives

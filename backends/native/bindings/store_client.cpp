@@ -247,7 +247,7 @@ void bind_store_client(nb::module_& module) {
           [](LocalConnection* self, const store::Server& server) {
             new (self) LocalConnection(server.loop());
           },
-          nb::arg("server"));
+          nb::arg("server").lock());
 }
 
 }  // namespace collectives

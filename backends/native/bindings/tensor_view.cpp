@@ -1,5 +1,6 @@
 #include "bindings/tensor_view.hpp"
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -54,12 +55,16 @@ struct TensorType {
   // it is one of these.
   PyObject* int8;
   PyObject* uint8;
+  PyObject* dtype_name;
+  PyObject* is_neg_name;
 };
 
-std::vector<TensorType>& tensor_types() {
-  static auto* types = new std::vector<TensorType>();  // written at import only
-  return *types;
-}
+using TensorTypes = std::vector<TensorType>;
+
+// Replaced as a whole, at import, and never freed, so that other threads may look at tensors meanwhile.
+// Release of the content, acquire by who reads it.
+std::atomic<const TensorTypes*> tensor_types = new TensorTypes();
+nb::ft_mutex registering;
 
 std::optional<DType> dtype_of(std::uint8_t code, std::uint8_t bits) {
   const auto sized = [bits](DType b8, DType b16, DType b32, DType b64) -> std::optional<DType> {
@@ -115,24 +120,19 @@ std::optional<std::size_t> dense_count(const ExchangeTensor& tensor) {
   return static_cast<std::size_t>(count);
 }
 
-bool negated(nb::handle tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+bool negated(nb::handle tensor, const TensorType& type) {
   PyObject* self = tensor.ptr();
-  const nb::object result = nb::steal(PyObject_VectorcallMethod(name, &self, 1, nullptr));
+  const nb::object result = nb::steal(PyObject_VectorcallMethod(type.is_neg_name, &self, 1, nullptr));
   return result.ptr() != Py_False;
 }
 
-bool has_dtype(nb::handle tensor, PyObject* dtype) {
-  static PyObject* const name = PyUnicode_InternFromString("dtype");
-  return nb::steal(PyObject_GetAttr(tensor.ptr(), name)).ptr() == dtype;
+bool has_dtype(nb::handle tensor, const TensorType& type, PyObject* dtype) {
+  return nb::steal(PyObject_GetAttr(tensor.ptr(), type.dtype_name)).ptr() == dtype;
 }
 
 }  // namespace
 
 void register_tensor_type(nb::handle type) {
-  for (const TensorType& known : tensor_types()) {
-    if (known.type == reinterpret_cast<PyTypeObject*>(type.ptr())) return;
-  }
   if (!nb::hasattr(type, "__dlpack_c_exchange_api__")) return;
   const nb::object capsule = type.attr("__dlpack_c_exchange_api__");
   const auto* table =
@@ -140,13 +140,23 @@ void register_tensor_type(nb::handle type) {
   if (table == nullptr) throw nb::python_error();
   if (table->major != 1 || table->tensor_from_object == nullptr) return;
   const nb::object torch = nb::module_::import_("torch");
-  tensor_types().push_back({reinterpret_cast<PyTypeObject*>(type.ptr()), table,
-                            nb::object(torch.attr("int8")).release().ptr(),
-                            nb::object(torch.attr("uint8")).release().ptr()});
+  nb::object int8 = torch.attr("int8");
+  nb::object uint8 = torch.attr("uint8");
+  nb::object dtype_name = nb::steal(PyUnicode_InternFromString("dtype"));
+  nb::object is_neg_name = nb::steal(PyUnicode_InternFromString("is_neg"));
+  const nb::ft_lock_guard lock(registering);
+  const TensorTypes& before = *tensor_types.load(std::memory_order_acquire);
+  for (const TensorType& known : before) {
+    if (known.type == reinterpret_cast<PyTypeObject*>(type.ptr())) return;
+  }
+  auto* const types = new TensorTypes(before);
+  types->push_back({reinterpret_cast<PyTypeObject*>(type.ptr()), table, int8.release().ptr(),
+                    uint8.release().ptr(), dtype_name.release().ptr(), is_neg_name.release().ptr()});
+  tensor_types.store(types, std::memory_order_release);
 }
 
 std::optional<TensorView> dense_view(nb::handle tensor) {
-  for (const TensorType& known : tensor_types()) {
+  for (const TensorType& known : *tensor_types.load(std::memory_order_acquire)) {
     if (Py_TYPE(tensor.ptr()) != known.type) continue;
     ExchangeTensor view;
     if (known.table->tensor_from_object(tensor.ptr(), &view) != 0) {
@@ -155,9 +165,9 @@ std::optional<TensorView> dense_view(nb::handle tensor) {
     }
     const std::optional<DType> dtype = dtype_of(view.code, view.bits);
     const std::optional<std::size_t> count = dense_count(view);
-    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count || negated(tensor) ||
-        (*dtype == DType::int8 && !has_dtype(tensor, known.int8)) ||
-        (*dtype == DType::uint8 && !has_dtype(tensor, known.uint8))) {
+    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count || negated(tensor, known) ||
+        (*dtype == DType::int8 && !has_dtype(tensor, known, known.int8)) ||
+        (*dtype == DType::uint8 && !has_dtype(tensor, known, known.uint8))) {
       PyErr_Clear();
       return std::nullopt;
     }
