@@ -39,9 +39,8 @@ bool ours(nb::handle frame) {
 nb::object calling_frame() {
   nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame.is_valid() && ours(frame)) {
-    nb::object back = nb::steal(
-        reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
-    if (!back.is_valid()) break;
+    nb::object back = frame.attr("f_back");
+    if (back.is_none()) break;
     frame = std::move(back);
   }
   return frame;
