@@ -1,10 +1,10 @@
 """The frameworks' examples of docs/examples/frameworks train over this package as over Gloo, bit for bit.
 
 Each runs by the line that says how, with the backend named in place of the default. They are compared by
-the file that rank 0 writes before it ends. Nothing is asked of how programs over torch's own Gloo end: some
-end by ``std::terminate`` after their last line, and some hang, where the last reference to the group goes with
-the wrapper's reducer. Its destructor joins a thread of Gloo's with the GIL held, and the thread may be waiting
-for the GIL to release a Python object. Ours end with status 0.
+the file that rank 0 writes before it ends. Nothing is asked of how programs over torch's own Gloo end. Some
+end by ``std::terminate`` after their last line. Some hang, where the last reference to the group goes with
+the wrapper's reducer: its destructor joins a thread of Gloo's with the GIL held, and the thread may be
+waiting for the GIL to release a Python object. Ours end with status 0.
 """
 
 from __future__ import annotations
