@@ -55,6 +55,7 @@ from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.namespaces import NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
+from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.convergence import load_images
 from collectives.bench.paper.figures import (
     CPU_LENGTHS,
@@ -195,8 +196,10 @@ def run(arguments: argparse.Namespace) -> int:
     if names != [REPORT] and arguments.page is not None:
         raise CommandError(f"--page is for the report, but {arguments.figure} is asked for")
     _check_packages(names, arguments)
+    with failing_as_command(ValueError, OSError):
+        parameters = None if arguments.model is None else read_parameters(arguments.model)
     if names not in ([TABLE], [REPORT]):
-        job = _job(arguments, names, launched)
+        job = _job(arguments, names, launched, parameters)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
         team = None
         if launched is not None and job is not None:
@@ -219,12 +222,14 @@ def run(arguments: argparse.Namespace) -> int:
             elif job is not None:
                 figures[name] = run_figure(name, job, team)
                 status = max(status, int(figures[name].wrong > 0))
-            page = _page(figures, job, with_systems=TABLE in names[:number])
+            page = _page(figures, job, parameters, with_systems=TABLE in names[:number])
             write_html(page, arguments)  # what there is, should the run be interrupted
     return status
 
 
-def _page(figures: Mapping[str, KeptFigure], job: Job | None, *, with_systems: bool) -> FiguresReport:
+def _page(
+    figures: Mapping[str, KeptFigure], job: Job | None, parameters: Parameters | None, *, with_systems: bool
+) -> FiguresReport:
     environment = next((figure.environment for figure in figures.values()), None)
     return FiguresReport(
         "collectives bench paper",
@@ -232,7 +237,7 @@ def _page(figures: Mapping[str, KeptFigure], job: Job | None, *, with_systems: b
         {name: figure.command(name) for name, figure in figures.items()},
         skipped=job.skipped if job is not None else [],
         figures=figures,
-        parameters=None if job is None else job.parameters,
+        parameters=parameters,
         with_systems=with_systems,
     )
 
@@ -246,7 +251,9 @@ def _is_first() -> bool:
 # ---- what is to be done --------------------------------------------------------------------------------
 
 
-def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | None) -> Job:
+def _job(
+    arguments: argparse.Namespace, names: Sequence[str], launched: int | None, parameters: Parameters | None
+) -> Job:
     quick: bool = arguments.quick
     device: str = arguments.device
     reason = DEVICES[device].why_unavailable()
@@ -263,7 +270,6 @@ def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | No
         )  # fmt: skip
         if arguments.images is not None:
             load_images(str(arguments.images))
-        parameters = None if arguments.model is None else read_parameters(arguments.model)
         ready = models[0] if models and (arguments.models or quick) else READY_MODEL
         if "fig2" in names and not _has_model(ready, skipped):
             models = ()

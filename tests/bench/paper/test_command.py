@@ -210,6 +210,7 @@ def test_table1(tmp_path, capsys):
         (["fig6", "--page", "report.md"], "--page is for the report"),
         (["fig9", "--machines", "3"], "cannot be shared equally among 3 machines"),
         (["fig9", "--model", "absent.json"], "absent.json"),
+        (["report", "--json", ".", "--model", "absent.json"], "absent.json"),
         (["fig11", "--images", "absent.npz"], "absent.npz"),
     ],
 )
