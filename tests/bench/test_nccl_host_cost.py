@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ MOST = {
     "all_reduce of 10, coalesced": (58, 173),
 }
 """Frames of Python and calls of C functions that each call may take; to be lowered, and not raised."""
+
+MORE_SEEN = 3 if sys.version_info >= (3, 14) else 0
+"""From 3.14 on, profilers see the four entries into ``with`` blocks, and not the making of the lock."""
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,4 +39,4 @@ def test_what_calls_cost() -> None:
     for cost in first:
         frames, c_calls = MOST[cost.call]
         assert cost.frames <= frames
-        assert cost.c_calls <= c_calls
+        assert cost.c_calls <= c_calls + MORE_SEEN
