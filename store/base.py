@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -70,8 +70,9 @@ class Store(TorchStore):
         sweep()
         self.set_timeout(timeout)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and not keep_if_held(self):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # An argument: an interpreter without a GIL that ends may have cleared the module's own names before.
+        if not is_finalizing() and not keep_if_held(self):
             self._release()
             sweep()
 
