@@ -205,6 +205,8 @@ class Machines:
                 _batch(machine.holder, "tc", shape)
             if window_bytes is not None:
                 self._limit_windows(machine, window_bytes)
+        if rate is not None or delay_ms:
+            self._keep_order(switch)
 
     def _hold(self) -> subprocess.Popen[bytes]:
         """Returns a process in a namespace of its own that ends when its standard input does."""
@@ -235,6 +237,23 @@ class Machines:
         _run(["ip", "address", "add", f"{network}.{_OURS}/24", "dev", plug])
         _run(["ip", "link", "set", plug, "up"])
         return network, "ours"
+
+    def _keep_order(self, switch: subprocess.Popen[bytes]) -> None:
+        """Has the switch take what comes from a machine with one processor, as network cards do with a flow.
+
+        A shaped interface sends from its timer and from whoever sends. Where these run on two processors, the
+        packets of a connection overtake each other, and TCP takes that for losses.
+        """
+        usable = sorted(os.sched_getaffinity(0))
+        lines = ["mount -t sysfs sysfs /sys"]
+        for number in range(len(self._machines)):
+            words = [0] * (usable[-1] // 32 + 1)
+            cpu = usable[number % len(usable)]
+            words[-1 - cpu // 32] = 1 << cpu % 32
+            mask = ",".join(f"{word:08x}" for word in words)
+            lines.append(f"echo {mask} > /sys/class/net/port{number}/queues/rx-0/rps_cpus")
+        inside = ["unshare", "--mount", "sh", "-ec", "\n".join(lines)]
+        _run(["nsenter", f"--net=/proc/{switch.pid}/ns/net", *inside])
 
     @staticmethod
     def _limit_windows(machine: _Machine, window_bytes: int) -> None:
