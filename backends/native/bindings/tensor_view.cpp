@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace nb = nanobind;
@@ -62,8 +63,8 @@ struct TensorType {
 using TensorTypes = std::vector<TensorType>;
 
 // Replaced as a whole, at import, and never freed, so that other threads may look at tensors meanwhile.
-// Release of the content, acquire by who reads it.
-std::atomic<const TensorTypes*> tensor_types = new TensorTypes();
+// Release of the content, acquire by who reads it; null before the first.
+std::atomic<const TensorTypes*> tensor_types = nullptr;
 nb::ft_mutex registering;
 
 std::optional<DType> dtype_of(std::uint8_t code, std::uint8_t bits) {
@@ -145,18 +146,20 @@ void register_tensor_type(nb::handle type) {
   nb::object dtype_name = nb::steal(PyUnicode_InternFromString("dtype"));
   nb::object is_neg_name = nb::steal(PyUnicode_InternFromString("is_neg"));
   const nb::ft_lock_guard lock(registering);
-  const TensorTypes& before = *tensor_types.load(std::memory_order_acquire);
-  for (const TensorType& known : before) {
+  const TensorTypes* before = tensor_types.load(std::memory_order_acquire);
+  auto types = before == nullptr ? std::make_unique<TensorTypes>() : std::make_unique<TensorTypes>(*before);
+  for (const TensorType& known : *types) {
     if (known.type == reinterpret_cast<PyTypeObject*>(type.ptr())) return;
   }
-  auto* const types = new TensorTypes(before);
   types->push_back({reinterpret_cast<PyTypeObject*>(type.ptr()), table, int8.release().ptr(),
                     uint8.release().ptr(), dtype_name.release().ptr(), is_neg_name.release().ptr()});
-  tensor_types.store(types, std::memory_order_release);
+  tensor_types.store(types.release(), std::memory_order_release);
 }
 
 std::optional<TensorView> dense_view(nb::handle tensor) {
-  for (const TensorType& known : *tensor_types.load(std::memory_order_acquire)) {
+  const TensorTypes* types = tensor_types.load(std::memory_order_acquire);
+  if (types == nullptr) return std::nullopt;
+  for (const TensorType& known : *types) {
     if (Py_TYPE(tensor.ptr()) != known.type) continue;
     ExchangeTensor view;
     if (known.table->tensor_from_object(tensor.ptr(), &view) != 0) {
