@@ -242,7 +242,8 @@ class Machines:
         """Has the switch take what comes from a machine with one processor, as network cards do with a flow.
 
         A shaped interface sends from its timer and from whoever sends. Where these run on two processors, the
-        packets of a connection overtake each other, and TCP takes that for losses.
+        packets of a connection overtake each other, and TCP takes that for losses. A kernel for one processor
+        has no such file.
         """
         usable = sorted(os.sched_getaffinity(0))
         lines = ["mount -t sysfs sysfs /sys"]
@@ -251,7 +252,8 @@ class Machines:
             cpu = usable[number % len(usable)]
             words[-1 - cpu // 32] = 1 << cpu % 32
             mask = ",".join(f"{word:08x}" for word in words)
-            lines.append(f"echo {mask} > /sys/class/net/port{number}/queues/rx-0/rps_cpus")
+            file = f"/sys/class/net/port{number}/queues/rx-0/rps_cpus"
+            lines.append(f"test ! -e {file} || echo {mask} > {file}")
         inside = ["unshare", "--mount", "sh", "-ec", "\n".join(lines)]
         _run(["nsenter", f"--net=/proc/{switch.pid}/ns/net", *inside])
 

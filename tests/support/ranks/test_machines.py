@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,30 @@ def _addresses() -> str:
     return subprocess.run(
         ["ip", "-4", "-oneline", "address"], capture_output=True, text=True, check=True
     ).stdout
+
+
+def _reordered_packets(rank, size, addresses):
+    """Sends and receives 64 MiB at the same time; returns how many packets had been overtaken by then."""
+    store = current_store()
+    total = 64 << 20
+    with socket.create_server((addresses[rank], 0)) as listener:
+        store.set(f"port{rank}", str(listener.getsockname()[1]))
+        other = (addresses[1 - rank], int(store.get(f"port{1 - rank}")))
+        with socket.create_connection(other) as outgoing, ThreadPoolExecutor(1) as sender:
+            incoming, _ = listener.accept()
+            with incoming:
+                sent = sender.submit(outgoing.sendall, bytes(total))
+                got = 0
+                while got < total and (piece := incoming.recv(1 << 20)):
+                    got += len(piece)
+                sent.result()
+    table = Path("/proc/self/net/netstat").read_text("utf-8")
+    names, values = (line.split() for line in table.splitlines() if line.startswith("TcpExt:"))
+    return sum(int(values[names.index(name)]) for name in ("TCPSACKReorder", "TCPTSReorder"))
+
+
+def test_a_link_keeps_the_order_of_packets(make_machines):  # noqa: F811
+    machines = make_machines(2, "1gbit")
+    addresses = [machines.address(machine) for machine in range(2)]
+    reordered = run_ranks(_reordered_packets, 2, addresses, isolated=True, machines=(machines, [0, 1]))
+    assert sum(reordered) < 50, reordered  # some hundreds where each processor passes packets on
