@@ -62,21 +62,11 @@ class Report(BaseReport[Outcome]):
 
     def charts(self) -> Sequence[Chart]:
         """Returns the times with the new thresholds over those before, for each number of ranks."""
-        return [
-            Chart(
-                number_of_ranks(record.ranks),
-                "",
-                "time after over time before",
-                [
-                    Curve(
-                        "after/before",
-                        [f"{probe.operation} {format_bytes(probe.size_bytes)}" for probe in record.probes],
-                        [
-                            after / before
-                            for before, after in zip(record.before_us, record.after_us, strict=True)
-                        ],
-                    )
-                ],
-            )
-            for record in self.records
-        ]
+        return [_chart(record) for record in self.records]
+
+
+def _chart(outcome: Outcome) -> Chart:
+    names = [f"{probe.operation} {format_bytes(probe.size_bytes)}" for probe in outcome.probes]
+    ratios = [after / before for before, after in zip(outcome.before_us, outcome.after_us, strict=True)]
+    curve = Curve("after/before", names, ratios)
+    return Chart(number_of_ranks(outcome.ranks), "", "time after over time before", [curve])
