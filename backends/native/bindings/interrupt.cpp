@@ -149,6 +149,6 @@ std::shared_ptr<const std::string> call_site() {
   return known.sites.try_emplace(key, KnownSites::Site{std::move(code), std::move(text)}).first->second.text;
 }
 
-void bind_interrupt(nb::module_& /*module*/) { name_key = PyUnicode_InternFromString("__name__"); }
+void prepare_call_sites() { name_key = PyUnicode_InternFromString("__name__"); }
 
 }  // namespace collectives

@@ -51,7 +51,7 @@ class ReleasedLock {
 // `PythonInterrupt::site`. Texts are kept, so that a line that issues many costs little.
 std::shared_ptr<const std::string> call_site();
 
-// Prepares what the above need of Python; at import.
-void bind_interrupt(nanobind::module_& module);
+// To be called at import, before the first `call_site` or `PythonInterrupt::site`.
+void prepare_call_sites();
 
 }  // namespace collectives

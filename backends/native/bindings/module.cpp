@@ -9,7 +9,7 @@ NB_MODULE(_native, module) {
 #endif
   module.doc() =
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
-  collectives::bind_interrupt(module);
+  collectives::prepare_call_sites();
   collectives::bind_kernels(module);
   collectives::bind_host(module);
   collectives::bind_mpi(module);
