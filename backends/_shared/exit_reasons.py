@@ -88,8 +88,18 @@ def abort_reason(does: str, rank: int) -> GroupAbortedError:
 
 
 def limit_reason(expired: CollectiveTimeoutError) -> CollectiveTimeoutError:
-    """Returns the exit reason of this rank, of which an operation passed its time limit."""
-    text = f"its {expired.operation} #{expired.sequence} passed its time limit"
+    """Returns the exit reason of this rank, of which an operation passed its time limit.
+
+    Args:
+        expired: the error of that operation here.
+
+    Returns:
+        The same, in words that make sense to other ranks, with the ranks that had not come.
+    """
+    missing = expired.missing_ranks
+    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
+    without = f" without {ranks}" if missing else ""
+    text = f"its {expired.operation} #{expired.sequence} passed its time limit{without}"
     return CollectiveTimeoutError(text, **expired.details())
 
 
