@@ -50,7 +50,9 @@ def test_results_come_by_rank_and_output_line_by_line(capsys):
     assert not [pid for pid, *_ in results if Path(f"/proc/{pid}").exists()]
     written = capsys.readouterr()
     assert sorted(written.out.splitlines()) == ["[rank 0] out of 2", "[rank 1] out of 2"]
-    errors = [line for line in written.err.splitlines() if "[c10d]" not in line]  # torch's own, of names
+    # torch's own of names, and Triton's report (torch 2.15) of what preloaded interpreters do not free
+    foreign = ("[c10d]", "nanobind: ", "- leaked ", "skipped remainder")
+    errors = [line for line in written.err.splitlines() if not any(mark in line for mark in foreign)]
     assert sorted(errors) == ["[rank 0] no end of line", "[rank 1] no end of line"]
 
 
