@@ -43,16 +43,15 @@ def everything(offset):
     return os.getpid(), int(os.environ["LOCAL_RANK"]), total, doubled.item()
 
 
-def test_results_come_by_rank_and_output_line_by_line(capsys):
+def test_results_come_by_rank_and_output_line_by_line(capsys, fresh_python):
+    # Fresh: a library that reports at exit what was not freed (Triton of torch 2.15) has more to say in others.
     results = collectives.launch(everything, (10,), nproc=2)
     assert [rank for _, rank, _, _ in results] == [0, 1]
     assert [(total.item(), doubled) for _, _, total, doubled in results] == [(21, 42)] * 2
     assert not [pid for pid, *_ in results if Path(f"/proc/{pid}").exists()]
     written = capsys.readouterr()
     assert sorted(written.out.splitlines()) == ["[rank 0] out of 2", "[rank 1] out of 2"]
-    # torch's own of names, and Triton's report (torch 2.15) of what preloaded interpreters do not free
-    foreign = ("[c10d]", "nanobind: ", "- leaked ", "skipped remainder")
-    errors = [line for line in written.err.splitlines() if not any(mark in line for mark in foreign)]
+    errors = [line for line in written.err.splitlines() if "[c10d]" not in line]  # torch's own, of names
     assert sorted(errors) == ["[rank 0] no end of line", "[rank 1] no end of line"]
 
 
