@@ -44,7 +44,7 @@ def everything(offset):
 
 
 def test_results_come_by_rank_and_output_line_by_line(capsys, fresh_python):
-    # Fresh: a library that reports at exit what was not freed (Triton of torch 2.15) has more to say in others.
+    # Fresh: Triton of torch 2.15 reports at exit what others do not free.
     results = collectives.launch(everything, (10,), nproc=2)
     assert [rank for _, rank, _, _ in results] == [0, 1]
     assert [(total.item(), doubled) for _, _, total, doubled in results] == [(21, 42)] * 2
