@@ -25,7 +25,7 @@ stay usable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.distributed as _torch_distributed
@@ -140,3 +140,8 @@ class DistStoreError(DistError, _torch_distributed.DistStoreError):
 
 class QueueEmptyError(DistStoreError, _torch_distributed.QueueEmptyError):
     """A non-blocking ``queue_pop`` found the queue empty."""
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Returns ``"rank 3"`` or ``"ranks 0, 3"``, for the runtime's own messages."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -11,7 +11,13 @@ import sys
 import threading
 from typing import Any, NamedTuple, NoReturn
 
-from collectives.errors import CollectiveTimeoutError, DistError, GroupAbortedError, PeerLostError
+from collectives.errors import (
+    CollectiveTimeoutError,
+    DistError,
+    GroupAbortedError,
+    PeerLostError,
+    ranks_in_words,
+)
 
 __all__ = [
     "Departure",
@@ -96,9 +102,7 @@ def limit_reason(expired: CollectiveTimeoutError) -> CollectiveTimeoutError:
     Returns:
         The same, in words that make sense to other ranks, with the ranks that had not come.
     """
-    missing = expired.missing_ranks
-    ranks = ("rank " if len(missing) == 1 else "ranks ") + ", ".join(map(str, missing))
-    without = f" without {ranks}" if missing else ""
+    without = f" without {ranks_in_words(expired.missing_ranks)}" if expired.missing_ranks else ""
     text = f"its {expired.operation} #{expired.sequence} passed its time limit{without}"
     return CollectiveTimeoutError(text, **expired.details())
 

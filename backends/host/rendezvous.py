@@ -44,6 +44,7 @@ from collectives.errors import (
     DistStoreError,
     GroupAbortedError,
     PeerLostError,
+    ranks_in_words,
 )
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
@@ -426,9 +427,8 @@ class _Attempt:
             if time.monotonic() >= self.deadline:
                 if who is not None and not (ranks := who()):
                     return  # the last ones came just now
-                names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 raise CollectiveTimeoutError(
-                    f"[rank {self.rank}] {self.label}: {names} {what} within {self.timeout}"
+                    f"[rank {self.rank}] {self.label}: {ranks_in_words(ranks)} {what} within {self.timeout}"
                     + (f": {why()}" if why else ""),
                     ranks[0],
                     missing_ranks=ranks,

@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from collectives.backends.mpi.libmpi import Library, job_size_error
-from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
 from collectives.registry.backends import GroupOptions
 from collectives.store.records import Checked, demand, fields, read, written
 
@@ -73,8 +73,8 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
         if not missing:
             raise
         raise CollectiveTimeoutError(
-            f"{where} {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
-            f"come to form the group within {time.monotonic() - began:.3g} s",
+            f"{where} {ranks_in_words(missing)} did not come to form the group within "
+            f"{time.monotonic() - began:.3g} s",
             missing[0],
             missing_ranks=missing,
         ) from error

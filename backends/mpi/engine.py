@@ -40,6 +40,7 @@ from collectives.errors import (
     DistError,
     GroupAbortedError,
     PeerLostError,
+    ranks_in_words,
 )
 from collectives.store.records import as_text, read, written
 
@@ -336,8 +337,7 @@ class Engine:
             return [], f"Nothing is known of the other ranks, as the group's store does not say: {error}"
         known = [f"rank {rank} waited last in {name}" for rank, name in waiting.items()]
         if silent := [rank for rank in others if rank not in waiting]:
-            known.append(f"no word of waiting from {'rank' if len(silent) == 1 else 'ranks'} "
-                        f"{', '.join(map(str, silent))}")  # fmt: skip
+            known.append(f"no word of waiting from {ranks_in_words(silent)}")
         operation = work.operation
         patient = operation.timeout.total_seconds() > 2 * _CHECK_SECONDS  # all who wait have said so
         tells = patient and operation.needs_all

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from collectives.errors import CollectiveTimeoutError, DistBackendError
+from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
 from collectives.store.records import as_bytes, as_text, demand, read, written
 from collectives.store.waiting import wait_for_keys
 
@@ -70,8 +70,9 @@ class Rendezvous:
                 self._wait(key, ranks, what, limit)
             if missing := read(self._store.get(f"{key}/end"), f"{key}/end", _missing):
                 raise CollectiveTimeoutError(
-                    f"{self._where} {what}: {_ranks(missing)} did not come within another rank's time limit; "
-                    "let all ranks call the operation again, or raise the limit for ranks that come late",
+                    f"{self._where} {what}: {ranks_in_words(missing)} did not come within another rank's "
+                    "time limit; let all ranks call the operation again, or raise the limit for ranks that "
+                    "come late",
                     missing[0],
                     missing_ranks=missing,
                 )
@@ -110,8 +111,9 @@ class Rendezvous:
             return  # the last came at this moment
         self._end(key, missing)
         raise CollectiveTimeoutError(
-            f"{self._where} {what}: {_ranks(missing)} did not come within {limit.total_seconds():g} s; NCCL "
-            "makes connections in the first operation, in which all of them must take part",
+            f"{self._where} {what}: {ranks_in_words(missing)} did not come within "
+            f"{limit.total_seconds():g} s; NCCL makes connections in the first operation, in which all of "
+            "them must take part",
             missing[0],
             missing_ranks=missing,
         )
@@ -127,7 +129,3 @@ def _made(record: Any) -> tuple[bytes, str]:
     """Checks what the first rank has made, and why it could not."""
     demand(isinstance(record, list) and len(record) == 2, f"{record!r}")
     return as_bytes(record[0]), as_text(record[1])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -22,6 +22,7 @@ from typing import Any
 from collectives.cli import CommandError
 from collectives.cli.flight_files import FlightFile, Group, Operation, clock_offsets, read_files
 from collectives.cli.torch_flight_records import write_for_torch
+from collectives.errors import ranks_in_words
 from collectives.registry.capability_table import Table, plain_text
 
 __all__ = ["add_arguments", "chrome_trace", "run"]
@@ -103,9 +104,7 @@ def _behind(members: Sequence[Group]) -> Iterator[str]:
     silent = [rank for rank in range(len(first.global_ranks)) if rank not in latest]
     for ranks, what in ((late, "had not begun"), (silent, "wrote no file that tells whether they began")):
         if ranks:
-            named = ", ".join(map(str, sorted(ranks)))
-            one = "rank" if len(ranks) == 1 else "ranks"
-            yield f"{first.backend} group {first.name!r}: {one} {named} {what} {newest}"
+            yield f"{first.backend} group {first.name!r}: {ranks_in_words(sorted(ranks))} {what} {newest}"
 
 
 # ---- the trace ---------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from collectives.errors import (
     DistBackendError,
     DistError,
     DistStoreError,
+    ranks_in_words,
 )
 from collectives.logs import Log
 from collectives.store.records import demand, fields, read, written
@@ -190,9 +191,7 @@ class CheckedGroup(ForwardingGroup):
             )
         raise CollectiveTimeoutError(
             f"[rank {self._rank}] collective #{turn} on {self.describe()}: this rank calls "
-            f"{_in_words(mine)}, but "
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} called nothing "
-            "within "
+            f"{_in_words(mine)}, but {ranks_in_words(missing)} called nothing within "
             f"{limit.total_seconds():g} s\n" + "\n".join(lines),
             missing[0] if missing else -1,
             missing_ranks=missing,
