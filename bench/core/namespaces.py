@@ -32,6 +32,7 @@ INTERFACE = "link0"
 """Name of the interface that joins a machine to the others, within the machine."""
 
 _LEAST_BURST_BYTES, _MOST_BURST_BYTES = 32 << 10, 256 << 10
+_MOST_PACKET_BYTES = 65_536  # the kernel's own limit, unless somebody raises it
 _LATE_S = 0.0005
 """So late the kernel may look after a link; what could not be sent meanwhile must be made up for."""
 
@@ -194,7 +195,11 @@ class Machines:
                 ],
             )
             shape = []
-            if rate is not None:
+            if burst is not None:
+                # A packet longer than the burst, headers of its parts included, is cut into parts of the
+                # network's length. So many of them cost a machine that plays four links all its processors.
+                longest = min(burst // 2, _MOST_PACKET_BYTES)
+                _batch(machine.holder, "ip", [f"link set {INTERFACE} gso_max_size {longest}"])
                 shape.append(
                     f"qdisc add dev {INTERFACE} root handle 1: tbf rate {rate} burst {burst}b latency 100ms"
                 )

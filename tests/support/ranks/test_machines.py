@@ -75,6 +75,20 @@ def test_a_link_is_shaped_and_counted(make_machines):  # noqa: F811
         time.sleep(0.01)
 
 
+def test_a_slow_link_takes_packets_as_they_come(make_machines):  # noqa: F811
+    machines = make_machines(2, "1gbit")
+    total = 8 << 20
+    addresses = [machines.address(0), machines.address(1)]
+    run_ranks(_transfer, 2, addresses, total, isolated=True, machines=(machines, [0, 1]))
+    table = subprocess.run(
+        machines.command(1, ["cat", "/proc/net/dev"]), capture_output=True, text=True, check=True
+    ).stdout
+    line = next(line for line in table.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+    packets = int(line.split(":")[1].split()[9])
+    # Packets of the network's length, 1500 bytes, cost a machine that plays four links all its processors.
+    assert packets < total / 8192, f"{packets} packets for {total} bytes"
+
+
 _REACH = """
 import socket, sys
 try:
