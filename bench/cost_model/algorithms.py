@@ -68,34 +68,50 @@ def _local_arrival(s: Scale) -> Counts:
     return {"arrivals": 1, "waits": 1} if s.ranks_per_machine > 1 else {}
 
 
-def _arrival(s: Scale, staged: float = 0.0, stagers: int | None = None) -> dict[str, float]:
+def _arrival(s: Scale, carried: float = 0.0, *, one: bool = False) -> dict[str, float]:
     """All ranks publish what they are about to do; leaders exchange frames, or pass them on where many.
 
     Args:
         s: scale.
-        staged: bytes that a rank sends with its arrival.
-        stagers: ranks that do so, all of one machine; ``None`` for all ranks of all machines.
+        carried: bytes that a machine's frame carries beside.
+        one: whether the frame of one machine alone does.
     """
     local = _sum(_local_arrival(s), {"lines": s.ranks - 1})
     if s.machines == 1:
         return local
     bare = HEAD_BYTES + s.ranks_per_machine * ENTRY_BYTES
-    frame = bare + (s.ranks_per_machine if stagers is None else stagers) * staged
+    frame = bare + carried
     others = s.machines - 1
-    # Of a machine that alone stages something others get one long frame each; it sends them all, or the first
-    # in every round.
-    came = others * frame if stagers is None else frame + (others - 1) * bare
+    # Of a machine that alone has something to carry others get one long frame each; it sends them all, or
+    # the first in every round.
+    came = frame + (others - 1) * bare if one else others * frame
     if s.machines <= MOST_DIRECT:
         rounds, messages, sent = 1, others, others * frame
-        moved = 2 * sent if stagers is None else others * (frame + bare)
+        moved = others * (frame + bare) if one else 2 * sent
         copied = frame + came
     else:
         rounds = messages = math.ceil(math.log2(s.machines))
-        sent = came if stagers is None else rounds * frame + (others - rounds) * bare
+        sent = rounds * frame + (others - rounds) * bare if one else came
         moved = sent + came
         copied = frame + 2 * came + sent  # a leader keeps what comes, and puts together what it passes on
     exchange = {"latencies": rounds, "leader messages": 2 * messages, "link": sent, "leader sockets": moved}
     return _sum(local, exchange, {"leader copies": copied}, _local_arrival(s))
+
+
+def _contribution(s: Scale, size: float, carried: float, needed: float) -> dict[str, float]:
+    """A short reduction for which each machine's leader makes one contribution of what its ranks staged.
+
+    Args:
+        s: scale; of few machines, which send to each other directly.
+        size: bytes that a rank contributes.
+        carried: bytes of them that a machine sends another.
+        needed: bytes of them that a rank combines.
+    """
+    # A frame for each machine.
+    work = {"leader copies": (s.machines - 2) * carried, "reductions": s.machines * needed}
+    if s.ranks_per_machine > 1:
+        work |= {"copies": size, "leader reductions": s.ranks_per_machine * size}
+    return _sum(_arrival(s, carried), work)
 
 
 def _most_staged(s: Scale) -> int:
@@ -126,21 +142,24 @@ def _written(size: float, total: float, s: Scale) -> float:
 
 
 def _one_shot(size: float, s: Scale) -> Work:
-    """All contributions travel with the arrival, and every rank reduces all of them."""
+    """All contributions travel with the arrival, and every rank reduces all of them, or all machines'."""
+    if 1 < s.machines <= MOST_DIRECT and s.ranks_per_machine > 1:
+        return Work(_contribution(s, size, size, size))
     # Machine by machine, then the machines' sums, so that the length changes no bit.
     sums = s.machines if s.machines > 1 and s.ranks_per_machine > 1 else 0
-    return Work(_sum(_arrival(s, size), {"copies": size, "reductions": (s.ranks + sums) * size}))
+    arrival = _arrival(s, s.ranks_per_machine * size)
+    return Work(_sum(arrival, {"copies": size, "reductions": (s.ranks + sums) * size}))
 
 
 def _fits_arrival(for_machine: float, s: Scale) -> bool:
-    """Whether so many bytes of each rank for the ranks of one machine travel with the arrival."""
+    """Whether so many bytes of a machine for the ranks of another travel with the arrival."""
     return 1 < s.machines <= MOST_DIRECT and for_machine <= _most_staged(s)
 
 
 def _staged_in_parts(size: float, s: Scale) -> Work:
     """Each machine gets its ranks' parts with the arrival; they reduce them, and leaders exchange results."""
     m, r, part = s.machines, s.ranks_per_machine, size / s.ranks
-    arrival = _sum(_arrival(s, r * part), {"leader copies": max(m - 2, 0) * r * r * part})  # a frame for each
+    arrival = _contribution(s, size, r * part, part)
     results = (m - 1) * (HEAD_BYTES + r * part)
     exchange = {
         "latencies": 1,
@@ -148,9 +167,8 @@ def _staged_in_parts(size: float, s: Scale) -> Work:
         "link": results,
         "leader sockets": 2 * results,
     }
-    copies = {"copies": size * (1 if r == 1 else 2), "leader copies": HEAD_BYTES + r * part + results}
-    sums = {"reductions": (s.ranks + (m if r > 1 else 0)) * part}
-    return Work(_sum(arrival, sums, _local_arrival(s), exchange, copies, _local_arrival(s)))
+    copies = {"copies": size, "leader copies": HEAD_BYTES + r * part + results}
+    return Work(_sum(arrival, _local_arrival(s), exchange, copies, _local_arrival(s)))
 
 
 def _sliced(size: float, s: Scale) -> Work:
@@ -234,7 +252,7 @@ def _broadcast(size: float, s: Scale) -> Work:
     # One machine: the root copies into its ring, the others out of it, one chunk behind.
     copied = size + min(size, _threshold("chunk_bytes", s.ranks))
     if size <= _most_staged(s):
-        return Work(_sum(_arrival(s, size, 1), {"copies": copied}))
+        return Work(_sum(_arrival(s, size, one=True), {"copies": copied}))
     if s.machines > 1:
         # The root into its window, everybody else out of one.
         copied = size if s.ranks_per_machine > 1 else 0.0
@@ -253,7 +271,7 @@ def _parts(size: float, s: Scale, staged: float, copied: float, reduced: float, 
     """An array of a part for each rank, of which ``at_home`` bytes stay on their machine."""
     work = {"copies": copied, "reductions": reduced}
     if staged <= _most_staged(s):
-        return Work(_sum(_arrival(s, staged), work))
+        return Work(_sum(_arrival(s, s.ranks_per_machine * staged), work))
     sent = size - at_home
     network = {"link": sent, "leader sockets": 2 * sent, "leader messages": 2 * (s.machines - 1)}
     part = size / s.ranks
@@ -270,15 +288,17 @@ def _reduce_scatter(size: float, s: Scale) -> Work:
     """``size`` is that of the input."""
     part = size / s.ranks
     sums = s.machines * part if s.machines > 1 else 0.0
-    if size > _most_staged(s) and _fits_arrival(size / s.machines, s):
-        return Work(_sum(_arrival(s, size / s.machines), {"copies": size, "reductions": size + sums}))
+    if _fits_arrival(size / s.machines, s):
+        staged = {"copies": size} if s.ranks_per_machine == 1 else {}
+        return Work(_sum(_contribution(s, size, size / s.machines, part), staged))
     return _parts(size, s, size, size + _written(part, size, s), size + sums, size / s.machines)
 
 
 def _all_to_all(size: float, s: Scale) -> Work:
     """``size`` is that of the input, and of the output."""
     if size <= _most_staged(s):
-        return Work(_sum(_arrival(s, size), {"copies": size + _written(size, size, s)}))
+        arrival = _arrival(s, s.ranks_per_machine * size)
+        return Work(_sum(arrival, {"copies": size + _written(size, size, s)}))
     # What a rank gets of its own machine goes through memory, the rest directly from rank to rank.
     m, r = s.machines, s.ranks_per_machine
     at_home, sent = size / m, size * (m - 1) / m

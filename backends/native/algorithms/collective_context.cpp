@@ -1,9 +1,8 @@
 #include "algorithms/collective_context.hpp"
 
-#include <algorithm>
 #include <string>
-#include <utility>
 
+#include "algorithms/machine_chunks.hpp"
 #include "common/error.hpp"
 #include "common/opcode.hpp"
 #include "memory/copy_once.hpp"
@@ -11,14 +10,17 @@
 
 namespace collectives {
 
-void CollectiveContext::arrive(const StagedParts* parts) {
+void CollectiveContext::arrive(MachineContribution* contribution) {
   Arrival& mine = ranks_.arrival(rank(), call_.sequence);
   mine.what = call_.what;
   mine.own_count = call_.own_count;
   const bool spans_machines = machines_ != nullptr;
-  if (spans_machines) ranks_.own().machine_arrival.staged[call_.sequence & 1] = staged_;
+  if (spans_machines) {
+    // What a machine contributes as one is no rank's.
+    ranks_.own().machine_arrival.staged[call_.sequence & 1] = contribution == nullptr ? staged_ : 0;
+  }
   ranks_.publish(mine.sequence, call_.sequence);
-  if (spans_machines) machines_->arrivals.arrive(call_, parts);
+  if (spans_machines) machines_->arrivals.arrive(call_, contribution);
   bool alike = true;
   for (int r = 0; r < size(); ++r) {
     if (r == rank()) continue;
@@ -32,38 +34,22 @@ void CollectiveContext::arrive(const StagedParts* parts) {
 }
 
 bool CollectiveContext::fits_arrival(std::size_t for_machine) const noexcept {
-  return machines_->arrivals.takes_parts(for_machine);
+  return machines_->arrivals.takes_contributions() && for_machine <= ranks_.shape().slot_bytes;
 }
 
-void CollectiveContext::arrive_with_parts(std::vector<std::size_t> offsets, const std::byte* own) {
-  parts_.offsets = std::move(offsets);
-  for (const int r : topology().local()) parts_.staged.push_back(r == rank() ? own : region(r, region_));
-  arrive(&parts_);
+bool CollectiveContext::sends_partials() const noexcept {
+  return machines_ != nullptr && machines_->arrivals.takes_contributions() &&
+         !one_rank_per_machine(topology());
 }
 
-const std::byte* CollectiveContext::part_of(int peer) const noexcept {
-  const auto& local = topology().local();
-  const auto me = static_cast<std::size_t>(rank());
-  if (topology().is_local(peer)) {
-    const auto i = static_cast<std::size_t>(std::find(local.begin(), local.end(), peer) - local.begin());
-    return parts_.staged[i] + parts_.offsets[me];
-  }
-  const std::byte* part = staging(peer, parts_.length(local));
-  for (const int r : local) {
-    if (r == rank()) break;
-    part += parts_.length(r);
-  }
-  return part;
-}
-
-void CollectiveContext::exchange_results() {
+void CollectiveContext::exchange_results(const std::vector<std::size_t>& lengths) {
   const int leader = topology().leader();
   reduced(0);
   if (rank() != leader) return await(leader, &Progress::arrived, 0);
   for (const int r : topology().local()) {
     if (r != leader) await_reduced(r, 0);
   }
-  machines_->arrivals.exchange_results(call_, parts_);
+  machines_->arrivals.exchange_results(call_, lengths);
   publish(&Progress::arrived, 0);
 }
 

@@ -36,10 +36,10 @@
 #include "kernels/kernels.hpp"
 #include "selection/selection.hpp"
 #include "state/rank_context.hpp"
-#include "state/staged_parts.hpp"
 
 namespace collectives {
 
+class MachineContribution;
 class StreamPool;
 struct MachineTransport;
 
@@ -64,8 +64,8 @@ class CollectiveContext {
   const Topology& topology() const noexcept { return ranks_.topology(); }
   StreamPool& streams() const noexcept;
   const Tuning& tuning() const noexcept { return ranks_.tuning(); }
-  // `bytes`: the size that decides (selection/selection.hpp). `for_machine`: what a rank contributes for the
-  // ranks of one machine at most, where it contributes a part for each.
+  // `bytes`: the size that decides (selection/selection.hpp). `for_machine`: what a machine sends another at
+  // most, where ranks reduce a part each.
   Algorithm algorithm(Opcode opcode, std::size_t bytes,
                       std::size_t for_machine = std::numeric_limits<std::size_t>::max()) const noexcept {
     const bool parts_fit = machines_ != nullptr && fits_arrival(for_machine);
@@ -91,19 +91,17 @@ class CollectiveContext {
   // Publishes this rank's arrival and waits for all ranks'. Throws ErrorKind::mismatch, on every rank alike,
   // where they differ.
   void arrive_and_wait() { arrive(nullptr); }
-  // The same where what every rank contributes has a part for each rank, at these offsets; the last is the
-  // end. Between machines, with Algorithm::staged_in_parts. `own`: this rank's parts, which the other ranks
-  // of its machine read where `stage_parts` says.
-  void arrive_with_parts(std::vector<std::size_t> offsets, const std::byte* own);
-  std::byte* stage_parts(std::size_t total) {
-    region_ = next_region(total);
-    return region(rank(), region_);
+  // The same, where machines contribute as one.
+  void arrive_with(MachineContribution& contribution) { arrive(&contribution); }
+  // Whether short reductions do so though no rank reduces a part alone: where it spares bytes.
+  bool sends_partials() const noexcept;
+  // What another machine contributed to an operation of this kind.
+  const std::byte* remote_partial(std::size_t machine) const noexcept {
+    return ranks_.staging_slot(topology().leader_of(static_cast<int>(machine)), call_.sequence);
   }
-  // A peer's part for this rank.
-  const std::byte* part_of(int peer) const noexcept;
-  // Gives all ranks what each has made of the parts for it, once it lies in `result(rank())`; there, each is
-  // as long as its part.
-  void exchange_results();
+  // Gives all ranks what each has put into `result(rank())`, of these lengths by rank; in an operation whose
+  // contributions are too long to be staged there.
+  void exchange_results(const std::vector<std::size_t>& lengths);
   std::byte* result(int peer) const noexcept { return ranks_.staging_slot(peer, call_.sequence); }
 
   // Throws ErrorKind::mismatch with the table of all ranks' operations. All ranks must come to the same
@@ -187,7 +185,7 @@ class CollectiveContext {
  private:
   static constexpr unsigned kChunkBits = 24;
 
-  void arrive(const StagedParts* parts);
+  void arrive(MachineContribution* contribution);
   bool fits_arrival(std::size_t for_machine) const noexcept;
   std::uint64_t mark(std::uint64_t chunk) const noexcept {
     return (call_.sequence << kChunkBits) + chunk + 1;
@@ -220,7 +218,6 @@ class CollectiveContext {
   MachineTransport* machines_;
   std::uint64_t position_;
   std::size_t staged_ = 0;
-  StagedParts parts_;
   std::size_t region_ = 0;
   std::size_t ring_ = 0;
   std::size_t chunk_bytes_ = 1;

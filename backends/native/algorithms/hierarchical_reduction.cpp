@@ -53,8 +53,7 @@ class HierarchicalReduction final : public Pipeline {
         partials_(partials),
         element_(partials.element()),
         chunks_(chunks),
-        me_(static_cast<std::size_t>(std::find(local_.begin(), local_.end(), collective.rank()) -
-                                     local_.begin())) {
+        me_(local_index(collective.topology(), collective.rank())) {
     share_ = split_evenly(chunks_.step, machines()).step;
     slice_ = split_evenly(chunks_.step, local_.size()).step;
     if (!single_rank()) {

@@ -42,6 +42,12 @@ inline bool one_rank_per_machine(const Topology& topology) {
   return topology.count() == static_cast<int>(topology.machine_of.size());
 }
 
+// Of this rank, among the ranks of its machine.
+inline std::size_t local_index(const Topology& topology, int rank) {
+  const std::vector<int>& local = topology.local();
+  return static_cast<std::size_t>(std::find(local.begin(), local.end(), rank) - local.begin());
+}
+
 inline bool has_one_rank(const Topology& topology, std::size_t machine) {
   return topology.machines[machine].size() == 1;
 }

@@ -13,6 +13,14 @@
 
 namespace collectives {
 
+// Bytes that an element of a contribution has at most on its way, between machines where there are several.
+inline std::size_t widest_between(const Topology& topology, const Reduction& reduction) {
+  const std::size_t element = size_of(reduction.dtype);
+  return !topology.spans_machines() || one_rank_per_machine(topology)
+             ? element
+             : std::max(element, accumulator_bytes(reduction.dtype, reduction.op));
+}
+
 // How machines represent contributions on their way: as elements where a machine has one rank, else as
 // accumulators.
 class MachinePartials {
@@ -27,7 +35,7 @@ class MachinePartials {
 
   std::size_t element() const { return element_; }
   std::size_t accumulator() const { return accumulator_; }
-  std::size_t widest() const { return raw_ ? element_ : std::max(element_, accumulator_); }
+  std::size_t widest() const { return widest_between(topology_, reduction_); }
   std::size_t bytes_of(std::size_t machine) const {
     return has_one_rank(topology_, machine) ? element_ : accumulator_;
   }

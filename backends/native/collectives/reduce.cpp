@@ -1,10 +1,15 @@
-// reduce. Staged: the others stage, the root reduces all contributions. Sliced and hierarchical: see the
-// headers of these names in algorithms/.
+// reduce. Staged: the others stage, the root reduces all contributions, or those of machines. Sliced and
+// hierarchical: see the headers of these names in algorithms/.
 #include <cstddef>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "algorithms/hierarchical_reduction.hpp"
+#include "algorithms/machine_chunks.hpp"
+#include "algorithms/machine_partials.hpp"
 #include "algorithms/sliced_reduction.hpp"
+#include "algorithms/staged_partials.hpp"
 #include "algorithms/staged_reduction.hpp"
 #include "collectives/collectives.hpp"
 #include "common/dtype.hpp"
@@ -39,14 +44,29 @@ void root_reduce(CollectiveContext& collective, std::byte* data, std::size_t byt
   }
 }
 
+void reduce_partials(CollectiveContext& collective, std::byte* data, std::size_t count,
+                     const Reduction& reduction, int root) {
+  const Topology& topology = collective.topology();
+  std::vector<std::vector<StagedPartials::Range>> needed(topology.machines.size());
+  needed[as_index(topology.of(root))].push_back({.begin = 0, .length = count});
+  StagedPartials partials(collective, reduction, count, std::move(needed));
+  partials.contribute(data);
+  collective.arrive_with(partials);
+  if (collective.rank() == root) partials.combine(data, 0);
+}
+
 }  // namespace
 
 void reduce_to_root(CollectiveContext& collective, void* data, std::size_t count, const Reduction& reduction,
                     int root) {
+  const Topology& topology = collective.topology();
   const std::size_t bytes = count * size_of(reduction.dtype);
-  const Algorithm algorithm = collective.algorithm(Opcode::reduce, bytes);
+  const Algorithm algorithm =
+      collective.algorithm(Opcode::reduce, count * widest_between(topology, reduction));
+  auto* const tensor = static_cast<std::byte*>(data);
   if (algorithm == Algorithm::local) return reduce_local(data, count, reduction);
   if (algorithm == Algorithm::staged) {
+    if (collective.sends_partials()) return reduce_partials(collective, tensor, count, reduction, root);
     collective.reserve(bytes);
     if (collective.rank() != root) collectives::copy(collective.stage(bytes), data, bytes);
     collective.arrive_and_wait();
@@ -54,7 +74,6 @@ void reduce_to_root(CollectiveContext& collective, void* data, std::size_t count
     return;
   }
   collective.arrive_and_wait();
-  auto* const tensor = static_cast<std::byte*>(data);
   if (algorithm == Algorithm::hierarchical)
     return hierarchical_reduce(collective, tensor, count, reduction, root);
   if (algorithm == Algorithm::root_reduces) return root_reduce(collective, tensor, bytes, reduction, root);

@@ -1,16 +1,16 @@
 // reduce_scatter. Staged: every rank stages all its parts, and reduces those that are for it. Staged in
-// parts: the same, and other machines get their ranks' parts only. Chunked: every rank fills chunks of its
-// ring that hold a piece for each rank, and reduces its piece of the others' chunks. Hierarchical: each
-// machine sends its partial for a rank once to that rank's machine.
+// parts: the same, and machines send each other partials of the parts that their ranks need. Chunked: every
+// rank fills chunks of its ring that hold a piece for each rank, and reduces its piece of the others' chunks.
+// Hierarchical: each machine sends its partial for a rank once to that rank's machine.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "algorithms/machine_chunks.hpp"
 #include "algorithms/machine_partials.hpp"
 #include "algorithms/pipeline.hpp"
+#include "algorithms/staged_partials.hpp"
 #include "algorithms/staged_reduction.hpp"
 #include "collectives/collectives.hpp"
 #include "common/dtype.hpp"
@@ -191,10 +191,11 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
   const std::size_t element = size_of(reduction.dtype);
   const Part& mine = parts[static_cast<std::size_t>(me)];
   const std::size_t total = total_bytes(parts);
+  const std::size_t width = widest_between(collective.topology(), reduction);
   std::size_t for_machine = 0;
   for (const auto& local : collective.topology().machines) {
     std::size_t bytes = 0;
-    for (const int r : local) bytes += parts[as_index(r)].bytes;
+    for (const int r : local) bytes += parts[as_index(r)].bytes / element * width;
     for_machine = std::max(for_machine, bytes);
   }
   const Algorithm algorithm = collective.algorithm(Opcode::reduce_scatter, total, for_machine);
@@ -223,15 +224,20 @@ void reduce_scatter(CollectiveContext& collective, std::byte* output, const std:
     return reduce_by_machine(collective.topology(), output, sources, mine.bytes / element, reduction);
   }
   if (algorithm == Algorithm::staged_in_parts) {
-    std::byte* stage = collective.stage_parts(total);
-    std::vector<std::size_t> offsets{0};
+    std::vector<StagedPartials::Range> ranges;
+    std::size_t begin = 0;
     for (const Part& part : parts) {
-      collectives::copy(stage + offsets.back(), part.data, part.bytes);
-      offsets.push_back(offsets.back() + part.bytes);
+      ranges.push_back({.begin = begin, .length = part.bytes / element});
+      begin += ranges.back().length;
     }
-    collective.arrive_with_parts(std::move(offsets), stage);
-    for (int r = 0; r < ranks; ++r) sources[r] = collective.part_of(r);
-    return reduce_by_machine(collective.topology(), output, sources, mine.bytes / element, reduction);
+    StagedPartials partials(collective, reduction, begin,
+                            StagedPartials::by_machine(collective.topology(), ranges));
+    std::byte* stage = partials.stage();
+    for (int r = 0; r < ranks; ++r)
+      collectives::copy(stage + ranges[as_index(r)].begin * element, parts[as_index(r)].data,
+                        parts[as_index(r)].bytes);
+    collective.arrive_with(partials);
+    return partials.combine(output, local_index(collective.topology(), me));
   }
 
   collective.arrive_and_wait();

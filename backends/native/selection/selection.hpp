@@ -12,10 +12,11 @@
 //   all_to_all         all that a rank sends        staged_bytes     chunked; each sender by itself
 //
 // In a group that spans machines every collective beyond its threshold is hierarchical, but for all_reduce
-// and reduce_scatter as long as what a rank contributes for the ranks of one machine fits beside its arrival:
-// these are staged in parts. Of one rank every one is local. The thresholds are
-// in selection/thresholds.cpp, what each may be in selection/tuning.cpp; ranks share them, so that all take
-// the same algorithm. `sliced_chunk_bytes` says how a sliced message is cut.
+// and reduce_scatter as long as what a machine sends another for its ranks fits beside the arrival: these are
+// staged in parts, a reduce_scatter below the threshold, too, for that is never more. Reductions count a
+// contribution as it travels, as accumulators where a machine has several ranks. Of one rank every one is
+// local. The thresholds are in selection/thresholds.cpp, what each may be in selection/tuning.cpp; ranks
+// share them, so that all take the same algorithm. `sliced_chunk_bytes` says how a sliced message is cut.
 //
 // No choice changes a bit of the result (kernels/kernels.hpp).
 #pragma once
@@ -42,8 +43,8 @@ enum class Algorithm : std::uint8_t {
   root_reduces,
   // Chunks go from the sender's ring to the receivers.
   chunked,
-  // Between machines: contributions travel with the arrival, to each machine the parts that its ranks reduce.
-  // all_reduce: a second exchange gives everybody the results.
+  // Between machines: what machines contribute travels with the arrival, to each the parts that its ranks
+  // reduce. all_reduce: a second exchange gives everybody the results.
   staged_in_parts,
   // Each machine combines what its ranks contribute, exchanges it with the others, and hands out results.
   hierarchical,
@@ -59,6 +60,7 @@ constexpr std::uint64_t most_staged_bytes(Opcode opcode, const Tuning& tuning) n
 constexpr Algorithm select_algorithm(Opcode opcode, const Tuning& tuning, int ranks, bool spans_machines,
                                      std::uint64_t bytes, bool parts_fit = false) noexcept {
   if (ranks == 1) return Algorithm::local;
+  if (opcode == Opcode::reduce_scatter && parts_fit) return Algorithm::staged_in_parts;
   if (bytes <= most_staged_bytes(opcode, tuning)) return Algorithm::staged;
   if (spans_machines) return parts_fit ? Algorithm::staged_in_parts : Algorithm::hierarchical;
   if (opcode == Opcode::all_reduce) return Algorithm::sliced;

@@ -33,6 +33,10 @@ void test_thresholds() {
       CHECK(select_algorithm(opcode, tuning, 4, true, limit / 2 + 1) == Algorithm::hierarchical);
     }
   }
+  for (const std::uint64_t bytes : {1U, 1U << 20}) {
+    CHECK(select_algorithm(Opcode::reduce_scatter, tuning, 4, true, bytes, true) ==
+          Algorithm::staged_in_parts);
+  }
   CHECK(select_algorithm(Opcode::all_reduce, tuning, 2, false, 1 << 20) == Algorithm::sliced);
   CHECK(select_algorithm(Opcode::reduce, tuning, 2, false, 1 << 20) == Algorithm::root_reduces);
   CHECK(select_algorithm(Opcode::all_reduce, tuning, 1, false, 1 << 20) == Algorithm::local);

@@ -12,6 +12,7 @@
 
 #include "common/opcode.hpp"
 #include "memory/copy_once.hpp"
+#include "state/machine_contribution.hpp"
 #include "state/rank_context.hpp"
 #include "transport/connection_manager.hpp"
 
@@ -93,12 +94,9 @@ void ArrivalExchange::connect_leaders(const Call& call) {
   connected_ = true;
 }
 
-void ArrivalExchange::write_frame(const Call& call, Staged with, Frame& frame, const StagedParts* parts,
-                                  int machine) const {
+void ArrivalExchange::write_frame(const Call& call, Staged with, Frame& frame) const {
   frame.resize(sizeof(Head));
-  const Topology& topology = context_.topology();
-  for (std::size_t i = 0; i < topology.local().size(); ++i) {
-    const int rank = topology.local()[i];
+  for (const int rank : context_.topology().local()) {
     const Arrival& arrival = context_.arrival(rank, call.sequence);
     const std::uint64_t staged = copy_once(context_.page(rank).machine_arrival.staged[call.sequence & 1]);
     if (staged > context_.shape().slot_bytes) [[unlikely]] {
@@ -110,26 +108,37 @@ void ArrivalExchange::write_frame(const Call& call, Staged with, Frame& frame, c
     const bool splits = static_cast<Opcode>(record.what.opcode) == Opcode::all_to_all;
     record.own_count = arrival.own_count;
     record.splits = splits ? 2 * static_cast<std::uint32_t>(context_.size()) : 0;
-    // A rank that does something else has staged no such parts.
-    const bool in_parts = with == Staged::parts && record.what == call.what;
-    const auto& readers = topology.machines[static_cast<std::size_t>(machine)];
     if (with == Staged::all) record.staged = static_cast<std::uint32_t>(staged);
-    if (in_parts) record.staged = static_cast<std::uint32_t>(parts->length(readers));
     append(frame, &record, sizeof(record));
     append(frame, context_.splits(rank, call.sequence), record.splits * sizeof(std::uint64_t));
-    if (in_parts) {
-      for (const int reader : readers) {
-        append(frame, parts->staged[i] + parts->offsets[static_cast<std::size_t>(reader)],
-               parts->length(reader));
-      }
-    } else {
-      const std::byte* bytes =
-          staged <= kInlineBytes ? arrival.payload : context_.staging_slot(rank, call.sequence);
-      append(frame, bytes, record.staged);
-    }
+    append(frame, staged <= kInlineBytes ? arrival.payload : context_.staging_slot(rank, call.sequence),
+           record.staged);
   }
+  complete_frame(call, frame);
+}
+
+void ArrivalExchange::complete_frame(const Call& call, Frame& frame) {
   const Head head{.sequence = call.sequence, .bytes = frame.size()};
   std::memcpy(frame.data(), &head, sizeof(head));
+}
+
+// The frames of an operation to which machines contribute as one. A rank that does something else has staged
+// something else.
+void ArrivalExchange::write_contributions(const Call& call) {
+  const auto& local = context_.topology().local();
+  const bool alike = std::all_of(local.begin(), local.end(), [&](int rank) {
+    return copy_once(context_.arrival(rank, call.sequence).what) == call.what;
+  });
+  if (alike) contribution_->reduce_local();
+  write_frame(call, Staged::none, without_staged_);
+  for (Peer& peer : peers_) {
+    peer.own_out = without_staged_;
+    if (alike) {
+      contribution_->append_to(peer.own_out, static_cast<std::size_t>(peer.machine));
+      complete_frame(call, peer.own_out);
+    }
+    peer.out = &peer.own_out;
+  }
 }
 
 // Whether a machine that reads what the frame's ranks staged gets the frame through this peer.
@@ -233,7 +242,7 @@ bool ArrivalExchange::take_frame(Peer& peer, const Call& call) {
   }
   if (head.sequence != call.sequence || !plausible) not_understood(peer);
   const std::byte* frame = peer.in.data() + peer.used;
-  if (results_) {
+  if (results_ != nullptr) {
     take_results(peer, call, head, frame);
   } else {
     take_arrivals(peer, call, head, frame);
@@ -253,7 +262,7 @@ void ArrivalExchange::not_understood(const Peer& peer) const {
 void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& head, const std::byte* frame) {
   const int origin = behind(peer.machine, peer.received);
   const auto ranks = static_cast<std::size_t>(context_.size());
-  bool in_parts = false;
+  bool alike = true;
   std::size_t position = sizeof(Head);
   const auto next = [&](void* target, std::size_t bytes) {
     if (head.bytes - position < bytes) not_understood(peer);
@@ -265,10 +274,7 @@ void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& he
     next(&record, sizeof(record));
     if ((record.splits != 0 && record.splits != 2 * ranks) || record.staged > context_.shape().slot_bytes)
       not_understood(peer);
-    // A leader that does something else sends no parts, whatever its other ranks do.
-    if (rank == peer.leader) in_parts = parts_ != nullptr && record.what == call.what;
-    if (in_parts && record.what == call.what && record.staged != parts_->length(context_.topology().local()))
-      not_understood(peer);
+    alike = alike && record.what == call.what;
     Arrival& mirror = context_.arrival(rank, call.sequence);
     mirror.what = record.what;
     mirror.own_count = record.own_count;
@@ -281,7 +287,13 @@ void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& he
     // Release: for reports of this machine's ranks; `MachineArrival::complete` tells those who wait.
     mirror.sequence.store(call.sequence, std::memory_order_release);
   }
-  if (position != head.bytes) not_understood(peer);
+  if (alike && contribution_ != nullptr) {
+    next(context_.staging_slot(peer.leader, call.sequence),
+         contribution_->bytes(static_cast<std::size_t>(origin),
+                              static_cast<std::size_t>(context_.topology().machine)));
+  }
+  // What a machine contributes to another operation than this one's is of no use to anybody.
+  if (alike && position != head.bytes) not_understood(peer);
   if (!forwarded_.empty()) {
     const auto at = static_cast<std::size_t>(distance(context_.topology().machine, origin));
     forwarded_[at].assign(frame, frame + head.bytes);
@@ -292,13 +304,14 @@ void ArrivalExchange::take_arrivals(Peer& peer, const Call& call, const Head& he
 
 void ArrivalExchange::take_results(const Peer& peer, const Call& call, const Head& head,
                                    const std::byte* frame) {
-  const auto& ranks = context_.topology().machines[static_cast<std::size_t>(peer.machine)];
-  if (head.bytes != sizeof(Head) + parts_->length(ranks)) not_understood(peer);
-  const std::byte* from = frame + sizeof(Head);
-  for (const int rank : ranks) {
-    std::memcpy(context_.staging_slot(rank, call.sequence), from, parts_->length(rank));
-    from += parts_->length(rank);
+  std::size_t position = sizeof(Head);
+  for (const int rank : context_.topology().machines[static_cast<std::size_t>(peer.machine)]) {
+    const std::size_t bytes = (*results_)[static_cast<std::size_t>(rank)];
+    if (head.bytes - position < bytes) not_understood(peer);
+    std::memcpy(context_.staging_slot(rank, call.sequence), frame + position, bytes);
+    position += bytes;
   }
+  if (position != head.bytes) not_understood(peer);
 }
 
 bool ArrivalExchange::done() const {
@@ -342,7 +355,7 @@ void ArrivalExchange::wait(const Call& call) {
   if (ready <= 0 || signalled || now_ns() - begin >= kCheckEvery) context_.check_liveness(call, missing);
 }
 
-void ArrivalExchange::arrive(const Call& call, const StagedParts* parts) {
+void ArrivalExchange::arrive(const Call& call, MachineContribution* contribution) {
   const Topology& topology = context_.topology();
   for (const int r : topology.local()) {
     if (r == context_.rank()) continue;
@@ -353,23 +366,16 @@ void ArrivalExchange::arrive(const Call& call, const StagedParts* parts) {
   if (!topology.leads(context_.rank())) {
     return context_.await(call, RankContext::Wait::arrival, topology.leader(), complete, call.sequence);
   }
-  exchange(call, parts);
+  contribution_ = contribution;
+  exchange(call);
   context_.publish(complete, call.sequence);
 }
 
-bool ArrivalExchange::takes_parts(std::size_t for_machine) const noexcept {
-  return machines_ <= kMostDirect && for_machine <= context_.shape().slot_bytes;
-}
-
-void ArrivalExchange::exchange(const Call& call, const StagedParts* parts) {
+void ArrivalExchange::exchange(const Call& call) {
   if (!connected_) connect_leaders(call);
   begin_exchange();
-  parts_ = parts;
-  if (parts != nullptr) {
-    for (Peer& peer : peers_) {
-      write_frame(call, Staged::parts, peer.own_out, parts, peer.machine);
-      peer.out = &peer.own_out;
-    }
+  if (contribution_ != nullptr) {
+    write_contributions(call);
   } else {
     write_frame(call, Staged::all, with_staged_);
     if (gathers(call.what)) write_frame(call, Staged::none, without_staged_);
@@ -377,22 +383,21 @@ void ArrivalExchange::exchange(const Call& call, const StagedParts* parts) {
   run_exchange(call);
 }
 
-void ArrivalExchange::exchange_results(const Call& call, const StagedParts& parts) {
+void ArrivalExchange::exchange_results(const Call& call, const std::vector<std::size_t>& lengths) {
   begin_exchange();
   Frame& frame = with_staged_;
   frame.resize(sizeof(Head));
   for (const int rank : context_.topology().local())
-    append(frame, context_.staging_slot(rank, call.sequence), parts.length(rank));
-  const Head head{.sequence = call.sequence, .bytes = frame.size()};
-  std::memcpy(frame.data(), &head, sizeof(head));
+    append(frame, context_.staging_slot(rank, call.sequence), lengths[static_cast<std::size_t>(rank)]);
+  complete_frame(call, frame);
   for (Peer& peer : peers_) peer.out = &frame;
-  parts_ = &parts;
-  results_ = true;
+  results_ = &lengths;
   run_exchange(call);
+  results_ = nullptr;
 }
 
 void ArrivalExchange::begin_exchange() {
-  results_ = false;
+  results_ = nullptr;
   for (Peer& peer : peers_) {
     peer.sent = 0;
     peer.out = nullptr;

@@ -2,11 +2,10 @@
 // local ranks published, and gets the frames of all other machines.
 //
 //   frame   Head, then for each rank of its machine, ascending: ArrivalRecord, its splits (of all_to_all),
-//           what it staged
-// Staged bytes go only to machines that need them: to the root's, where only the root reads; and where what a
-// rank stages has a part for each rank, only the parts for a machine's ranks go there. What ranks make of
-// such parts goes to all in a second exchange: frames of a Head and, for each rank of the machine, its
-// result.
+//           what it staged; then what the machine contributes as one
+// Staged bytes go only to machines that need them: to the root's, where only the root reads. Where machines
+// contribute as one (state/machine_contribution.hpp), what ranks staged stays on their machine. Results of
+// ranks go to all in a second exchange: frames of a Head and, for each rank of the machine, its result.
 //
 // Up to kMostDirect machines each sends its frame to every other. Beyond that, messages cost more than the
 // time on the wire, so frames are forwarded (the all-gather of Bruck et al., "Efficient algorithms for
@@ -30,11 +29,11 @@
 #include "memory/descriptor.hpp"
 #include "state/control_page.hpp"
 #include "state/spin_policy.hpp"
-#include "state/staged_parts.hpp"
 
 namespace collectives {
 
 class ConnectionManager;
+class MachineContribution;
 class RankContext;
 struct Call;
 
@@ -47,16 +46,15 @@ class ArrivalExchange {
   // To be called after this rank has published its arrival: returns when the arrivals of all ranks and what
   // they staged can be read. On a leader that exchanges frames; the others wait for their leader.
   //
-  // With `parts`, which needs `takes_parts`, a remote rank's staged bytes are its parts for this
-  // machine's ranks, one after the other.
-  void arrive(const Call& call, const StagedParts* parts);
+  // With a contribution, which needs `takes_contributions`, the staging slot of another machine's leader
+  // holds what that machine sent to this one, and those of its other ranks hold nothing.
+  void arrive(const Call& call, MachineContribution* contribution);
 
-  // Whether an arrival can take parts: leaders send to each other directly, and so many bytes of a rank for
-  // the ranks of one machine fit into its staging slot.
-  bool takes_parts(std::size_t for_machine) const noexcept;
-  // On a leader, after an arrival with parts, once the staging slots of all local ranks hold their results,
-  // each as long as its part: returns when those of all other ranks do, too.
-  void exchange_results(const Call& call, const StagedParts& parts);
+  // Whether leaders send to each other directly, so that each can send something else to each.
+  bool takes_contributions() const noexcept { return machines_ <= kMostDirect; }
+  // On a leader, once the staging slots of all local ranks hold results of these lengths, by rank: returns
+  // when those of all other ranks do, too. Leaders that exchange results agree about the lengths.
+  void exchange_results(const Call& call, const std::vector<std::size_t>& lengths);
 
  private:
   struct Head {
@@ -97,16 +95,16 @@ class ArrivalExchange {
   int behind(int machine, int distance) const noexcept { return (machine + distance) % machines_; }
   int distance(int from, int to) const noexcept { return (to - from + machines_) % machines_; }
 
-  enum class Staged : std::uint8_t { none, all, parts };
-  // `machine`: whose ranks' parts it is to hold.
-  void write_frame(const Call& call, Staged staged, Frame& frame, const StagedParts* parts = nullptr,
-                   int machine = 0) const;
+  enum class Staged : std::uint8_t { none, all };
+  void write_frame(const Call& call, Staged staged, Frame& frame) const;
+  static void complete_frame(const Call& call, Frame& frame);
+  void write_contributions(const Call& call);
   bool needs_staged(const Peer& peer, int origin, const Fingerprint& what) const;
   const Frame& outgoing(Peer& peer, const Call& call);
   static void append_without_staged(Frame& message, const Frame& frame, std::size_t ranks);
   void connect_leaders(const Call& call);
   // On a leader, once all local ranks have arrived.
-  void exchange(const Call& call, const StagedParts* parts);
+  void exchange(const Call& call);
   void begin_exchange();
   // Sends what was put to be sent, and takes what is to be received.
   void run_exchange(const Call& call);
@@ -132,8 +130,8 @@ class ArrivalExchange {
   std::vector<Frame> forwarded_;  // frames to forward, by distance from this machine; the first is not used
   int forwarded_count_ = 1;       // of them, from the first on without a gap
   bool connected_ = false;
-  const StagedParts* parts_ = nullptr;  // of the operation, if any
-  bool results_ = false;                // the second exchange goes on
+  MachineContribution* contribution_ = nullptr;        // of the operation, if any
+  const std::vector<std::size_t>* results_ = nullptr;  // their lengths, in the second exchange
   SpinPolicy spin_policy_;
 };
 

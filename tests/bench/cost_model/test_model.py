@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -192,10 +193,10 @@ def test_contributions_between_machines_travel_with_the_arrival_up_to(scale, sta
 
 
 def test_parts_by_hand():
-    # Three machines of two ranks: frames of the arrival carry, of each of two ranks, the parts of two; then a
-    # head and two results go to each other machine.
+    # Three machines of two ranks: frames of the arrival carry the machine's partial of the parts of two; then
+    # a head and two results go to each other machine.
     s, part = 60_000, 10_000
-    frame = 16 + 2 * 40 + 4 * part
+    frame = 16 + 2 * 40 + 2 * part
     found = terms("staged in parts", s, Scale(3, 2), EASY)
     assert found[LATENCY] == pytest.approx(2 * 10)
     assert found[MESSAGES] == pytest.approx(2 * 2 * 2 * 3)
@@ -284,8 +285,9 @@ def test_model_switches_algorithms_where_the_core_does(ranks):
 
 def call_often(group, name, size, calls):
     whole = torch.zeros(size // 4)
-    part = whole[: whole.numel() // 2].clone()
+    part = whole[: whole.numel() // group.size()].clone()
     run = {
+        "one-shot": lambda: group.allreduce([whole]),
         "staged in parts": lambda: group.allreduce([whole]),
         "hierarchical": lambda: group.allreduce([whole]),
         "broadcast": lambda: group.broadcast([whole], root=0),
@@ -297,19 +299,22 @@ def call_often(group, name, size, calls):
 
 
 def test_machines_send_the_bytes_that_the_model_counts(make_machines):  # noqa: F811
-    machines, long, short = make_machines(2), 4 << 20, 60 << 10
-    where = {"isolated": True, "machines": (machines, [0, 1])}
-    sizes = dict.fromkeys(("hierarchical", "broadcast", "all_gather", "reduce_scatter"), long)
-    for name, size in (*sizes.items(), ("staged in parts", short), ("reduce_scatter", short)):
+    machines, long = make_machines(2), 3 << 20
+    sizes = [(name, long) for name in ("hierarchical", "broadcast", "all_gather", "reduce_scatter")]
+    sizes += [("one-shot", 30 << 10), ("staged in parts", 60 << 10), ("reduce_scatter", 60 << 10)]
+    sizes += [("reduce_scatter", 30 << 10)]
+    for (name, size), ranks in itertools.product(sizes, (1, 3)):
+        where = {"isolated": True, "machines": (machines, [0] * ranks + [1] * ranks)}
         sent = []
         for calls in (1, 4) if size == long else (1, 100):
             before = bytes_without_repeats(machines, 0)
-            run_ranks(call_often, 2, name, size, calls, backend="host", **where)
+            run_ranks(call_often, 2 * ranks, name, size, calls, backend="host", **where)
             sent.append(bytes_without_repeats(machines, 0) - before)
-        work = ALGORITHMS[name](size, Scale(2, 1))
+        work = ALGORITHMS[name](size, Scale(2, ranks))
         counted = work.serial.get("link", 0) + work.pipelined.get("link", 0)
         more = 3 if size == long else 99
-        assert counted == pytest.approx((sent[1] - sent[0]) / more, rel=0.15), name  # and headers
+        with_headers = (sent[1] - sent[0]) / more
+        assert counted == pytest.approx(with_headers, rel=0.15), (name, size, ranks)
 
 
 def synthetic(parameters, noise=0.0):
