@@ -393,26 +393,33 @@ class ProcessGroupGloo(ProcessGroup):
     def _error_of(self, operation: Operation, error: Exception) -> DistError:
         text = str(error)
         what = f"{self.where()} {operation}:"
-        with self._breaking:
-            cause = self._cause
-            if TIMED_OUT.search(text):
-                expired = limit_passed(what, operation)
-                if cause is None:
-                    self._break(expired, limit_reason(expired))
-                return expired
-            if cause is not None:
-                return stopped_by(what, cause)
-            if OWN_END in text:
-                other = "another operation of the group passed its limit"
-                return GroupAbortedError(f"{what} did not finish, because {other}", **operation.about)
-            if not DISCONNECTED.search(text):
-                return DistBackendError(f"{what} Gloo failed: {text}", **operation.about)
-            self._break_connections()
-            if (found := self._liveness.find_lost()) is not None:
-                self._liveness.publish_lost(found)
-            broken = broken_by(what, found, operation.about, text)
-            self._break(broken)
-            return broken
+        if self._cause is None:
+            with self._breaking:
+                if self._cause is None:
+                    return self._break_by(operation, what, text)
+        # Without the lock: torch's group may be going just now, which waits for the thread that calls this.
+        # Without a GIL it goes on the thread that made it, at any time, with whatever that thread has locked.
+        if TIMED_OUT.search(text):
+            return limit_passed(what, operation)
+        return stopped_by(what, self._cause)
+
+    def _break_by(self, operation: Operation, what: str, text: str) -> DistError:
+        """Returns the error for what Gloo says first; passed limits and lost connections break the group."""
+        if TIMED_OUT.search(text):
+            expired = limit_passed(what, operation)
+            self._break(expired, limit_reason(expired))
+            return expired
+        if OWN_END in text:
+            other = "another operation of the group passed its limit"
+            return GroupAbortedError(f"{what} did not finish, because {other}", **operation.about)
+        if not DISCONNECTED.search(text):
+            return DistBackendError(f"{what} Gloo failed: {text}", **operation.about)
+        self._break_connections()
+        if (found := self._liveness.find_lost()) is not None:
+            self._liveness.publish_lost(found)
+        broken = broken_by(what, found, operation.about, text)
+        self._break(broken)
+        return broken
 
     def _break(self, cause: DistError, exit_reason: DistError | None = None) -> None:
         """Ends all operations between ranks, here and on the peers, and refuses later ones."""
