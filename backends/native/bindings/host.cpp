@@ -372,6 +372,7 @@ void bind_group(nb::module_& module) {
     opcodes[name_of(static_cast<Opcode>(code))] = code;
   }
   module.attr("COLLECTIVES") = opcodes;
+  module.attr("LAYOUT_VERSION") = kLayoutVersion;
 }
 
 }  // namespace

@@ -12,15 +12,16 @@ import torch
 from harness import current_store, run_ranks
 from strangers import NOBODY, own_ports, silent_crowd, visit
 
+from collectives import _native
 from collectives.backends.host import ProcessGroupHost
 
 SECRET = "a secret that all ranks of this job share"
-MAGIC, VERSION, MAIL = 0x636F6C6C65637431, 7, 3
+MAGIC, VERSION, MAIL = 0x636F6C6C65637431, _native.LAYOUT_VERSION, 3
 
 
-def hello(purpose: int, index: int) -> bytes:
+def hello(purpose: int, index: int, version: int = VERSION) -> bytes:
     """Returns what rank 1 says to rank 0 of 2, with a nonce."""
-    return struct.pack("<QQiiiIiI", MAGIC, VERSION, 1, 0, 2, purpose, index, 0) + bytes(32)
+    return struct.pack("<QQiiiIiI", MAGIC, version, 1, 0, 2, purpose, index, 0) + bytes(32)
 
 
 def former_hello(purpose: int, index: int) -> bytes:
@@ -36,6 +37,7 @@ def _attacked(rank: int, size: int, user: int) -> list[bytes]:
         (port,) = own_ports()
         attempts = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, hello(MAIL, 1) + bytes(32)]
         attempts += [former_hello(MAIL, 1), hello(MAIL, 1), hello(0, 0) + bytes(64)]
+        attempts += [hello(MAIL, 1, VERSION - 1)]
         got = visit(port, *attempts, user=user)
         store.set("attacked", b"")
     store.wait(["attacked"])
@@ -56,14 +58,14 @@ def _attacked(rank: int, size: int, user: int) -> list[bytes]:
 def test_a_stranger_learns_nothing_and_takes_no_slot() -> None:
     got = run_ranks(_attacked, 2, os.getuid(), placement="ab", env={"COLLECTIVES_SECRET": SECRET})[0]
     # A nonce for what looks like a hello, and never a proof.
-    assert [len(answer) for answer in got] == [0, 0, 0, 32, 0, 32, 32]
-    assert len(set(got[3:4] + got[5:])) == 3
+    assert [len(answer) for answer in got] == [0, 0, 0, 32, 0, 32, 32, 0]
+    assert len(set(got[3:4] + got[5:7])) == 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
 def test_without_a_secret_another_user_is_turned_away_at_once() -> None:
     got = run_ranks(_attacked, 2, NOBODY, placement="ab")[0]
-    assert got == [b""] * 7
+    assert got == [b""] * 8
 
 
 DESCRIPTORS = 128
