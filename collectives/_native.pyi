@@ -30,7 +30,7 @@ def reducible(dtype_code: int, op_code: int) -> bool: ...
 COLLECTIVES: dict[str, int]
 """Opcode of each collective."""
 LAYOUT_VERSION: int
-"""Which layout of the segment and of messages between machines this core speaks; ranks of others are refused."""
+"""The layout of segments and of messages between machines that this core speaks, and no other."""
 TUNING_FIELDS: dict[str, tuple[int, int, int, str]]
 """Name of each threshold: least and most value, what it is a multiple of, what it means."""
 

@@ -41,10 +41,11 @@ for line in sys.stdin:
     os.environ.update(variables)
     store = FileStore(path, world_size)
     store.set("old", "left over")
-    signal.signal(signal.SIGTERM, lambda *_: (store.close(), os._exit(0)))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a signal just before pause() would be missed
     print(os.getpid(), flush=True)
-    while True:
-        signal.pause()
+    signal.sigwait({signal.SIGTERM})
+    store.close()
+    os._exit(0)
 """
 
 
