@@ -60,7 +60,7 @@ def _end(begin: int, end: int, streams: list[int]) -> None:
 def give_back(tensors: list[torch.Tensor]) -> None:
     """Gives back what nobody else has, although streams that are late have yet to use it."""
     for place in range(len(tensors)):
-        if _is_last(tensors[place]):
+        if _is_last(tensors, place):
             known = _known.get(accesses.memory_of(tensors[place])[0])
             if known is not None:
                 known[0]()
@@ -69,16 +69,21 @@ def give_back(tensors: list[torch.Tensor]) -> None:
 def poison(tensors: list[torch.Tensor]) -> None:
     """Empties a list, and overwrites what nobody else has, as who gets it next may do."""
     while tensors:
-        if _is_last(tensors[-1]):
+        if _is_last(tensors, -1):
             tensors[-1].untyped_storage().fill_(_POISON)
         tensors.pop()
 
 
-def _is_last(tensor: torch.Tensor) -> bool:
+_ALONE = [object()]
+_REFERENCES = sys.getrefcount(_ALONE[0])
+"""How many references this Python counts to an element that only its list has."""
+
+
+def _is_last(tensors: list[torch.Tensor], place: int) -> bool:
     """Returns whether a list has the only reference to a tensor, and nothing else its memory."""
-    storage = tensor.untyped_storage()
-    references = 3  # the list, this function, and the one that asks
+    storage = tensors[place].untyped_storage()
     held_by_these = 2  # the tensor and the object for its storage
     return (
-        sys.getrefcount(tensor) <= references and torch._C._storage_Use_Count(storage._cdata) <= held_by_these
+        sys.getrefcount(tensors[place]) <= _REFERENCES
+        and torch._C._storage_Use_Count(storage._cdata) <= held_by_these
     )
