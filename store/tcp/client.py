@@ -164,12 +164,14 @@ class Client:
         with self._lock:
             if self._failure is not None:
                 raise DistNetworkError(f"{operation}: {self._failure}")
-            if self.server is not None and not waits:
-                connection = self._idle_local.pop() if self._idle_local else LocalConnection(self.server)
+            server = None if waits else self.server
+            # at_once() takes them without the lock, so that it is not enough to have seen one.
+            with contextlib.suppress(IndexError):
+                return (self._idle if server is None else self._idle_local).pop()
+            if server is not None:
+                connection = LocalConnection(server)
                 self._connections.add(connection)
                 return connection
-            if self._idle:
-                return self._idle.pop()
         connection = self._connector.connect(max(timeout, ANSWER_S), again=True)
         with self._lock:
             self._connections.add(connection)

@@ -90,12 +90,13 @@ def test_threads_count_in_one_store():
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT)
     client = TCPStore("127.0.0.1", store.port, timeout=LIMIT)
 
-    def count(number):
-        mine = (store, client)[number % 2]
-        return [mine.add("n", 1) for _ in range(200)]
+    users, times = [store] * 8 + [client], 10_000
 
-    with ThreadPoolExecutor(8) as threads:
-        counted = [one for some in threads.map(count, range(8)) for one in some]
-    assert sorted(counted) == list(range(1, 1601))
+    def count(user):
+        return [user.add("n", 1) for _ in range(times)]
+
+    with ThreadPoolExecutor(len(users)) as threads:
+        counted = [one for some in threads.map(count, users) for one in some]
+    assert sorted(counted) == list(range(1, len(users) * times + 1))
     client.close()
     store.close()
