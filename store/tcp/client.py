@@ -162,8 +162,7 @@ class Client:
     def _take(self, operation: str, timeout: float, waits: bool) -> Connection | LocalConnection:
         connection: Connection | LocalConnection
         with self._lock:
-            if self._failure is not None:
-                raise DistNetworkError(f"{operation}: {self._failure}")
+            self._raise_failure(operation)
             server = None if waits else self.server
             # at_once() takes them without the lock, so that it is not enough to have seen one.
             with contextlib.suppress(IndexError):
@@ -173,9 +172,18 @@ class Client:
                 self._connections.add(connection)
                 return connection
         connection = self._connector.connect(max(timeout, ANSWER_S), again=True)
-        with self._lock:
-            self._connections.add(connection)
+        try:
+            with self._lock:
+                self._raise_failure(operation)  # close() could not end what was not here yet
+                self._connections.add(connection)
+        except DistNetworkError:
+            connection.close()
+            raise
         return connection
+
+    def _raise_failure(self, operation: str) -> None:
+        if self._failure is not None:
+            raise DistNetworkError(f"{operation}: {self._failure}")
 
     def _put_back(self, connection: Any, is_local: bool) -> None:
         """Puts a connection aside for the next exchange, unless there are enough, or after a failure."""

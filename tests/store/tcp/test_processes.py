@@ -146,6 +146,28 @@ class TestProcesses:
             ranks.result(20)
         client.close()
 
+    def test_closing_ends_a_call_that_still_connects(self, server):
+        port = free_port()
+        with ThreadPoolExecutor(3) as threads:
+            ranks = threads.submit(harness.run_ranks, serve, 2, port, server.port, isolated=True, lost=(0,))
+            client = TCPStore("127.0.0.1", port, timeout=LONG)
+            pid = int(client.get("pid"))
+            calls = [threads.submit(client.barrier, "never", 3)]  # on the connection that there is
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                calls.append(threads.submit(client.barrier, "never", 3))
+                time.sleep(0.2)
+                client.close()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            for call in calls:
+                with pytest.raises(collectives.DistNetworkError, match="closed in this process"):
+                    call.result(10)
+            os.kill(pid, signal.SIGKILL)
+            server.set("end", "")
+            ranks.result(20)
+
     def test_a_busy_interpreter_stalls_nobody(self):
         held, longest = harness.run_ranks(answer_within, 2, free_port(), isolated=True)
         assert longest < 0.5 < held
