@@ -271,7 +271,8 @@ def errors_of_nccl(group: Any, path: Path) -> None:
 
 def asynchronous_error(group: Any, path: Path) -> None:
     double = load(path)
-    group.allreduce(torch.ones(1)).wait()
+    group.allreduce(torch.ones(1)).wait(BLOCKS)
+    gate("first", group)  # an error fails all that is under way, on both ranks
     if group.rank() == 0:
         work = group.allreduce(torch.ones(3))
         (communicator,) = group._communicators.ends.open()

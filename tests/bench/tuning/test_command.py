@@ -255,6 +255,7 @@ def test_a_report_says_what_each_probe_gains_and_which_thresholds_do_it() -> Non
 def test_the_outcome_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("plotly")
     monkeypatch.setattr("collectives.bench.tuning.search.MOST_NOISE", float("inf"))
+    monkeypatch.setattr("collectives.bench.tuning.search.MIN_ROUNDS", 1)  # what no budget shortens
     written, page = tmp_path / "tune.json", tmp_path / "tune.html"
     words = ["--nproc", "2", "--budget", "1", "--dry-run", "--json", str(written), "--html", str(page)]
     assert main(["tune", *words]) == 0

@@ -32,7 +32,8 @@ def main(folder: Path, backend: str) -> None:
     if checkpoint.exists():
         first, state = torch.load(checkpoint)
         model.module.load_state_dict(state)
-    (folder / f"{rank}-of-{size}").write_text(f"from {first}")
+    with (folder / f"{rank}-of-{size}").open("a") as began:
+        began.write(f"from {first}\n")
     for step in range(first, STEPS if size > 1 else HALF):
         optimizer.zero_grad()
         model(batch(step)[rank::size]).square().mean().backward()
