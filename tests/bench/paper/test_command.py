@@ -55,6 +55,7 @@ def check_iterations(record):
 
 
 @pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.timeout(300)  # each cell starts ranks, on however busy a machine
 class TestFigures:
     @pytest.mark.full
     def test_fig2_and_what_fig7_takes_from_it(self, tmp_path, monkeypatch):
