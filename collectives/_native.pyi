@@ -46,6 +46,7 @@ class Membership:
         key: bytes,
         own_user_only: bool,
         from_lanes: bool,
+        ranks_on_host: int,
     ) -> None: ...
 
 class HostListeners:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from collectives.errors import DistBackendError
 
-__all__ = ["Life", "ProcessIdentity", "current_process", "system"]
+__all__ = ["Life", "ProcessIdentity", "current_process", "kernel_of", "system"]
 
 _FIXED = struct.Struct("<16s16sQQQ")
 
@@ -91,6 +91,15 @@ def system() -> str:
         return socket.gethostname()
     except OSError as error:  # such as too many open files, which says nothing of the system
         raise DistBackendError(f"cannot find out on which system this process runs: {error}") from error
+
+
+def kernel_of(system: str) -> str:
+    """Returns what of :func:`system` tells running kernels apart: that of a host, which its containers share.
+
+    Args:
+        system: of a process.
+    """
+    return system.partition(" ")[0]
 
 
 @functools.lru_cache(maxsize=1)

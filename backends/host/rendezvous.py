@@ -210,14 +210,9 @@ class _Attempt:
         machines: dict[str, list[int]] = {}
         for rank, location in locations.items():
             machines.setdefault(location["place"], []).append(rank)
-        # Where loopback reaches everyone. Any other address does too.
         here = system()
-        one_system = all(location["system"] == here for location in locations.values())
-        plan = {
-            "machines": [own, *machines.values()],
-            "one_system": one_system,
-            "tuning": self.tuning,  # ranks that took different ways would wait for each other for ever
-        }
+        systems = [locations[rank]["system"] if rank in locations else here for rank in range(self.size)]
+        plan = records.new_plan([own, *machines.values()], systems, self.tuning)
         self.keys.set(self.keys.name("plan"), plan)
 
     def _share(self, host: _native.BootstrapLeader) -> _native.Membership:
@@ -280,7 +275,8 @@ class _Attempt:
         """Learns where the ranks of all machines listen, and lets them know where this one does."""
         self.members = membership
         self._await([self.keys.name("plan")], [0], "did not say who shares memory with whom")
-        chosen = choose_addresses(self.keys.store, self._get_plan()["one_system"])
+        plan = self._get_plan()
+        chosen = choose_addresses(self.keys.store, plan["one_system"])
         listeners = listen(chosen.addresses, self.size)
         mine = {"leader": leader, "host": socket.gethostname(), "places": listeners.places}
         # The last reader deletes that of rank 0: others look whether it still listens.
@@ -314,6 +310,7 @@ class _Attempt:
             group_key(self.keys.prefix, world["key"]),
             own_user_only(),
             chosen.chosen,
+            plan["ranks_on_host"][self.rank],
         )
 
     def _check_interfaces(self, ranks: list[dict[str, Any]]) -> None:

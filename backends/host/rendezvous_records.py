@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from collectives.store.error_records import error_of
+from collectives.store.process import kernel_of
 from collectives.store.records import Checked, demand, fields
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "invitation",
     "listener",
     "location",
+    "new_plan",
     "plan",
 ]
 
@@ -41,13 +44,34 @@ def apart(record: Any, size: int) -> Checked:
     return {"rank": _rank(fields(record, rank=int)["rank"], size)}
 
 
+def new_plan(machines: list[list[int]], systems: Sequence[str], tuning: dict[str, int]) -> Checked:
+    """Returns what :func:`plan` takes.
+
+    Args:
+        machines: the ranks of each.
+        systems: on which each rank runs.
+        tuning: thresholds, the same for all: ranks that took different ways would wait for ever.
+    """
+    kernels = [kernel_of(system) for system in systems]
+    counts = Counter(kernels)
+    return {
+        "machines": machines,
+        "one_system": len({*systems}) == 1,  # so that loopback reaches everyone
+        "ranks_on_host": [counts[kernel] for kernel in kernels],
+        "tuning": tuning,
+    }
+
+
 def plan(record: Any, size: int) -> Checked:
-    """Checks which ranks may share memory: each of them stands in one machine."""
-    found = fields(record, machines=list, one_system=bool, tuning=dict)
+    """Checks which ranks may share memory, each of them in one machine, and how many ranks its host runs."""
+    found = fields(record, machines=list, one_system=bool, ranks_on_host=list, tuning=dict)
     machines = found["machines"]
     demand(all(isinstance(one, list) and one for one in machines), "a machine without ranks")
     ranks = [_rank(rank, size) for one in machines for rank in one]
     demand(sorted(ranks) == list(range(size)), f"ranks {sorted(ranks)} in a group of {size}")
+    counts = found["ranks_on_host"]
+    plausible = len(counts) == size and all(_is_number(count) and 0 < count <= size for count in counts)
+    demand(plausible, f"{counts} ranks on the hosts of {size}")
     demand(all(_is_number(number) for number in found["tuning"].values()), "thresholds that are no numbers")
     return found
 

@@ -37,7 +37,7 @@ CORPUS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "apart": (partial(records.apart, size=SIZE), [{"rank": 1}]),
     "plan": (
         partial(records.plan, size=SIZE),
-        [{"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}],
+        [records.new_plan([[0, 2], [1]], ["a net", "b net", "a net"], {"one_shot_bytes": 1})],
     ),
     "listener": (partial(records.listener, size=SIZE), [LISTENER]),
     "addresses": (

@@ -191,7 +191,7 @@ void bind_network(nb::module_& module) {
           "span",
           [](Membership& membership, std::vector<std::vector<int>> machines, std::vector<std::string> hosts,
              Listeners& listeners, const std::vector<std::vector<Place>>& places, const nb::bytes& key,
-             bool own_user_only, bool from_lanes) {
+             bool own_user_only, bool from_lanes, int ranks_on_host) {
             Network network;
             network.key.assign(key.c_str(), key.size());
             network.own_user_only = own_user_only;
@@ -202,10 +202,10 @@ void bind_network(nb::module_& module) {
               for (const auto& [address, port] : rank) lanes.push_back({address, port});
             }
             membership.span(make_topology(std::move(machines), std::move(hosts), membership.rank),
-                            std::move(network));
+                            std::move(network), ranks_on_host);
           },
           nb::arg("machines"), nb::arg("hosts"), nb::arg("listeners"), nb::arg("places"), nb::arg("key"),
-          nb::arg("own_user_only"), nb::arg("from_lanes"));
+          nb::arg("own_user_only"), nb::arg("from_lanes"), nb::arg("ranks_on_host"));
 }
 
 void bind_bootstrap(nb::module_& module) {

@@ -47,7 +47,7 @@ Messenger::Messenger(RankContext& context, ConnectionManager* connections,
     : context_(&context),
       rank_(context.rank()),
       record_(std::move(record)),
-      spin_policy_(context.spin_likelihood()) {
+      spin_policy_(context.spin_likelihood(RankContext::Wait::work)) {
   incoming_.reserve(static_cast<std::size_t>(context.size()));
   outgoing_.reserve(static_cast<std::size_t>(context.size()));
   for (int r = 0; r < context.size(); ++r) {
@@ -127,7 +127,7 @@ bool Messenger::receive_at_once(const Envelope& envelope, std::byte* data, Nanos
   Lock lock(mutex_);
   check_open();
   context_->note_core();
-  const int spins = context_->short_spins(envelope.peer);
+  const int spins = context_->short_spins(RankContext::Wait::work, envelope.peer);
   for (int i = 0; i < spins; ++i) {
     const Incoming& incoming = incoming_[static_cast<std::size_t>(envelope.peer)];
     // Whatever else waits for messages, or came before, goes first.

@@ -243,10 +243,11 @@ void Messenger::run_progress(Lock& lock, const std::function<bool()>& done, Nano
   const auto sharing_core = [this] {
     const int peer = outstanding_.empty() ? kAnyRank : outstanding_.front()->envelope().peer;
     return peer != kAnyRank && peer != rank_ && context_->is_local(peer) &&
-           context_->shares_core_with(peer) && !context_->leave_core(next_core_change_);
+           context_->shares_core_with(RankContext::Wait::work, peer) &&
+           !context_->leave_core(next_core_change_);
   };
   const int awaited = outstanding_.empty() ? kAnyRank : outstanding_.front()->envelope().peer;
-  const int spins = context_->short_spins(awaited == kAnyRank ? rank_ : awaited);
+  const int spins = context_->short_spins(RankContext::Wait::work, awaited == kAnyRank ? rank_ : awaited);
   int idle = 0;
   int rounds = 0;
   int pumps = 0;

@@ -23,8 +23,9 @@ std::vector<int> Membership::ended() const {
   return ranks;
 }
 
-void Membership::span(Topology where, Network how) {
+void Membership::span(Topology where, Network how, int on_host) {
   topology = std::move(where);
+  ranks_on_host = on_host;
   network = std::move(how);
 }
 

@@ -30,12 +30,15 @@ struct Membership {
 
   // Ranks of this machine whose processes have ended, as far as the kernel can tell.
   std::vector<int> ended() const;
-  // Makes it that of a group that spans machines.
-  void span(Topology where, Network how);
+  // Makes it that of a group that spans machines. `on_host`: see `ranks_on_host`.
+  void span(Topology where, Network how, int on_host);
 
   int rank = 0;
   int size = 1;
   Topology topology = single_machine(1, 0);
+  // Ranks that this one's kernel runs, where the group spans machines: those of other containers are on other
+  // machines, and use the same cores.
+  int ranks_on_host = 1;
   Network network;                   // empty on one machine
   Descriptor leader_event;           // an eventfd that wakes the leader's connection manager; empty likewise
   std::shared_ptr<Segment> segment;  // threads that act as ranks may share one mapping

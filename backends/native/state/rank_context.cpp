@@ -36,6 +36,9 @@ int usable_cores() noexcept {
   return ::sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
+// Of the host. Its containers may be left some each, so that `usable_cores` says nothing of their ranks.
+int online_cores() noexcept { return static_cast<int>(std::max(::sysconf(_SC_NPROCESSORS_ONLN), 1L)); }
+
 }  // namespace
 
 std::string describe(const Call& call) {
@@ -75,8 +78,9 @@ RankContext::RankContext(Membership membership, std::string label)
       base_(membership_.segment->data()),
       own_(&page(membership_.rank)),
       process_space_(process_space()),
-      crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
-      spin_policy_{SpinPolicy(spin_likelihood()), SpinPolicy(spin_likelihood())} {
+      machine_crowded_(static_cast<int>(membership_.topology.local().size()) > usable_cores()),
+      host_crowded_(membership_.ranks_on_host > online_cores()),
+      spin_policy_{SpinPolicy(spin_likelihood(Wait::arrival)), SpinPolicy(spin_likelihood(Wait::work))} {
   if (topology().leads(rank())) {
     auto& shown = reinterpret_cast<SegmentHeader*>(base_)->label;
     for (std::size_t i = 0; i < std::min(label_.size(), kLabelBytes - 1); ++i) {
@@ -141,7 +145,7 @@ void RankContext::wake_leader() const noexcept {
 void RankContext::block(const Call& call, Wait reason, int peer, const std::atomic<std::uint64_t>& word,
                         std::uint64_t value) {
   const auto come = [&] { return word.load(std::memory_order_acquire) >= value; };
-  const int spins = short_spins(peer);
+  const int spins = short_spins(reason, peer);
   const auto spin = [&] {
     for (int i = 0; i < spins; ++i) {
       if (come()) return true;
@@ -152,7 +156,7 @@ void RankContext::block(const Call& call, Wait reason, int peer, const std::atom
   if (spin()) return;
   SpinPolicy& spin_policy = spin_policy_[static_cast<std::size_t>(reason)];
   const bool waited_for = call.interrupt != nullptr;  // so that this core has nothing better to do
-  const bool together = shares_core_with(peer) && !leave_core(next_core_change_);
+  const bool together = shares_core_with(reason, peer) && !leave_core(next_core_change_);
   const auto patience =
       static_cast<Nanoseconds>(waited_for ? tuning().spin_us : tuning().background_spin_us) * 1000;
   if (!together && spin_policy.should_spin_long(waited_for)) {
@@ -165,7 +169,7 @@ void RankContext::block(const Call& call, Wait reason, int peer, const std::atom
   }
   if (waited_for) call.interrupt->blocks();
   // Where the core is offered instead of spun on, as long as one would spin.
-  const Nanoseconds end = waited_for && (crowded_ || together) ? now_ns() + patience : 0;
+  const Nanoseconds end = waited_for && (crowded(reason) || together) ? now_ns() + patience : 0;
   for (std::uint64_t i = 0; i < tuning().yields || (end != 0 && now_ns() < end); ++i) {
     sched_yield();
     if (come()) return;
@@ -173,13 +177,13 @@ void RankContext::block(const Call& call, Wait reason, int peer, const std::atom
   sleep(call, peer, word, value);
 }
 
-int RankContext::short_spins(int peer) const noexcept {
-  if (!crowded_) return SpinPolicy::kShortSpins;
+int RankContext::short_spins(Wait reason, int peer) const noexcept {
+  if (!crowded(reason)) return SpinPolicy::kShortSpins;
   return last_seen_on_this_core(peer) ? 1 : SpinPolicy::kCrowdedSpins;
 }
 
-bool RankContext::shares_core_with(int peer) const noexcept {
-  return !crowded_ && last_seen_on_this_core(peer);
+bool RankContext::shares_core_with(Wait reason, int peer) const noexcept {
+  return !crowded(reason) && last_seen_on_this_core(peer);
 }
 
 bool RankContext::last_seen_on_this_core(int peer) const noexcept {

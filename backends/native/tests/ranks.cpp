@@ -94,7 +94,7 @@ Membership membership_between_machines(const Machines& machines, int rank,
   network.endpoints = ports.endpoints;
   network.listeners.push_back(std::move(ports.listeners[static_cast<std::size_t>(rank)]));
   std::vector<std::string> hosts(machines.size(), "here");
-  membership.span(make_topology(machines, std::move(hosts), rank), std::move(network));
+  membership.span(make_topology(machines, std::move(hosts), rank), std::move(network), size);
   return membership;
 }
 

@@ -38,7 +38,7 @@ std::unique_ptr<Group> leader(int rank, Listener own, const Listener& other) {
   network.endpoints = {{own.endpoint}, {other.endpoint}};
   if (rank == 1) std::swap(network.endpoints.front(), network.endpoints.back());
   network.listeners.push_back(std::move(own));
-  membership.span(make_topology({{0}, {1}}, {"first", "second"}, rank), std::move(network));
+  membership.span(make_topology({{0}, {1}}, {"first", "second"}, rank), std::move(network), 2);
   return std::make_unique<Group>(std::move(membership), "leaders", kLimit, new_record());
 }
 

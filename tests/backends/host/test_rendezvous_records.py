@@ -15,7 +15,7 @@ from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous_records as records
 from collectives.store.records import read
 
-PLAN = {"machines": [[0, 2], [1]], "one_system": True, "tuning": {"one_shot_bytes": 1}}
+PLAN = records.new_plan([[0, 2], [1]], ["kernel net"] * 3, {"one_shot_bytes": 1})
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
 OTHER = {**LISTENER, "leader": 1}
 ADDRESSES = records.address_book([LISTENER, OTHER, LISTENER], "")
@@ -28,6 +28,13 @@ addresses = partial(records.addresses, size=3)
 @pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER)])
 def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], record: Any) -> None:
     assert read(json.dumps(record).encode(), "key", check) == record
+
+
+def test_a_plan_counts_the_ranks_of_each_host_in_all_its_containers() -> None:
+    made = records.new_plan([[0], [1], [2]], ["kernel net:[1]", "kernel net:[2]", "another net:[1]"], {})
+    assert (made["one_system"], made["ranks_on_host"]) == (False, [2, 2, 1])
+    assert PLAN["one_system"]
+    assert PLAN["ranks_on_host"] == [3, 3, 3]
 
 
 def test_addresses_are_told_by_machine_and_rank() -> None:
@@ -57,6 +64,9 @@ def test_addresses_are_told_by_machine_and_rank() -> None:
         (plan, {**PLAN, "machines": [[0, 2], ["1"]]}, "rank '1'"),
         (plan, {**PLAN, "machines": [[0, 1, 2], []]}, "a machine without ranks"),
         (plan, {**PLAN, "one_system": 1}, "one_system = 1"),
+        (plan, {**PLAN, "ranks_on_host": [2, 1]}, r"\[2, 1\] ranks on the hosts of 3"),
+        (plan, {**PLAN, "ranks_on_host": [2, 4, 2]}, r"\[2, 4, 2\] ranks on the hosts"),
+        (plan, {**PLAN, "ranks_on_host": [2, True, 2]}, r"\[2, True, 2\] ranks on the hosts"),
         (plan, {**PLAN, "tuning": {"one_shot_bytes": "1"}}, "thresholds that are no numbers"),
         (listener, {**LISTENER, "leader": 3}, "rank 3 in a group of 3"),
         (listener, {**LISTENER, "leader": True}, "leader = True"),
