@@ -131,12 +131,14 @@ class Connector:
         attempts = 0
         end = start + timeout
         told = timeout <= _SILENT_S
+        unproved = ""  # the text alone, since an error that this frame knew would be in a cycle
         while True:
             attempts += 1
             try:
                 return self.connect_once(end)
             except OSError as error:
                 if isinstance(error, UnprovedError):
+                    unproved = str(error)
                     end = min(end, time.monotonic() + _UNPROVED_S)
                 elif again and isinstance(error, ConnectionRefusedError):
                     # A server that was there and listens no more has ended.
@@ -146,9 +148,10 @@ class Connector:
                 pause = delay * random.uniform(0.5, 1.0)  # noqa: S311
                 left = end - _LAST_TRY_S - time.monotonic()
                 if left <= 0:
-                    if isinstance(error, UnprovedError):
+                    # The last try may have had no time left to say so, too.
+                    if unproved and isinstance(error, (UnprovedError, TimeoutError)):
                         raise DistNetworkError(
-                            f"the store server at {self._shown_as} is not trusted: {error}"
+                            f"the store server at {self._shown_as} is not trusted: {unproved}"
                         ) from error
                     raise DistNetworkError(
                         f"no store server answers at {self._shown_as}: gave up after "

@@ -97,6 +97,22 @@ class TestGuarded:
             TCPStore("127.0.0.1", guarded.port, timeout=timedelta(hours=1))
         assert "quite another" not in str(caught.value)
 
+    def test_a_server_that_then_answers_no_more_is_not_trusted_either(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def break_off() -> None:
+            listener.accept()[0].close()
+
+        first = threading.Thread(target=break_off)
+        first.start()
+        with pytest.raises(DistNetworkError, match="is not trusted: it does not know this job's secret"):
+            TCPStore("127.0.0.1", listener.getsockname()[1], timeout=timedelta(hours=1))
+        first.join()
+        listener.close()
+
     def test_a_client_of_torch_is_refused(self, guarded: TCPStore) -> None:
         with pytest.raises(RuntimeError):
             dist.TCPStore("127.0.0.1", guarded.port, timeout=timedelta(seconds=1))
