@@ -4,12 +4,12 @@ Rank 0 publishes the address of its unix socket and where it runs. Ranks that ru
 attach its shared memory (``native/state/bootstrap.hpp``). Where all do, that is all.
 
 The others publish their locations. Once every rank has connected or published one, rank 0 publishes a plan:
-who may share memory with whom. The lowest rank of each further machine, its leader, does for its ranks what
-rank 0 did for its own; a rank that cannot attach is a machine of its own. Then every rank listens for
-connections and publishes where, rank 0 publishes all addresses, and the leaders connect. Both ends of each
-connection prove that they know the group's key, which comes from the job's secret. Without one it is random
-and goes through the store, ranks take no connection of another user, and ranks on several systems refuse to
-form a group. The last rank that reads the addresses deletes them.
+who may share memory with whom, and how many ranks each one's host runs. The lowest rank of each further
+machine, its leader, does for its ranks what rank 0 did for its own; a rank that cannot attach is a machine
+of its own. Then every rank listens for connections and publishes where, rank 0 publishes all addresses, and
+the leaders connect. Both ends of each connection prove that they know the group's key, which comes from the
+job's secret. Without one it is random and goes through the store, ranks take no connection of another user,
+and ranks on several systems refuse to form a group. The last rank that reads the addresses deletes them.
 
 Whoever fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it was
 connected with: on its machine by the end of its process or its connection, elsewhere because nothing listens

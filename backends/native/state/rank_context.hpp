@@ -63,11 +63,11 @@ inline void relax_processor() noexcept {
 
 class RankContext {
  public:
-  // What a rank waits for: another's arrival, or its share of the work, such as a message. They differ in how
-  // soon they come, and in who needs a core: to arrive, any rank of the host, since one of another machine
-  // may be late; to do their shares, the ranks of this machine (measured with 2 machines of 2 ranks on 2
-  // cores: 8 bytes take 25 us instead of 40 where arrivals count the host's ranks, and 1 MiB 0.8 ms instead
-  // of 0.6 where shares do, too).
+  // What a rank waits for: another's arrival, or its share of the work, such as a message. Shares come from
+  // ranks of this machine, so that only these may need the waiting rank's core. An arrival is complete when
+  // the ranks of all machines are here, and those of other containers may need that core, too. Measured with
+  // 2 machines of 2 ranks on 2 cores: 8 bytes take 24 us instead of 40 where arrivals count the ranks of the
+  // host, and 1 MiB takes 0.8 ms instead of 0.6 where shares count them, too.
   enum class Wait { arrival, work };
 
   // `label` names the group in messages.

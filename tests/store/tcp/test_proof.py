@@ -101,17 +101,17 @@ class TestGuarded:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
-        listener = socket.create_server(("127.0.0.1", 0))
 
         def break_off() -> None:
             listener.accept()[0].close()
 
-        first = threading.Thread(target=break_off)
-        first.start()
-        with pytest.raises(DistNetworkError, match="is not trusted: it does not know this job's secret"):
-            TCPStore("127.0.0.1", listener.getsockname()[1], timeout=timedelta(hours=1))
-        first.join()
-        listener.close()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(30)
+            first = threading.Thread(target=break_off)
+            first.start()
+            with pytest.raises(DistNetworkError, match="is not trusted: it does not know this job's secret"):
+                TCPStore("127.0.0.1", listener.getsockname()[1], timeout=timedelta(hours=1))
+            first.join()
 
     def test_a_client_of_torch_is_refused(self, guarded: TCPStore) -> None:
         with pytest.raises(RuntimeError):
