@@ -9,5 +9,3 @@ from __future__ import annotations
 
 if __name__ != "collectives.backends":
     raise ImportError("this folder is the package collectives.backends; import it by that name")
-
-__all__: list[str] = []

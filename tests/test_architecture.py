@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sources import ROOT, modules
+from sources import IMPORTED_FROM, ROOT, modules
 
 _BASE = {"errors", "forks", "logs", "secret", "_native"}
 _CONTRACTS = _BASE | {"store", "core", "registry"}
@@ -294,3 +294,7 @@ def test_layers_of_the_core_include_only_those_before_them() -> None:
 
 def test_every_folder_of_the_core_is_a_layer() -> None:
     assert {path.name for path in NATIVE.iterdir() if path.is_dir()} <= set(LAYERS)
+
+
+def test_programs_that_tests_start_import_from_the_same_folders(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.getini("pythonpath") == list(IMPORTED_FROM)

@@ -1,4 +1,4 @@
-"""Every public name is listed, sorted and documented, and importing the package is light."""
+"""Every listed name exists and is documented, and importing the package is light."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import re
 import subprocess
 import sys
 import warnings
@@ -21,14 +20,6 @@ SKIPPED = {"collectives.__main__", "collectives._native"}
 
 MODULES = modules()
 NAMES = sorted(set(MODULES) - SKIPPED)
-SOURCES = {name: MODULES[name].read_text() for name in NAMES}
-
-
-def kind_and_name(name: str) -> tuple[int, list[object]]:
-    """Orders constants, then classes, then the rest, and numbers by value."""
-    bare = name.lstrip("_")
-    kind = 0 if bare.isupper() and len(bare) > 1 else 1 if bare[:1].isupper() else 2
-    return kind, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @pytest.fixture(params=NAMES)
@@ -48,28 +39,12 @@ def test_all_parts_are_looked_at() -> None:
         assert f"collectives.{part}" in NAMES
 
 
-def test_all_is_sorted_and_complete(module: ModuleType) -> None:
+def test_listed_names_exist(module: ModuleType) -> None:
     assert inspect.getdoc(module), "the module has no docstring"
-    listed = module.__all__
+    listed = getattr(module, "__all__", [])
     assert len(set(listed)) == len(listed)
-    for name in listed:
-        assert hasattr(module, name), f"__all__ lists {name}, which does not exist"
-    assert sorted(listed, key=kind_and_name) == listed or sorted(listed) == listed
-    own = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
-    }
-    # What only other modules of the package use may be left out.
-    unlisted = [name for name in sorted(own - set(listed)) if not used_elsewhere(module.__name__, name)]
-    assert not unlisted, f"neither in __all__ nor used by another module, so private or forgotten: {unlisted}"
-
-
-def used_elsewhere(module: str, name: str) -> bool:
-    word = re.compile(rf"\b{name}\b")
-    return any(other != module and module in text and word.search(text) for other, text in SOURCES.items())
+    missing = [name for name in listed if not hasattr(module, name)]
+    assert not missing, f"__all__ lists what does not exist: {missing}"
 
 
 def members_of(cls: type) -> list[tuple[str, object]]:
@@ -89,7 +64,7 @@ def documented(value: object) -> bool:
 
 def test_public_objects_have_docstrings(module: ModuleType) -> None:
     missing = []
-    for name in module.__all__:
+    for name in getattr(module, "__all__", []):
         value = getattr(module, name)
         if getattr(value, "__module__", None) != module.__name__:
             continue

@@ -4,5 +4,3 @@ Not here: anything that only one backend uses.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@ NCCL (``tests/nccl_double``).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ here: the programs (:mod:`collectives.bench.allreduce`, :mod:`collectives.bench.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -4,5 +4,3 @@ Not here: anything about one question, and the processes of ranks (:mod:`collect
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ the command. Not here: measuring (:mod:`collectives.bench.comparison`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

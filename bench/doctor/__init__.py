@@ -5,5 +5,3 @@ Inside: the tests of ``collectives doctor``; the advice at its end. Not here: th
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ Not here: wrappers, models and images that are trained (:mod:`collectives.bench.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

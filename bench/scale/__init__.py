@@ -6,5 +6,3 @@ predictions (:mod:`collectives.bench.cost_model`), the calls of a store in a sec
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ Inside: models and tasks, peers, what every rank runs, records and tables. Not h
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

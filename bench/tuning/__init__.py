@@ -5,5 +5,3 @@ the command. Not here: the thresholds and their file (:mod:`collectives.backends
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

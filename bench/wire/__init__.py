@@ -5,5 +5,3 @@ system calls alone (ways). Not here: times of whole operations (:mod:`collective
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ group is (:mod:`collectives.core`) and how one is chosen by name (:mod:`collecti
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

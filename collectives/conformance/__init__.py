@@ -6,5 +6,3 @@ what starts the ranks and finds those that hang or die (``examination``). Not he
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ Inside: the base classes, data types, capabilities and the checks of arguments. 
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

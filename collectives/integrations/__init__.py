@@ -5,5 +5,3 @@ package imports, so that it needs none of them.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@ several machines (that is ``torchrun``).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

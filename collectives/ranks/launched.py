@@ -23,8 +23,6 @@ from torch.distributed import DistError
 from collectives.ranks.launching import Failed
 from collectives.ranks.processes import connect
 
-__all__: list[str] = []
-
 
 def _main(words: Sequence[str]) -> None:
     address, rank = words

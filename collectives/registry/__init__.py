@@ -6,5 +6,3 @@ Not here: the names under which ``torch.distributed`` knows them
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ what the hooks on parameters do (:mod:`collectives.ddp.reducer`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

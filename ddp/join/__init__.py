@@ -5,5 +5,3 @@ here: what ranks tell each other in every pass (:mod:`collectives.ddp.sync`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ here: the model's hooks into autograd (:mod:`collectives.ddp.reducer`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

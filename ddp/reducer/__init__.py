@@ -7,5 +7,3 @@ end of a pass (:mod:`collectives.ddp.sync`), and unused parameters
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ Not here: errors (:mod:`collectives.ddp.errors`), and the words of the ranks' re
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -4,5 +4,3 @@ Not here: the gradients themselves (:mod:`collectives.ddp.reducer`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,5 +5,3 @@ without inputs (:mod:`collectives.ddp.join`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

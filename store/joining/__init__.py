@@ -5,5 +5,3 @@ ranks that stand by to serve the store next. Not here: the ways to a first store
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -4,5 +4,3 @@ Not here: collectives that the C++ core exchanges (``native_exchange``) or that 
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

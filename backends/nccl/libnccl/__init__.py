@@ -4,5 +4,3 @@ Not here: streams, groups and works, which are in :mod:`collectives.backends.ncc
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -4,5 +4,3 @@ Not here: the Works that users wait for, and the watchdog that ends operations.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

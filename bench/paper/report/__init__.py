@@ -5,5 +5,3 @@ Not here: how samples are measured and kept (:mod:`collectives.bench.paper`).
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

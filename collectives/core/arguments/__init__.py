@@ -5,5 +5,3 @@ arguments, which backends find out as they synchronise.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

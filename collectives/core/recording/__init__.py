@@ -5,5 +5,3 @@ files of all ranks (:mod:`collectives.cli`), and the core's own ring (``backends
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []

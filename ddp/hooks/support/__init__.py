@@ -4,5 +4,3 @@ Not here: the hooks themselves, which users register.
 """
 
 from __future__ import annotations
-
-__all__: list[str] = []
