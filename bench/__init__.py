@@ -1,8 +1,8 @@
-"""Benchmarks, one program per question: ``collectives bench NAME``, and ``tune``, ``demo`` and ``doctor``.
+"""Benchmarks, one program per question: ``collectives bench NAME``, and ``demo`` and ``doctor``.
 
 Inside: the programs; in folders what they share (core) and what one question needs, with its program where
-it needs no other (acceptance, comparison, cost_model, doctor, paper, scale, training, tuning, wire). Not
-here: processes of ranks (:mod:`collectives.ranks`), the command (:mod:`.cli`).
+it needs no other (acceptance, comparison, doctor, paper, training). Not here: processes of ranks
+(:mod:`collectives.ranks`), the command (:mod:`.cli`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ PROGRAMS = {
     "compare": "collectives.bench.compare",
     "ddp": "collectives.bench.ddp",
     "hooks": "collectives.bench.hooks",
-    "model": "collectives.bench.cost_model.command",
     "nccl-host-cost": "collectives.bench.nccl_host_cost",
     "paper": "collectives.bench.paper.command",
-    "scale": "collectives.bench.scale.command",
     "store": "collectives.bench.store",
-    "wire": "collectives.bench.wire.command",
 }
 """Modules of the programs by name; each has ``add_arguments(parser)`` and ``run(arguments) -> int``.
 

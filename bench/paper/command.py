@@ -4,7 +4,7 @@ fig2    total time of 60 M float32 by parameters per all-reduce; when gradients 
 fig6    phases of an iteration; with overlap, without, an all-reduce a parameter, averaged parameters
 fig7    latency of an iteration by bucket size, with the smallest number of ranks
 fig8    the same with the largest
-fig9    latency by ranks; beyond those there are by the cost model, drawn apart
+fig9    latency by ranks
 fig10   mean latency by ranks, synchronised every 1, 2, 4 and 8 iterations
 fig11   loss, synchronised every 1, 2, 4 and 8 iterations, of a residual network on images of digits
 fig12   latency over 1, 3 and 5 groups in turn
@@ -55,7 +55,6 @@ from collectives.bench.core.machine import describe_machine, usable_cores
 from collectives.bench.core.namespaces import NamespacesUnavailableError, check_machines
 from collectives.bench.core.records import Skipped
 from collectives.bench.core.text import skipped_lines
-from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.convergence import load_images
 from collectives.bench.paper.figures import (
     CPU_LENGTHS,
@@ -68,7 +67,6 @@ from collectives.bench.paper.figures import (
 from collectives.bench.paper.report.kept import KeptFigure
 from collectives.bench.paper.report.records import FiguresReport
 from collectives.bench.paper.running import REPORT, TABLE, Job, run_figure, run_report, run_table
-from collectives.bench.paper.scaling import read_parameters
 from collectives.bench.paper.team import LaunchedTeam, launched_ranks
 from collectives.bench.training.models import MODELS, install_command, why_unavailable
 from collectives.cli import CommandError, mpi_job
@@ -151,12 +149,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="mnist.npz or the like for fig11: x_train and y_train (default: scikit-learn's digits)",
     )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FILE",
-        help="JSON of 'collectives bench model', whose network fig9 predicts with (default: 10 Gb/s, 20 us)",
-    )
     add_machines(parser)
     parser.add_argument(
         "--json", type=Path, metavar="DIR", help="keep samples in DIR, and go on with those there"
@@ -196,10 +188,8 @@ def run(arguments: argparse.Namespace) -> int:
     if names != [REPORT] and arguments.page is not None:
         raise CommandError(f"--page is for the report, but {arguments.figure} is asked for")
     _check_packages(names, arguments)
-    with failing_as_command(ValueError, OSError):
-        parameters = None if arguments.model is None else read_parameters(arguments.model)
     if names not in ([TABLE], [REPORT]):
-        job = _job(arguments, names, launched, parameters)
+        job = _job(arguments, names, launched)
     with ExitStack() as stack, failing_as_command(RankFailedError, NamespacesUnavailableError):
         team = None
         if launched is not None and job is not None:
@@ -222,14 +212,12 @@ def run(arguments: argparse.Namespace) -> int:
             elif job is not None:
                 figures[name] = run_figure(name, job, team)
                 status = max(status, int(figures[name].wrong > 0))
-            page = _page(figures, job, parameters, with_systems=TABLE in names[:number])
+            page = _page(figures, job, with_systems=TABLE in names[:number])
             write_html(page, arguments)  # what there is, should the run be interrupted
     return status
 
 
-def _page(
-    figures: Mapping[str, KeptFigure], job: Job | None, parameters: Parameters | None, *, with_systems: bool
-) -> FiguresReport:
+def _page(figures: Mapping[str, KeptFigure], job: Job | None, *, with_systems: bool) -> FiguresReport:
     environment = next((figure.environment for figure in figures.values()), None)
     return FiguresReport(
         "collectives bench paper",
@@ -237,7 +225,6 @@ def _page(
         {name: figure.command(name) for name, figure in figures.items()},
         skipped=job.skipped if job is not None else [],
         figures=figures,
-        parameters=parameters,
         with_systems=with_systems,
     )
 
@@ -251,9 +238,7 @@ def _is_first() -> bool:
 # ---- what is to be done --------------------------------------------------------------------------------
 
 
-def _job(
-    arguments: argparse.Namespace, names: Sequence[str], launched: int | None, parameters: Parameters | None
-) -> Job:
+def _job(arguments: argparse.Namespace, names: Sequence[str], launched: int | None) -> Job:
     quick: bool = arguments.quick
     device: str = arguments.device
     reason = DEVICES[device].why_unavailable()
@@ -290,8 +275,7 @@ def _job(
     )
     budget_s = arguments.budget or (QUICK_BUDGET_S if quick else BUDGET_S)
     return Job(
-        request, skipped, budget_s, arguments.machines, arguments.link, parameters, arguments.json,
-        arguments.plot,
+        request, skipped, budget_s, arguments.machines, arguments.link, arguments.json, arguments.plot,
     )  # fmt: skip
 
 

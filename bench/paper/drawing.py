@@ -14,7 +14,6 @@ from collectives.bench.core import image
 from collectives.bench.core.charts import Chart, Curve
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
-from collectives.bench.paper.scaling import Predicted
 from collectives.bench.paper.tables import usual_samples
 
 __all__ = ["draw", "figure_charts"]
@@ -31,13 +30,12 @@ CUTOFF = 0.05
 FILTER_ORDER = 3
 
 
-def figure_charts(name: str, records: Sequence[Measured], predicted: Sequence[Predicted] = ()) -> list[Chart]:
+def figure_charts(name: str, records: Sequence[Measured]) -> list[Chart]:
     """Returns the panels of a figure.
 
     Args:
         name: of the figure.
         records: its cells.
-        predicted: what is drawn apart from what was measured.
 
     Raises:
         ModuleNotFoundError: scipy is not installed, which figure 11 needs.
@@ -46,10 +44,7 @@ def figure_charts(name: str, records: Sequence[Measured], predicted: Sequence[Pr
     for record in records:
         panels.setdefault(_panel(name, record), []).append(record)
     if name == "fig9":  # each backend's line begins with the iteration of one rank
-        return [
-            _scaling(panel, chosen, [point for point in predicted if point.panel == panel])
-            for panel, chosen in _with_local(panels).items()
-        ]
+        panels = _with_local(panels)
     return [_CHARTS[name](panel, chosen) for panel, chosen in panels.items()]
 
 
@@ -157,22 +152,10 @@ def _buckets(panel: str, records: Sequence[Measured]) -> Chart:
     return Chart(panel, "bucket size (MB)", "latency of an iteration (s)", curves, log="")
 
 
-def _scaling(panel: str, records: Sequence[Measured], predicted: Sequence[Predicted]) -> Chart:
+def _scaling(panel: str, records: Sequence[Measured]) -> Chart:
     ranks = [record.cell["ranks"] for record in records]
     curves = [_curve("measured", ranks, [usual_samples(record, 0)["iteration"] for record in records])]
-    beyond = [point.ranks for point in predicted]
-    if predicted:
-        curves.append(
-            Curve(
-                f"not measured: cost model, {predicted[0].network}",
-                beyond,
-                [point.seconds for point in predicted],
-                look="dashed",
-            )
-        )
-    return replace(
-        _over_ranks(panel, [*ranks, *beyond], "latency of an iteration (s)", curves), from_zero=True
-    )
+    return replace(_over_ranks(panel, ranks, "latency of an iteration (s)", curves), from_zero=True)
 
 
 def _intervals(panel: str, records: Sequence[Measured]) -> Chart:
@@ -249,6 +232,7 @@ _CHARTS: Mapping[str, Callable[[str, Sequence[Measured]], Chart]] = {
     "fig6": _breakdown,
     "fig7": _buckets,
     "fig8": _buckets,
+    "fig9": _scaling,
     "fig10": _intervals,
     "fig11": _losses,
     "fig12": _lanes,

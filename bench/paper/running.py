@@ -16,14 +16,12 @@ from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import SCHEMA, Skipped, write_json
 from collectives.bench.core.text import header_lines, number_of_ranks, skipped_lines
-from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Cell, Measured
 from collectives.bench.paper.drawing import draw, figure_charts
 from collectives.bench.paper.figures import BUCKETS_MB, FIGURES, Request
 from collectives.bench.paper.report.kept import SAME, KeptFigure, read_folder
 from collectives.bench.paper.report.page import report_lines
 from collectives.bench.paper.report.records import Report
-from collectives.bench.paper.scaling import predictions
 from collectives.bench.paper.systems import systems_json, systems_lines
 from collectives.bench.paper.tables import best_bucket_mb, figure_lines
 from collectives.bench.paper.team import LocalTeam, Team
@@ -44,7 +42,6 @@ class Job:
         budget_s: seconds for each figure.
         machines: number of network namespaces.
         link: what each can send.
-        parameters: of the cost model; ``None`` for those of a usual network.
         json_folder: where samples are kept; ``None`` for nowhere.
         plot_folder: where images are left; ``None`` for nowhere.
     """
@@ -54,7 +51,6 @@ class Job:
     budget_s: float
     machines: int
     link: str | None
-    parameters: Parameters | None
     json_folder: Path | None
     plot_folder: Path | None
 
@@ -96,14 +92,8 @@ def run_figure(name: str, job: Job, team: Team | None) -> KeptFigure:
     )
     figure = KeptFigure(done, report.environment, report.options)
     print("\n".join([*header_lines(report), *figure_lines(done), *skipped_lines(report.skipped)]))
-    predicted = predictions(figure, job.parameters) if name == "fig9" else []
-    for point in predicted:
-        print(
-            f"# not measured, by the cost model: {point.panel}, {point.ranks} ranks: {point.seconds:.3f} s"
-            f" ({point.network})"
-        )
     if job.plot_folder is not None and done:
-        charts = figure_charts(name, done, predicted)
+        charts = figure_charts(name, done)
         draw(name, charts, report.environment, job.plot_folder / f"{name}.png")
     if figure.wrong:
         print(f"# {figure.wrong} elements of results were WRONG")

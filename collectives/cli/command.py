@@ -1,4 +1,4 @@
-"""The command ``collectives``: accept, demo, bench, backends, doctor, ps, trace, tune.
+"""The command ``collectives``: accept, demo, bench, backends, doctor, ps, trace.
 
 Programs are modules with ``add_arguments(parser)`` and ``run(arguments) -> int``. They are reached by name,
 and only the one that is asked for is loaded, so that nothing here depends on them.
@@ -46,10 +46,6 @@ PROGRAMS = {
     "trace": (
         "collectives.cli.trace",
         "put the flight records of several ranks together: where each was, and a trace for viewers",
-    ),
-    "tune": (
-        "collectives.bench.tuning.command",
-        "measure which thresholds of the host backend are best on this machine, and keep them",
     ),
 }
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from collectives.bench.core.charts import Chart
 from collectives.bench.core.records import BaseReport
-from collectives.bench.cost_model.parameters import Parameters
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.drawing import figure_charts
 from collectives.bench.paper.report.kept import KeptFigure
-from collectives.bench.paper.scaling import predictions
 from collectives.bench.paper.systems import systems_json
 from collectives.bench.paper.tables import figure_tables
 
@@ -35,12 +33,10 @@ class FiguresReport(Report):
 
     Attributes:
         figures: by name.
-        parameters: of the cost model for figure 9; ``None`` for those of a usual network.
         with_systems: whether table 1 is one of them.
     """
 
     figures: Mapping[str, KeptFigure]
-    parameters: Parameters | None
     with_systems: bool
 
     def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
@@ -59,7 +55,5 @@ class FiguresReport(Report):
         return [
             replace(chart, title=f"{name}: {chart.title}")
             for name, figure in self.figures.items()
-            for chart in figure_charts(
-                name, figure.records, predictions(figure, self.parameters) if name == "fig9" else ()
-            )
+            for chart in figure_charts(name, figure.records)
         ]

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import current_store, run_ranks
+from holdings import holdings
 from torch.distributed import PrefixStore
 
 import collectives as dist
 from collectives.backends.host import ProcessGroupHost
-from collectives.bench.scale.holdings import holdings
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

@@ -20,53 +20,40 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def test_what_is_saved_is_read(file):
-    assert tuning_file.save({2: {"one_shot_bytes": 4096}, 4: {"spin_us": 7}}) == file
+def test_a_group_takes_the_entry_of_the_largest_size_not_above_its_own(file):
+    file.write_text(json.dumps({"2": {"one_shot_bytes": 4096}, "10": {"spin_us": 7}}))
+    assert tuning_file.tuning_for(1) == tuning_file.defaults(1)
     assert tuning_file.tuning_for(2) == tuning_file.defaults(2) | {"one_shot_bytes": 4096}
-    assert tuning_file.tuning_for(3) == tuning_file.defaults(3) | {"one_shot_bytes": 4096}
-    assert tuning_file.tuning_for(9) == tuning_file.defaults(9) | {"spin_us": 7}
+    assert tuning_file.tuning_for(9) == tuning_file.defaults(9) | {"one_shot_bytes": 4096}
+    assert tuning_file.tuning_for(11) == tuning_file.defaults(11) | {"spin_us": 7}
 
 
-def test_a_group_smaller_than_all_that_were_measured_takes_the_defaults(file):
-    tuning_file.save({4: {"spin_us": 7}})
-    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
-
-
-def test_the_cache_folder_serves_where_the_environment_names_no_file(tmp_path, monkeypatch):
-    monkeypatch.delenv(tuning_file.VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)  # without a warning
-    assert tmp_path in tuning_file.save({2: {"spin_us": 5}}).parents
-    assert tuning_file.tuning_for(2)["spin_us"] == 5
+def test_an_empty_name_is_none(monkeypatch):
     monkeypatch.setenv(tuning_file.VARIABLE, "")
-    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
-    with pytest.raises(ValueError, match="is empty"):
-        tuning_file.save({2: {}})
+    assert tuning_file.tuning_for(2) == tuning_file.defaults(2)  # without a warning
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         pytest.param("{", "Expecting", id="no JSON"),
-        pytest.param("[]", "no file of thresholds", id="a list"),
-        pytest.param({"format": 99}, "no file of thresholds of format 1", id="another format"),
-        pytest.param({"machine": "abacus"}, "measured on 'abacus'", id="another machine"),
-        pytest.param({"ranks": [1]}, "does not map sizes", id="no table"),
-        pytest.param({"ranks": {"2": 5}}, "of 2 ranks are no table", id="no table of thresholds"),
-        pytest.param({"ranks": {"2": {"luck": 1}}}, "no threshold 'luck'", id="unknown"),
-        pytest.param({"ranks": {"2": {"chunk_bytes": 17000}}}, "multiple of 4096, not 17000", id="bounds"),
-        pytest.param({"ranks": {"2": {"ring_bytes": 65536}}}, "at least 4 times chunk_bytes", id="together"),
+        pytest.param("[]", "does not map sizes", id="a list"),
+        pytest.param({"two": {}}, "does not map sizes", id="no size"),
+        pytest.param({"2": 5}, "of 2 ranks are no table", id="no table of thresholds"),
+        pytest.param({"2": {"luck": 1}}, "no threshold 'luck'", id="unknown"),
+        pytest.param({"2": {"chunk_bytes": 17000}}, "multiple of 4096, not 17000", id="bounds"),
+        pytest.param({"2": {"ring_bytes": 65536}}, "at least 4 times chunk_bytes", id="together"),
         pytest.param(
-            {"ranks": {"2": {"ring_bytes": 262144, "unsplit_bytes": 270336}}},
+            {"2": {"ring_bytes": 262144, "unsplit_bytes": 270336}},
             r"at least unsplit_bytes (270336), not 262144",
             id="no room",
         ),
-        pytest.param({"ranks": {"2": {"spin_us": "long"}}}, "", id="no number"),
+        pytest.param({"2": {"spin_us": "long"}}, "", id="no number"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_warning(file, content, reason):
     if isinstance(content, dict):
-        content = json.dumps({"format": 1, "machine": tuning_file.machine(), "ranks": {}} | content)
+        content = json.dumps(content)
     file.write_text(str(content), encoding="utf-8")
     with pytest.warns(UserWarning, match="uses its default thresholds") as caught:
         assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
@@ -77,12 +64,6 @@ def test_a_file_that_cannot_be_used_is_one_warning(file, content, reason):
 def test_a_missing_file_that_the_environment_names_is_one_warning(file):
     with pytest.warns(UserWarning, match="No such file"):
         assert tuning_file.tuning_for(2) == tuning_file.defaults(2)
-
-
-def test_nothing_out_of_bounds_is_saved(file):
-    with pytest.raises(ValueError, match="chunks_wanted must be from 1 to 64, not 0"):
-        tuning_file.save({2: {"chunks_wanted": 0}})
-    assert not file.exists()
 
 
 EXTREMES = [
@@ -128,7 +109,8 @@ def _digests(group):
 def test_thresholds_change_no_bit(size, tmp_path):
     expected = None
     for number, values in enumerate(EXTREMES):
-        file = tuning_file.save({size: values}, tmp_path / f"{number}.json")
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps({size: values}))
         answers = run_ranks(_digests, size, backend="host", env={tuning_file.VARIABLE: str(file)})
         for used, _ in answers:
             assert used == tuning_file.defaults(size) | values

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as torch_dist
+from counted_store import CountedStore
 
 import collectives as dist
-from collectives.bench.scale.counted_store import CountedStore
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
 from collectives.store.joining.group_rendezvous import join_group

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 
-from collectives.bench.scale.holdings import holdings
+from holdings import holdings
 
 
 def test_connections_are_sockets_of_tcp_that_are_connected() -> None:

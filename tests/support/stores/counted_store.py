@@ -6,8 +6,6 @@ from typing import Any
 
 from collectives.store import PrefixStore
 
-__all__ = ["CountedStore"]
-
 
 class CountedStore(PrefixStore):
     """Passes requests on, and counts them; a wait counts once, however long it takes.

@@ -8,8 +8,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Holdings", "holdings"]
-
 _SEGMENT = "/memfd:collectives"
 
 

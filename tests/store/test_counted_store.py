@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from collectives.bench.scale.counted_store import CountedStore
+from counted_store import CountedStore
+
 from collectives.store import HashStore, PrefixStore
 
 
