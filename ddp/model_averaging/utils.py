@@ -13,6 +13,7 @@ from collectives.ddp.default_group import is_outside, resolve_group
 from collectives.ddp.errors import ModelMismatchError
 from collectives.ddp.reducer.averaging import Averager
 from collectives.ddp.reducer.buckets import layout
+from collectives.ddp.sync.broadcast import write_changes
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
@@ -74,7 +75,7 @@ def _average(
         moving.append((averager.start([wire]), tensors, views))
     for work, tensors, views in moving:
         work.wait()
-        torch._foreach_copy_(tensors, views)
+        write_changes(tensors, views)
 
 
 def get_params_to_average(

@@ -54,15 +54,16 @@ class BufferSync:
     def __call__(self, root: int = 0) -> None:
         """Sends the buffers; called by all ranks. Blocks.
 
-        Buffers of batch normalisation are written without a new version for autograd: a backward pass of an
-        earlier forward in training does not read them, and may still come.
+        Autograd sees nothing of it, as with torch: the backward pass of an earlier forward may still come.
+        Where the buffers were equal, as all that training leaves alone, it finds the same values; the
+        statistics of batch normalisation, which differ, it does not read.
 
         Args:
             root: rank that sends its own.
         """
         works = []
         for device, places in self._places.items():
-            buffers = [_writable(owner, key) for _, owner, key in places]
+            buffers = [_unseen(owner, key) for _, owner, key in places]
             message = self._messages.get(device)
             if message is None:
                 message = self._messages[device] = FlatBroadcast(self._group, buffers)
@@ -90,10 +91,11 @@ def refuse_overlaps(tensors: Mapping[str, torch.Tensor], model: str) -> None:
             )
 
 
-def _writable(owner: nn.Module, key: str) -> torch.Tensor:
+def _unseen(owner: nn.Module, key: str) -> torch.Tensor:
+    """Returns the memory of a buffer as a tensor whose changes autograd does not see."""
     buffer = owner._buffers[key]
     if buffer is None:
         raise RuntimeError(
             f"buffer {key} of {type(owner).__name__} was set to None after the module was wrapped"
         )
-    return buffer.data if isinstance(owner, nn.modules.batchnorm._NormBase) else buffer
+    return buffer.data

@@ -1,4 +1,8 @@
-"""Broadcast of many tensors at once: small ones copied to one flat message, large ones as they are."""
+"""Broadcast of many tensors at once: small ones copied to one flat message, large ones as they are.
+
+Autograd must see that a tensor was written where that changes what a graph has saved, and nowhere else: a
+backward pass over several forwards would fail for values that are still right.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 from collectives import BroadcastOptions, ProcessGroup, Work
 from collectives.ddp.reducer.buckets import MIB
 
-__all__ = ["CoalescedBroadcast", "FlatBroadcast", "broadcast_coalesced"]
+__all__ = ["CoalescedBroadcast", "FlatBroadcast", "broadcast_coalesced", "write_changes"]
 
 _SMALL_BYTES = MIB
 """Tensors of fewer bytes than this are copied to a flat message."""
@@ -59,10 +63,23 @@ class FlatBroadcast:
                 torch._foreach_copy_(self._places, list(tensors))
         return self._group.broadcast([self._message], BroadcastOptions(asyncOp=not blocking, rootRank=root))
 
-    def finish(self, work: Work, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Blocks until the message is here and writes it to ``tensors``; the root's stay as they are."""
+    def finish(
+        self, work: Work, tensors: Sequence[torch.Tensor], root: int, *, only_changes: bool = False
+    ) -> None:
+        """Blocks until the message is here and writes it to ``tensors``; the root's stay as they are.
+
+        Args:
+            work: what :meth:`start` returned.
+            tensors: where to.
+            root: rank that sent.
+            only_changes: whether tensors are left alone that hold the root's values already.
+        """
         work.wait()
-        if self._group.rank() != root:
+        if self._group.rank() == root:
+            return
+        if only_changes:
+            write_changes(tensors, self._places)
+        else:
             with torch.no_grad():
                 torch._foreach_copy_(list(tensors), self._places)
 
@@ -82,21 +99,7 @@ class CoalescedBroadcast:
     def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int) -> None:
         self._group = group
         self._root = root
-        self._large: list[torch.Tensor] = []
-        self._small: list[list[torch.Tensor]] = []
-        filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
-        for tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if size >= _SMALL_BYTES and tensor.is_contiguous():
-                self._large.append(tensor)
-            elif size:
-                held, count = filling.pop(tensor.device, ([], 0))
-                held.append(tensor)
-                if count + size >= _MESSAGE_BYTES:
-                    self._small.append(held)
-                else:
-                    filling[tensor.device] = (held, count + size)
-        self._small += [held for held, _ in filling.values()]
+        self._large, self._small = _messages_of(tensors)
         self._flat: list[FlatBroadcast] = []
         self._works: list[Work] = []
         self._flat_works: list[Work] = []
@@ -120,18 +123,69 @@ class CoalescedBroadcast:
         for work in self._works:
             work.wait()
         self._works, self._flat_works = [], []
-        if self._large:
+        if self._large and self._group.rank() != self._root:
             torch.autograd.graph.increment_version(self._large)
+
+
+def _messages_of(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Returns the tensors that are messages as they are, and those that share each of the others."""
+    large: list[torch.Tensor] = []
+    small: list[list[torch.Tensor]] = []
+    filling: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size >= _SMALL_BYTES and tensor.is_contiguous():
+            large.append(tensor)
+        elif size:
+            held, count = filling.pop(tensor.device, ([], 0))
+            held.append(tensor)
+            if count + size >= _MESSAGE_BYTES:
+                small.append(held)
+            else:
+                filling[tensor.device] = (held, count + size)
+    return large, small + [held for held, _ in filling.values()]
 
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Copies the root's tensors to all ranks, in place, once; called by all of them, blocks.
+
+    Autograd does not see those that hold the root's values already.
 
     Args:
         group: the ranks.
         tensors: as for :class:`CoalescedBroadcast`.
         root: rank whose values all ranks get.
     """
-    message = CoalescedBroadcast(group, [tensor.detach() for tensor in tensors], root)
-    message.start()
-    message.finish()
+    large, small = _messages_of([tensor.detach() for tensor in tensors])
+    for together in [[tensor] for tensor in large] + small:  # one by one: the messages are memory, too
+        message = FlatBroadcast(group, together)
+        message.finish(message.start(together, root, blocking=True), together, root, only_changes=True)
+
+
+@torch.no_grad()
+def write_changes(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Writes values to tensors, but for those that hold them already, bit by bit.
+
+    Waits for a device.
+
+    Args:
+        tensors: where to.
+        values: tensors of the same shapes and data types.
+    """
+    changed = [
+        (tensor, value)
+        for tensor, value in zip(tensors, values, strict=True)
+        if not torch.equal(_bits(tensor), _bits(value))
+    ]
+    if changed:
+        torch._foreach_copy_([tensor for tensor, _ in changed], [value for _, value in changed])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements as integers, of which NaN equals itself and zeros of both signs differ."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
