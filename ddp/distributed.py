@@ -99,7 +99,8 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         check_reduction: deprecated and without effect, as in torch; warns.
         gradient_as_bucket_view: whether ``.grad`` become views of the buckets in the first backward pass,
             which saves the memory of the gradients and a copy. Such gradients cannot be detached in place;
-            use ``zero_grad(set_to_none=True)``.
+            use ``zero_grad(set_to_none=True)``. What takes their place, as by ``p.grad.data = ...``, is
+            averaged, and ``.grad`` is a view again afterwards.
         static_graph: promise that every backward pass reaches the same parameters, each equally often. Allows
             for parameters whose gradient comes several times in a pass (reentrant activation checkpointing of
             shared layers) and for unused ones. The first synchronised pass communicates at its end only.

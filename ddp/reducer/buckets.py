@@ -132,8 +132,8 @@ class Bucket:
         flat: what one all-reduce averages: the buffer, complex numbers as pairs of real ones, and the tail.
         buffer: the gradients that are not reduced in place.
         tail: the elements of the last bucket by which ranks signal each other; ``None`` in others.
-        views: the bucket view of each gradient, in the shape and the strides of its parameter; ``None`` for
-            those that are reduced in place.
+        forms: the form of each gradient: a tensor in its shape and strides.
+        views: the bucket view of each gradient, in its form; ``None`` for those that are reduced in place.
         in_place_tensors: flat tensors that are reduced besides :attr:`flat` in this pass.
         skipped: whether the gradients are left out of this pass.
         left_out: indices of single gradients that are.
@@ -142,6 +142,7 @@ class Bucket:
         index: place in the order of launch.
         indices: indices of the parameters, in the order of their gradients.
         parameters: those parameters; on one device.
+        forms: the forms of their gradients.
         dtype: data type of the buffer.
         device: device of the parameters.
         in_place: indices of the parameters whose gradients are reduced where they are.
@@ -149,7 +150,7 @@ class Bucket:
     """
 
     __slots__ = (
-        "buffer", "flat", "future", "in_place", "in_place_tensors", "index", "indices", "left_out",
+        "buffer", "flat", "forms", "future", "in_place", "in_place_tensors", "index", "indices", "left_out",
         "parameters", "parts", "pending", "skipped", "state", "tail", "views", "work",
     )  # fmt: skip
 
@@ -158,6 +159,7 @@ class Bucket:
         index: int,
         indices: Sequence[int],
         parameters: Sequence[torch.nn.Parameter],
+        forms: Sequence[torch.Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -167,9 +169,10 @@ class Bucket:
         self.index = index
         self.indices = list(indices)
         self.parameters = list(parameters)
+        self.forms = list(forms)
         self.in_place = [i for i in self.indices if i in in_place]
-        copied = [p for i, p in zip(self.indices, self.parameters, strict=True) if i not in in_place]
-        numel = sum(parameter.numel() for parameter in copied)
+        copied = [form for i, form in zip(self.indices, self.forms, strict=True) if i not in in_place]
+        numel = sum(form.numel() for form in copied)
         width = 2 if dtype.is_complex else 1
         self.flat = torch.zeros(numel * width + tail, dtype=dtype.to_real(), device=device)
         values = self.flat[: numel * width]
@@ -185,7 +188,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Size of the gradients."""
-        sizes = (p.numel() for i, p in zip(self.indices, self.parameters, strict=True) if i in self.in_place)
+        sizes = (form.numel() for i, form in zip(self.indices, self.forms, strict=True) if i in self.in_place)
         return (self.buffer.numel() + sum(sizes)) * self.buffer.element_size()
 
     def tensors(self) -> list[torch.Tensor]:

@@ -81,7 +81,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradient of each parameter, in its shape, as a view of :meth:`buffer`."""
-        return layout(self._bucket.parameters, self._buffer)
+        return layout(self._bucket.forms, self._buffer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns the parameters, in the order of :meth:`gradients`."""

@@ -8,7 +8,7 @@ import torch
 
 from collectives.ddp.reducer.buckets import strides_of
 
-__all__ = ["flat", "is_unshared"]
+__all__ = ["flat", "form_of", "is_unshared", "lies_at", "shaped", "starts_at"]
 
 _count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -21,31 +21,57 @@ _ALONE = _uses(torch.empty(1))
 """How often a storage is counted that one tensor uses; torch's releases differ."""
 
 
-def is_unshared(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+def form_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without memory in the shape, strides and data type of a parameter's gradient."""
+    return torch.empty_strided(parameter.shape, strides_of(parameter), dtype=parameter.dtype, device="meta")
+
+
+def is_unshared(grad: torch.Tensor, form: torch.Tensor, device: torch.device) -> bool:
     """Returns whether nobody but ``.grad`` uses the memory of a gradient, and it lies as on every rank.
 
     Autograd may give two parameters gradients that share their memory, such as after ``a.view(-1) +
     b.view(-1)``; reduced in place, the second would be averaged while the first one is.
+
+    Args:
+        grad: the gradient.
+        form: the form that all ranks give it.
+        device: the device of its bucket.
     """
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided
-        and grad.dtype is parameter.dtype
-        and grad.device == parameter.device
+        and grad.dtype is form.dtype
+        and grad.device == device
         and not grad.requires_grad
         and not grad.is_conj()
         and not grad.is_neg()
-        and grad.shape == parameter.shape
-        and _lies_as(grad, parameter)
+        and grad.shape == form.shape
+        and (grad.is_contiguous() if form.is_contiguous() else grad.stride() == form.stride())
         and _count is not None
         and _uses(grad) == _ALONE
     )
 
 
-def _lies_as(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    if parameter.is_contiguous():
-        return grad.is_contiguous()
-    return grad.stride() == strides_of(parameter)
+def lies_at(grad: torch.Tensor | None, place: torch.Tensor) -> bool:
+    """Returns whether a gradient is exactly some place in memory, in its shape and strides."""
+    try:
+        return grad is not None and grad.is_set_to(place)
+    except RuntimeError:  # of another layout
+        return False
+
+
+def starts_at(grad: torch.Tensor | None, place: torch.Tensor | None) -> bool:
+    """Returns whether a gradient begins where some place in memory does."""
+    try:
+        return grad is not None and place is not None and grad.data_ptr() == place.data_ptr()
+    except RuntimeError:  # of a layout without an address
+        return False
+
+
+def shaped(memory: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+    """Returns what :func:`flat` was called with."""
+    memory = torch.view_as_complex(memory.view(-1, 2)) if form.is_complex() else memory
+    return memory.as_strided(form.shape, form.stride(), memory.storage_offset())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Copies gradients from ``.grad`` to the buckets, and averages back.
 
+What a program puts in the place of ``.grad``, or of its memory, is averaged: nothing here takes a gradient to
+be where the last pass left it.
+
 Most gradients are copied to their bucket views: large ones as they come, while they are in cache and so that
 their own memory can go, the others together when their bucket is full. The largest are reduced in place,
 without a copy, where nothing else shares their memory. On a device, where a launch costs more than a copy,
@@ -8,17 +11,22 @@ all are copied when their bucket is full, so that each bucket is one all-reduce.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from collectives.ddp.reducer.buckets import Bucket, assign_buckets, strides_of
-from collectives.ddp.reducer.gradient_memory import flat, is_unshared
+from collectives.ddp.reducer.buckets import Bucket, assign_buckets
+from collectives.ddp.reducer.gradient_memory import flat, form_of, is_unshared, lies_at, shaped, starts_at
 
 __all__ = ["IN_PLACE_BYTES", "BadGradientError", "Gradients"]
 
 IN_PLACE_BYTES = 256 * 1024
 """Gradients of so many bytes or more are reduced in place where they can be, else copied as they come."""
+
+
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class BadGradientError(Exception):
@@ -31,6 +39,8 @@ class Gradients:
     Attributes:
         names: names of the parameters, by index.
         parameters: the parameters, by index.
+        forms: tensors without memory in the shape, strides and data type of each gradient, as the ranks have
+            agreed on them; parameters may be given others later.
         sparse: indices of the parameters with sparse gradients, which lie in no bucket.
         buckets: the buckets, in the order of their reduction; the last one has a tail.
         bucket_of: each parameter's bucket.
@@ -60,8 +70,10 @@ class Gradients:
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
+        self.forms = [form_of(parameter) for parameter in self.parameters]
         self.limits = tuple(limits)
         self.sparse = sorted(sparse)
+        self._devices = [parameter.device for parameter in self.parameters]
         self._device = device
         self._tail = tail
         self._as_views = as_views
@@ -69,13 +81,14 @@ class Gradients:
         self._copies_all = as_views or batched
         self._reduce_dtype = reduce_dtype
         self._saved: dict[int, torch.Tensor] = {}
-        self._in_place: dict[int, tuple[torch.Tensor, bool]] = {}
+        self._in_place: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._zeroed: set[int] = set()
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
         self._views: dict[int, torch.Tensor] = {}
+        self._handed_out: dict[int, torch.Tensor] = {}  # what .grad becomes; programs may move them elsewhere
+        self._addresses: frozenset[int] = frozenset()
         self._copied_as_they_come: frozenset[int] = frozenset()
-        self._grad_views: frozenset[int] = frozenset()
         self.rebuild_buckets(range(len(self.parameters) - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -100,56 +113,75 @@ class Gradients:
             Whether that changed anything.
         """
         order = [index for index in order if index not in self.sparse]
-        kinds = [(parameter.device, self._dtype(parameter)) for parameter in self.parameters]
-        sizes = [p.numel() * dtype.itemsize for p, (_, dtype) in zip(self.parameters, kinds, strict=True)]
+        kinds = [(device, self._dtype(form)) for device, form in zip(self._devices, self.forms, strict=True)]
+        sizes = [form.numel() * dtype.itemsize for form, (_, dtype) in zip(self.forms, kinds, strict=True)]
         plan = assign_buckets(sizes, kinds, self.limits, order)
         if self.buckets and plan == [bucket.indices for bucket in self.buckets]:
             return False
         self._make_buckets(plan)
         return True
 
-    def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if self._reduce_dtype is not None and parameter.dtype.is_floating_point:
+    def _dtype(self, form: torch.Tensor) -> torch.dtype:
+        if self._reduce_dtype is not None and form.dtype.is_floating_point:
             return self._reduce_dtype
-        return parameter.dtype
+        return form.dtype
 
     @torch.no_grad()
     def _make_buckets(self, plan: Sequence[Sequence[int]]) -> None:
         # Old buckets that no gradient lies in go before the new ones come: both at once may be the peak.
-        moving = {i: v for i, v in self._views.items() if self.parameters[i].grad is v}
-        self._views, self.bucket_of, self.buckets = {}, {}, []
+        moving = {i: self._views[i] for i in self._handed_out if self._lies_in_bucket(i)}
+        self._views, self._handed_out, self.bucket_of, self.buckets = {}, {}, {}, []
         self._in_place.clear()
-        large = {i for i, p in enumerate(self.parameters) if p.numel() * p.element_size() >= IN_PLACE_BYTES}
+        large = {i for i, form in enumerate(self.forms) if form.nbytes >= IN_PLACE_BYTES}
         in_place: set[int] = set()
         if not self._copies_all:
-            in_place = {i for i in large if self._dtype(self.parameters[i]) is self.parameters[i].dtype}
+            in_place = {i for i in large if self._dtype(self.forms[i]) is self.forms[i].dtype}
         self._copied_as_they_come = (
             frozenset() if self._batched else frozenset(large - in_place).difference(self.sparse)
         )
         last = len(plan) - 1
         for place, indices in enumerate(plan or [()]):
-            parameters = [self.parameters[index] for index in indices]
             bucket = Bucket(
                 place,
                 indices,
-                parameters,
-                dtype=self._dtype(parameters[0]) if parameters else torch.float32,
-                device=parameters[0].device if parameters else self._device,
+                [self.parameters[index] for index in indices],
+                [self.forms[index] for index in indices],
+                dtype=self._dtype(self.forms[indices[0]]) if indices else torch.float32,
+                device=self._devices[indices[0]] if indices else self._device,
                 in_place=in_place,
                 tail=self._tail if place >= last else 0,
             )
             self.buckets.append(bucket)
-            for index, parameter, view in zip(indices, parameters, bucket.views, strict=True):
+            for index, view in zip(indices, bucket.views, strict=True):
                 self.bucket_of[index] = bucket
                 if view is None:
                     continue
                 self._views[index] = view
+                if self._as_views and view.dtype is self.forms[index].dtype:
+                    self._handed_out[index] = view.view_as(view)
                 if index in moving:  # an old bucket is free with the last gradient that leaves it
-                    parameter.grad = view.copy_(moving.pop(index))
-        if self._as_views:
-            self._grad_views = frozenset(
-                index for index, view in self._views.items() if view.dtype is self.parameters[index].dtype
-            )
+                    view.copy_(moving.pop(index))
+                    with contextlib.suppress(BadGradientError):  # the next pass tells
+                        self._hand_out(index)
+        self._addresses = frozenset(v.data_ptr() for v in self._handed_out.values() if v.numel())
+
+    def _lies_in_bucket(self, index: int) -> bool:
+        """Returns whether ``.grad`` is at its place in its bucket."""
+        return lies_at(self.parameters[index].grad, self._views[index])
+
+    def _hand_out(self, index: int) -> None:
+        """Makes ``.grad`` the place in the bucket.
+
+        Raises:
+            BadGradientError: the parameter has another form by now.
+        """
+        view, handed_out = self._views[index], self._handed_out[index]
+        if not handed_out.is_set_to(view):
+            handed_out = self._handed_out[index] = view.view_as(view)
+        try:
+            self.parameters[index].grad = handed_out
+        except RuntimeError as error:
+            raise BadGradientError(self._what_is_bad(index, handed_out, error)) from error
 
     # ---- into the buckets --------------------------------------------------------------------------------
 
@@ -169,19 +201,32 @@ class Gradients:
         """
         if index not in self._copied_as_they_come:
             return
-        parameter = self.parameters[index]
-        grad, view = parameter.grad, self._views[index]
-        if grad is view:
+        grad, view, handed_out = self.parameters[index].grad, self._views[index], self._handed_out.get(index)
+        if handed_out is not None and handed_out is grad and grad.is_set_to(view):
             return
         self._copy(index, grad, view)
-        if index in self._grad_views:
-            parameter.grad = view
+        if handed_out is not None:
+            self._hand_out(index)
 
     def _copy(self, index: int, grad: torch.Tensor | None, place: torch.Tensor) -> None:
+        """Copies a gradient that may be anywhere.
+
+        Raises:
+            BadGradientError: there is none, or it does not fit, or it lies where another one belongs.
+        """
         try:
+            if grad is not None and self._is_at_some_place([grad]) and not lies_at(grad, place):
+                raise ValueError(
+                    "it lies where the gradient of another parameter belongs, or in another shape than its "
+                    "own; assign a copy, as p.grad = q.grad.clone()"
+                )
             place.copy_(grad)  # type: ignore[arg-type]
         except Exception as error:
             raise BadGradientError(self._what_is_bad(index, grad, error)) from error
+
+    def _is_at_some_place(self, grads: Iterable[torch.Tensor]) -> bool:
+        """Returns whether one of some gradients lies at a place of the buckets that was handed out."""
+        return bool(self._addresses) and not self._addresses.isdisjoint(map(_ADDRESS, grads))
 
     def fill_bucket(self, bucket: Bucket, unused: Collection[int]) -> list[str]:
         """Copies what is left of a bucket before its reduction; what is bad is sent as zeros.
@@ -195,17 +240,20 @@ class Gradients:
         """
         bad: list[str] = []
         bucket.in_place_tensors = [
-            self._in_place_tensor(index, self.parameters[index], unused, bad)
+            self._in_place_tensor(index, unused, bad)
             for index in bucket.in_place
             if index not in bucket.left_out
         ]
+        handed_out = self._handed_out
         indices, views, grads = [], [], []
         for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-            grad = parameter.grad
-            if view is None or grad is view or index in unused or index in self._copied_as_they_come:
+            if view is None or index in unused or index in self._copied_as_they_come:
                 continue
+            grad = parameter.grad
             if grad is None or grad.layout is not torch.strided:
                 bad.append(self._what_is_bad(index, grad, None))
+                continue
+            if handed_out and handed_out.get(index) is grad and grad.is_set_to(view):
                 continue
             indices.append(index)
             views.append(view)
@@ -213,30 +261,29 @@ class Gradients:
         if not views:
             return bad
         try:
-            torch._foreach_copy_(views, grads)
+            one_by_one = self._is_at_some_place(grads)
+            if not one_by_one:
+                torch._foreach_copy_(views, grads)
         except Exception:  # noqa: BLE001 - found out which one below
-            for index, grad, view in zip(indices, grads, views, strict=True):
-                try:
+            one_by_one = True
+        for index, grad, view in zip(indices, grads, views, strict=True) if one_by_one or handed_out else ():
+            try:
+                if one_by_one:
                     self._copy(index, grad, view)
-                except BadGradientError as error:  # noqa: PERF203
-                    bad.append(str(error))
-        if self._as_views:
-            for index, view in zip(indices, views, strict=True):
-                if index in self._grad_views:
-                    self.parameters[index].grad = view
+                if index in handed_out:
+                    self._hand_out(index)
+            except BadGradientError as error:  # noqa: PERF203
+                bad.append(str(error))
         return bad
 
-    def _in_place_tensor(
-        self, index: int, parameter: torch.nn.Parameter, unused: Collection[int], bad: list[str]
-    ) -> torch.Tensor:
+    def _in_place_tensor(self, index: int, unused: Collection[int], bad: list[str]) -> torch.Tensor:
         """Returns what is reduced for a gradient in place: itself, or a copy where it must not be touched."""
-        grad = parameter.grad
-        if grad is not None and index not in unused and is_unshared(grad, parameter):
-            self._in_place[index] = grad, False
-            return flat(grad)
-        copied = torch.empty_strided(
-            parameter.shape, strides_of(parameter), dtype=parameter.dtype, device=parameter.device
-        )
+        grad, form, device = self.parameters[index].grad, self.forms[index], self._devices[index]
+        if grad is not None and index not in unused and is_unshared(grad, form, device):
+            reduced = flat(grad)
+            self._in_place[index] = reduced, None
+            return reduced
+        copied = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=device)
         try:
             if index in unused and (grad is None or index in self._zeroed):
                 copied.zero_()
@@ -245,8 +292,9 @@ class Gradients:
         except BadGradientError as error:
             copied.zero_()
             bad.append(str(error))
-        self._in_place[index] = copied, True
-        return flat(copied)
+        reduced = flat(copied)
+        self._in_place[index] = reduced, copied
+        return reduced
 
     def _what_is_bad(self, index: int, grad: torch.Tensor | None, error: Exception | None) -> str:
         name = self.names[index]
@@ -276,11 +324,11 @@ class Gradients:
         if view is None:
             return  # fill_bucket() makes a copy
         grad = self.parameters[index].grad
-        if grad is view:
-            self._saved[index] = grad.clone()
+        if lies_at(grad, view):
+            self._saved[index] = view.clone()
         if grad is None or zeros_only:
             view.zero_()
-        elif grad is not view:
+        else:
             self._copy(index, grad, view)
 
     def leave_out(self, unused: frozenset[int]) -> frozenset[int]:
@@ -301,9 +349,9 @@ class Gradients:
         """Makes a bucket of zeros, which leaves every ``.grad`` alone."""
         bucket.flat.zero_()
         bucket.in_place_tensors = [
-            bucket.flat.new_zeros(parameter.numel() * (2 if parameter.is_complex() else 1))
-            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-            if index in bucket.in_place and index not in bucket.left_out
+            bucket.flat.new_zeros(self.forms[index].numel() * (2 if self.forms[index].is_complex() else 1))
+            for index in bucket.in_place
+            if index not in bucket.left_out
         ]
 
     def release_grads(self, buckets: Iterable[Bucket]) -> None:
@@ -313,25 +361,36 @@ class Gradients:
         """
         for bucket in buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                reduced = view if view is not None else self._in_place.get(index, (None, False))[0]
-                if parameter.grad is not None and parameter.grad is reduced:
-                    parameter.grad = parameter.grad.clone()
+                reduced = view if view is not None else self._in_place.get(index, (None, None))[0]
+                if (grad := parameter.grad) is not None and starts_at(grad, reduced):
+                    parameter.grad = grad.clone()
 
     # ---- out of the buckets ------------------------------------------------------------------------------
 
     def finalize_bucket(self, bucket: Bucket, unused: Collection[int]) -> None:
-        """Writes the averages of a reduced bucket to ``.grad``, but for those of unused parameters."""
+        """Writes the averages of a reduced bucket to ``.grad``, but for those of unused parameters.
+
+        Raises:
+            BadGradientError: a parameter has changed its form since its gradient came.
+        """
+        handed_out = self._handed_out
         views, grads, moved = [], [], []
         for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-            if index in unused or index in self._grad_views:
+            if index in unused:
                 continue
-            grad = parameter.grad
-            average, is_copy = (view, True) if view is not None else self._in_place[index]
-            if not is_copy:
-                moved.append(average)
-                if grad is not average:
-                    parameter.grad = average
-            elif grad is None:
+            grad, average = parameter.grad, view
+            if average is None:
+                reduced, average = self._in_place[index]
+                if average is None:
+                    moved.append(reduced)
+                    if not starts_at(grad, reduced):
+                        parameter.grad = shaped(reduced, self.forms[index])
+                    continue
+            elif handed_out and (given := handed_out.get(index)) is not None:
+                if grad is not given or not given.is_set_to(average):
+                    self._hand_out(index)
+                continue
+            if grad is None:
                 parameter.grad = average.to(parameter.dtype, copy=True)
             else:
                 views.append(average)
@@ -351,16 +410,15 @@ class Gradients:
         parameter = self.parameters[index]
         if index in self.sparse:
             return  # averaged as it is
-        average = self._views.get(index)
         if not used:
-            if index in self._saved and average is not None:
-                average.copy_(self._saved[index])
-            return
-        if average is None:
-            average = self._in_place[index][0]
-        if index in self._grad_views:
-            parameter.grad = average
-        elif parameter.grad is None:
-            parameter.grad = average.to(parameter.dtype, copy=True)
+            if index in self._saved:
+                self._views[index].copy_(self._saved[index])
+        elif index in self._handed_out:
+            self._hand_out(index)
         else:
-            parameter.grad.copy_(average)
+            # What is unused is never reduced in place.
+            average: Any = self._views[index] if index in self._views else self._in_place[index][1]
+            if parameter.grad is None:
+                parameter.grad = average.to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(average)

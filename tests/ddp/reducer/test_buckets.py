@@ -101,6 +101,7 @@ def bucket_of(index, parameters, **options):
         index,
         range(len(parameters)),
         parameters,
+        parameters,
         dtype=parameters[0].dtype,
         device=torch.device("cpu"),
         **options,
@@ -171,7 +172,7 @@ def test_gaps_that_pay_for_a_message_are_left_out(unused, least_bytes, left_out,
     """Gradients of 6, 4 and 6 elements, then a tail of one; another one is reduced in place."""
     width = 2 if dtype.is_complex else 1
     given = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in (6, 4, 6, 100)]
-    bucket = Bucket(0, range(4), given, dtype=dtype, device=torch.device("cpu"), in_place={3}, tail=1)
+    bucket = Bucket(0, range(4), given, given, dtype=dtype, device=torch.device("cpu"), in_place={3}, tail=1)
     bucket.flat.copy_(torch.arange(bucket.flat.numel()))
     bucket.leave_out(unused, least_bytes * width)
     assert (bucket.left_out, bucket.pending) == (left_out, 4 - len(left_out))

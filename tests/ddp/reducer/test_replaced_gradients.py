@@ -1,0 +1,299 @@
+"""What a program puts in the place of gradients: it is averaged, whatever memory it lies in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ddp_oracle import data, equal, grads, naive_average, pair
+from harness import run_ranks
+from torch import nn
+
+from collectives.ddp import GradientSyncError
+from collectives.ddp.hooks.default_hooks import allreduce_hook
+
+VIEWS = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+
+
+def halve_data(parameter):
+    parameter.grad.data = parameter.grad.data / 2
+
+
+def nan_to_num(parameter):
+    parameter.grad.data = torch.nan_to_num(parameter.grad.data)
+
+
+def clone(parameter):
+    parameter.grad = parameter.grad.clone()
+
+
+def detach(parameter):
+    parameter.grad = parameter.grad.detach()
+
+
+def set_to_another(parameter):
+    parameter.grad.set_(parameter.grad * 3)
+
+
+def set_with_gaps(parameter):
+    parameter.grad.data = torch.stack([parameter.grad, parameter.grad], dim=-1)[..., 0]
+
+
+def take_away(parameter):
+    parameter.grad = None
+
+
+def put_another(parameter):
+    parameter.grad = torch.full_like(parameter, 0.25)
+
+
+def put_a_view(parameter):
+    parameter.grad = torch.cat([torch.zeros(3), parameter.grad.flatten()])[3:].view(parameter.shape)
+
+
+def data_of_double(parameter):
+    parameter.grad.data = parameter.grad.data.double()
+
+
+def clip_value(parameter):
+    nn.utils.clip_grad_value_(parameter, 0.01)
+
+
+def clip_norm(parameter):
+    nn.utils.clip_grad_norm_(parameter, 0.05)
+
+
+WAYS = [
+    halve_data, nan_to_num, clone, detach, set_to_another, set_with_gaps, take_away, put_another, put_a_view,
+    data_of_double, clip_value, clip_norm,
+]  # fmt: skip
+
+
+class Wide(nn.Module):
+    """Gradients of a few bytes, and one that is copied, or reduced, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 300)
+        self.large = nn.Linear(300, 300)
+        self.last = nn.Linear(300, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.large(torch.tanh(self.first(x)))))
+
+
+def close(ours, theirs):
+    """Returns whether gradients are equal, but for what double precision adds to the average."""
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[n].double(), theirs[n].double()) for n in ours
+    )
+
+
+def replaced_between_passes(group, way, view, cap, hook):
+    ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=cap)
+    if hook:
+        ours.register_comm_hook(group, allreduce_hook)
+    same = []
+    for step in range(5):
+        if step == 3:
+            ours.zero_grad()
+            naive.zero_grad()
+        for model in (ours, naive):
+            model(data(group.rank(), step)).square().sum().backward()
+        naive_average(naive.parameters(), group)
+        agree = close if way is data_of_double else equal
+        same.append(agree(grads(ours.module), grads(naive)))
+        for model in (ours.module, naive):
+            chosen = [model.first.weight, model.large.weight, model.last.bias]
+            for parameter in chosen if step % 2 else model.parameters():
+                with torch.no_grad():
+                    way(parameter)
+    return same
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@VIEWS
+def test_what_stands_in_for_a_gradient_is_averaged(way, view) -> None:
+    for results in run_ranks(replaced_between_passes, 2, way, view, None, False, backend="host"):
+        assert results == [True] * 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("cap", "hook"), [(0, False), (None, True), (0, True)], ids=str)
+def test_what_stands_in_for_a_gradient_is_averaged_in_every_layout(way, cap, hook) -> None:
+    for results in run_ranks(replaced_between_passes, 2, way, True, cap, hook, backend="host"):
+        assert results == [True] * 5
+
+
+def replaced_by_hooks(group, way, view):
+    ours, naive = pair(group, Wide, gradient_as_bucket_view=view)
+    for parameter in (*ours.module.parameters(), *naive.parameters()):
+        parameter.register_post_accumulate_grad_hook(way)
+    same = []
+    for step in range(4):
+        ours.zero_grad()
+        naive.zero_grad()
+        ours(data(group.rank(), step)).square().sum().backward()
+        naive(data(group.rank(), step)).square().sum().backward()
+        naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
+
+
+@VIEWS
+@pytest.mark.parametrize("way", [halve_data, clone, set_to_another], ids=lambda way: way.__name__)
+def test_what_hooks_put_in_the_place_of_a_gradient_is_averaged(way, view) -> None:
+    for results in run_ranks(replaced_by_hooks, 2, way, view, backend="host"):
+        assert results == [True] * 4
+
+
+def replaced_by_late_hooks(group, way, view):
+    """Has hooks that come after the reducer's replace what is being reduced."""
+    ours, naive = pair(group, Wide, gradient_as_bucket_view=view, bucket_cap_mb=0)
+    same = []
+    for step in range(3):
+        ours.zero_grad()
+        naive.zero_grad()
+        loss = ours(data(group.rank(), step)).square().sum()
+        handles = [p.register_post_accumulate_grad_hook(way) for p in ours.module.parameters()]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        naive(data(group.rank(), step)).square().sum().backward()
+        naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
+
+
+@VIEWS
+@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
+def test_gradients_that_are_replaced_while_they_are_reduced_are_averaged(way, view) -> None:
+    for results in run_ranks(replaced_by_late_hooks, 2, way, view, backend="host"):
+        assert results == [True] * 3
+
+
+class Optional(nn.Module):
+    """Two layers, of which a call leaves out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.left_out = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.used(x)
+        return self.left_out(x) if both else x
+
+
+def replaced_unused(group, way, elsewhere):
+    """Leaves a layer out in every second pass, on all ranks or on rank 0, after its gradient was replaced."""
+    ours, naive = pair(group, Optional, gradient_as_bucket_view=True, find_unused_parameters=True)
+    same = []
+    for step in range(6):
+        both = step % 2 == 0 or (elsewhere and group.rank() == 1)
+        for model in (ours, naive):
+            model(data(group.rank(), step), both).square().sum().backward()
+        for parameter in naive.parameters() if step % 2 == 0 or elsewhere else naive.used.parameters():
+            naive_average([parameter], group)
+        same.append(equal(grads(ours.module), grads(naive)))
+        for model in (ours.module, naive):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        way(parameter)
+    return same
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on another rank"])
+@pytest.mark.parametrize("way", [halve_data, clone, take_away], ids=lambda way: way.__name__)
+def test_gradients_of_unused_parameters_may_be_replaced(way, elsewhere) -> None:
+    for results in run_ranks(replaced_unused, 2, way, elsewhere, backend="host"):
+        assert results == [True] * 6
+
+
+def accumulated(group, way):
+    ours, naive = pair(group, gradient_as_bucket_view=True)
+    same = []
+    for step in range(6):
+        if step % 3 != 2:
+            with ours.no_sync():
+                ours(data(group.rank(), step)).square().sum().backward()
+        else:
+            ours(data(group.rank(), step)).square().sum().backward()
+        naive(data(group.rank(), step)).square().sum().backward()
+        if step % 3 == 2:
+            naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+        for model in (ours.module, naive):
+            for parameter in model.parameters():
+                with torch.no_grad():
+                    way(parameter)
+    return same
+
+
+@pytest.mark.parametrize("way", [halve_data, nan_to_num, set_to_another], ids=lambda way: way.__name__)
+def test_gradients_may_be_replaced_between_passes_that_do_not_average(way) -> None:
+    for results in run_ranks(accumulated, 2, way, backend="host"):
+        assert results == [True] * 6
+
+
+def taken_out_of_its_bucket(group):
+    """Breaks a pass off after gradients were replaced; the gradients of that rank stay its own."""
+    ours, naive = pair(group, gradient_as_bucket_view=True)
+    told = []
+
+    def replace_and_break_off(grad):
+        halve_data(ours.module[2].weight)
+        raise KeyError("in a hook")
+
+    for step in range(3):
+        ours.zero_grad()
+        naive.zero_grad()
+        if step == 1 and group.rank() == 0:
+            handle = ours.module[0].weight.register_hook(replace_and_break_off)
+        try:
+            ours(data(group.rank(), step)).square().sum().backward()
+        except (GradientSyncError, KeyError) as error:
+            told.append((step, type(error).__name__))
+            if group.rank() == 0:
+                handle.remove()
+    naive(data(group.rank(), 2)).square().sum().backward()
+    naive_average(naive.parameters(), group)
+    return told, equal(grads(ours.module), grads(naive))
+
+
+def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
+    (first, whole), (second, whole_too) = run_ranks(taken_out_of_its_bucket, 2, backend="host")
+    assert first == [(1, "KeyError")]
+    assert second == [(1, "GradientSyncError")]
+    assert (whole, whole_too) == (True, True)
+
+
+def of_another_parameter(group, exchanged):
+    ours, naive = pair(
+        group, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), gradient_as_bucket_view=True
+    )
+    del naive
+    first, second = ours.module[0].weight, ours.module[1].weight
+    ours(data(group.rank())).square().sum().backward()
+    if group.rank() == 1:
+        if exchanged:
+            first.grad, second.grad = second.grad, first.grad
+        else:
+            first.grad = first.grad.t()
+    messages = []
+    for step in range(2):
+        try:
+            ours(data(group.rank(), step)).square().sum().backward()
+        except GradientSyncError as error:
+            messages.append(str(error))
+        ours.zero_grad()
+    sums = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in (first, second)])
+    return messages, sums
+
+
+@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "transposed"])
+def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(exchanged) -> None:
+    for messages, _ in run_ranks(of_another_parameter, 2, exchanged, backend="host"):
+        assert len(messages) == 1
+        assert "rank 1" in messages[0]
+        assert "0.weight" in messages[0]
