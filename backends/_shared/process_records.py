@@ -10,6 +10,8 @@ import contextlib
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from itertools import compress
 from typing import Any
 
 from collectives.backends._shared.exit_reasons import Departure
@@ -89,7 +91,7 @@ class Liveness:
             try:
                 found = self.poll_lost()
             except Exception:  # noqa: BLE001 - the store went with the lost rank
-                return None
+                found = next(self._ended(), None)
             if found is not None or time.monotonic() >= deadline:
                 return found
             time.sleep(_POLL_SECONDS)
@@ -99,26 +101,50 @@ class Liveness:
 
         Raises the store's errors.
         """
-        found = self._find_dead()
+        self.read_records()
+        found = next(self._ended(), None)
         if found is None and self._store.check([_ANY_DEPARTURE]):
             exits = (self._read(f"exit/{rank}") for rank in range(self._size) if rank != self._rank)
             found = self._read("lost") or next(filter(None, exits), None)
         return found
 
-    def _find_dead(self) -> Departure | None:
-        for rank in {*range(self._size)} - {self._rank, *self._records}:
-            key = f"process/{rank}"
-            if self._store.check([key]):
-                record = bytes(self._store.get(key))
-                self._records[rank] = record, _process(record, key)
-        for rank, (record, process) in self._records.items():
-            # A record may have been withdrawn since it was read.
+    def lost_ranks(self, cause: DistError | None) -> list[int]:
+        """Returns the ranks whose processes are seen to have ended, and the one whose loss broke the group.
+
+        Args:
+            cause: what broke the group.
+        """
+        with contextlib.suppress(Exception):  # the store went with one of them
+            self.read_records()
+        known = [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+        return sorted({*known, *(ended.rank for ended in self._ended())})
+
+    def read_records(self) -> None:
+        """Reads the records that are there and not known yet: ends show then though the store ends, too.
+
+        Raises the store's errors.
+        """
+        ranks = [r for r in range(self._size) if r != self._rank and r not in self._records]
+        keys = [f"process/{r}" for r in ranks]
+        if keys and not self._store.check(keys):
+            here = [self._store.check([key]) for key in keys]
+            ranks, keys = list(compress(ranks, here)), list(compress(keys, here))
+        several = keys and self._store.has_extended_api()
+        values = self._store.multi_get(keys) if several else map(self._store.get, keys)
+        for rank, key, value in zip(ranks, keys, values, strict=True):
+            self._records[rank] = bytes(value), _process(bytes(value), key)
+
+    def _ended(self) -> Iterator[Departure]:
+        for rank, (record, process) in sorted(self._records.items()):
             if process is not None and process.life() is Life.DEAD and self._is_current(rank, record):
-                return Departure(rank, PeerLostError(f"its process {process.pid} has ended", rank))
-        return None
+                yield Departure(rank, PeerLostError(f"its process {process.pid} has ended", rank))
 
     def _is_current(self, rank: int, record: bytes) -> bool:
-        return bytes(self._store.get(f"process/{rank}")) == record
+        """Returns whether a rank has not withdrawn its record since, as far as the store still tells."""
+        try:
+            return bytes(self._store.get(f"process/{rank}")) == record
+        except Exception:  # noqa: BLE001 - the store went with a rank
+            return True
 
     def _read(self, key: str) -> Departure | None:
         return read(self._store.get(key), key, _departure) if self._store.check([key]) else None

@@ -47,7 +47,7 @@ from collectives.core.types import (
     ScatterOptions,
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
-from collectives.errors import DistBackendError, DistError, GroupAbortedError, PeerLostError
+from collectives.errors import DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 
@@ -127,6 +127,7 @@ class ProcessGroupGloo(ProcessGroup):
         self._contexts = max(1, len(chosen._devices))
         self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
         self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
+        self._liveness.read_records()
         self._operations = Operations(self.flight_record)
         self._messages = Messages(self, self._rank, self._size)
         self._breaking = threading.RLock()
@@ -452,9 +453,8 @@ class ProcessGroupGloo(ProcessGroup):
         self._torch.leave()
 
     def lost_ranks(self) -> list[int]:
-        """Returns the rank whose loss broke the group, if any is known."""
-        cause = self._cause
-        return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
+        return self._liveness.lost_ranks(self._cause)
 
     def refuse_in_child(self, operation: Operation) -> None:
         """Raises where this is a child that was forked after the operation was issued.

@@ -434,6 +434,10 @@ class Engine:
             self._liveness.publish_lost(found)
         self._break(cause, elsewhere=True)
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
+        return self._liveness.lost_ranks(self.cause)
+
     def abort(self) -> None:
         """Breaks the group for this rank and, by the store, for its peers."""
         with self.lock:

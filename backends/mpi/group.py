@@ -46,7 +46,7 @@ from collectives.core.types import (
     nanoseconds,
 )
 from collectives.core.work import CompletedWork, Work
-from collectives.errors import DistError, GroupAbortedError, PeerLostError
+from collectives.errors import DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
@@ -453,9 +453,8 @@ class ProcessGroupMPI(ProcessGroup):
         self._engine.leave(GroupAbortedError(f"{self.where()} {belongs_to_parent('the group')}"))
 
     def lost_ranks(self) -> list[int]:
-        """Returns the rank whose loss broke the group, if any is known."""
-        cause = self._engine.cause
-        return [cause.rank] if isinstance(cause, PeerLostError) and cause.rank >= 0 else []
+        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
+        return self._engine.lost_ranks()
 
     def _first_cause(self) -> DistError | None:
         return self._engine.cause

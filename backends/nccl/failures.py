@@ -182,6 +182,13 @@ class Failures:
         what = f"{self._where} " + ("making a communicator:" if pending is None else f"{pending.operation}:")
         self._break(blamed(what, found, _about(pending)), None, pending, found)
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
+        try:
+            return self._ask(lambda: self._liveness.lost_ranks(self._cause))
+        except TimeoutError:
+            return []
+
     def break_for(self, cause: DistError) -> None:
         """Breaks the group for what broke another one of the same ranks."""
         if self._left is None:

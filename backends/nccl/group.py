@@ -435,6 +435,10 @@ class ProcessGroupNCCL(ProcessGroup):
         if self._failures.cause is not None:
             raise self._failures.cause
 
+    def lost_ranks(self) -> list[int]:
+        """Returns the ranks whose processes have ended, as far as this one sees, or whose loss is known."""
+        return self._failures.lost_ranks()
+
     def _first_cause(self) -> DistError | None:
         return self._failures.cause
 

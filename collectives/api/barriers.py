@@ -77,16 +77,18 @@ def monitored_barrier(
 ) -> None:
     """Barrier that names the ranks which did not come; blocks. For every backend.
 
-    Rank 0 of the group waits for all others and tells them the outcome, so that all fail when one is missing.
+    All ranks come to the same outcome: that of the first to see a rank dead or its limit passed.
 
     Args:
         group: the ranks that take part; ``None`` for the default group.
         timeout: time limit; ``None`` takes the group's.
-        wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists all.
+        wait_all_ranks: ``False`` reports the first missing rank, ``True`` lists all.
 
     Raises:
         CollectiveTimeoutError: ranks did not come in time; the message names them on every rank. The group
             stays usable.
+        PeerLostError: a rank died, whether it had come or not; raised at once, for ``wait_all_ranks`` too.
+        DistNetworkError: the group's store failed.
         DistBackendError: the group was made without a store.
 
     Example:

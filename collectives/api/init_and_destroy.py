@@ -173,7 +173,8 @@ def _end_world(*, gracefully: bool) -> None:
     default, groups, store = default_group(), list(world.records), world.store
     owned, standby = (world.base if world.owns_store else None), world.standby
     first: BaseException | None = None
-    lost = {record.ranks[rank] for group, record in world.records.items() for rank in group.lost_ranks()}
+    serves = owned is not None and default.rank() == (0 if standby is None else max(standby.server, 0))
+    lost = {record.ranks[r] for group, record in world.records.items() if serves for r in group.lost_ranks()}
     if gracefully:
         _warn_of_unseen_world()
     world.clear()
@@ -199,9 +200,8 @@ def _end_world(*, gracefully: bool) -> None:
                 abort_all(groups[-1:])
             del groups[-1]
         leave_world(store, default.rank())
-        server = 0 if standby is None else max(standby.server, 0)
-        if owned is not None and default.rank() == server:
-            wait_for_leavers(store, set(range(default.size())) - {server} - lost, _LEAVERS_LIMIT)
+        if serves:
+            wait_for_leavers(store, {*range(default.size())} - {default.rank()} - lost, _LEAVERS_LIMIT)
     except BaseException:
         abort_all(reversed(groups))
         leave_world(store, default.rank())

@@ -433,15 +433,16 @@ class ProcessGroup(Membership):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks.
 
-        Rank 0 waits for all others and tells them the outcome, so that all fail when one is missing.
+        All ranks come to the same outcome: that of the first to see a rank dead or its limit passed.
 
         Args:
             timeout: time limit; ``None`` takes the group's.
-            wait_all_ranks: ``False`` reports the first missing rank, ``True`` waits the whole time and lists
-                all.
+            wait_all_ranks: ``False`` reports the first missing rank, ``True`` lists all.
 
         Raises:
             CollectiveTimeoutError: a rank did not come in time.
+            PeerLostError: a rank died.
+            DistNetworkError: the group's store failed.
         """
         monitored_barrier(self, timeout, wait_all_ranks)
 

@@ -232,6 +232,7 @@ def make_another(rank, size, victim, delay, split):
         ("aab", "host", 1, 0.3),
         ("aab", "host", 2, 0.0),
         ("aaa", "round_robin", 1, 0.0),
+        ("aaa", "gloo", 1, 0.3),
     ],
 )
 def test_a_group_within_a_world_is_refused_where_a_member_has_died(placement, backend, victim, delay, split):
