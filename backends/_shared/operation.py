@@ -23,7 +23,7 @@ class Operation:
     Args:
         record: the flight record of its group.
         name: name of its user function.
-        number: its place among the operations that the group issued.
+        number: its place among the operations that the group issued; 0 for one that has none yet.
         tensors: the tensors that messages describe; not kept.
         timeout: its time limit.
         detail: what else tells it apart, such as the reduction or the peer.
@@ -95,7 +95,7 @@ class Operation:
     @property
     def short(self) -> str:
         """Name and number."""
-        return f"{self.name} #{self.number}"
+        return f"{self.name} #{self.number}" if self.number else self.name
 
     def __str__(self) -> str:
         tensor = f"{self._dtype} {list(self._shape)}" if self._count else ""

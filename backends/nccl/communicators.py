@@ -8,10 +8,9 @@ process is bound to a device. Both ends of a message choose the same one, whatev
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -99,8 +98,6 @@ class Communicators:
         self._where = where
         self._refuse = refuse
         self._making: dict[object, threading.Lock] = {}
-        self._counters: dict[object, Iterator[int]] = {}
-        self._splits = itertools.count()
         self._all_ranks: dict[Device, StreamedCommunicator] = {}
         self._pairs: dict[tuple[Device, int], Pair] = {}
         self.ends = Ends(library, log)
@@ -171,7 +168,7 @@ class Communicators:
         what = "splitting the communicator"
         if config is not None:
             self._check(config, what)
-        self._rendezvous.broadcast(f"split/{next(self._splits)}", range(self._size), what, limit, lambda: b"")
+        self._rendezvous.broadcast("split", range(self._size), what, limit, lambda: b"")
         try:
             with device.activate(), device.issuing.turn(parent):
                 return self._in_time(
@@ -204,6 +201,7 @@ class Communicators:
         try:
             self._library.check_config(config)
         except ValueError as error:
+            self._rendezvous.note_refusal()
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _with_stream(self, device: Device, communicator: Communicator) -> StreamedCommunicator:
@@ -217,6 +215,7 @@ class Communicators:
         ranks = list(ranks)
         what = f"making the communicator of ranks {', '.join(map(str, ranks))} on {device.device}"
         if device.capturing():
+            self._rendezvous.note_refusal()
             raise connects_in_capture(f"{self._where} {what}")
         self._refuse()
         self._check(self._options.config, what)
@@ -225,8 +224,7 @@ class Communicators:
         def identifiers() -> bytes:
             return b"".join(self._library.unique_id() for _ in range(count))
 
-        number = next(self._counters.setdefault(key, itertools.count()))
-        value = self._rendezvous.broadcast(f"{key}/{number}", ranks, what, limit, identifiers)
+        value = self._rendezvous.broadcast(key, ranks, what, limit, identifiers)
         width = len(value) // count
         own = ranks.index(self._rank)
         made = []

@@ -140,7 +140,7 @@ class Failures:
         """Fails an operation that passed its time limit, and breaks the group."""
         if pending.error is not None or self._cause is not None:
             return
-        operation = pending.operation
+        operation = pending.limited
         missing, elsewhere = self._ranks_elsewhere(operation)
         expired = CollectiveTimeoutError(
             f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +66,10 @@ class ProcessGroupNCCL(ProcessGroup):
     **Messages** between two ranks wait only for earlier ones of the same direction. The first between two
     ranks blocks both hosts until both have called one, in either direction. Those around a ring of more ranks
     belong in ``batch_isend_irecv``. There are no tags and no receives from any rank; a message to the own
-    rank must be sent before it is received.
+    rank must be sent before it is received, or in the same batch.
+
+    **Together.** Operations of a batch, or of a coalescing manager, are one launch with one Work: it fails as
+    a whole as soon as one of them passes its time limit.
 
     **Connections** are made by the first collective, and at once where the group was given a ``device_id``.
     Then groups made of some of its ranks are split off its communicator.
@@ -107,8 +109,6 @@ class ProcessGroupNCCL(ProcessGroup):
         self._make_device = devices
         self._devices = UsedDevices(devices, self.where())
         self._operation = partial(Operation, self._flight_record)
-        self._numbers = itertools.count(1)
-        self._message_numbers = itertools.count(1)
         self._capabilities: Capabilities | None = None
         log = Log().of(self)
         self._watchdog = Watchdog(self, f"nccl watchdog {options.group_name}", log)
@@ -118,10 +118,10 @@ class ProcessGroupNCCL(ProcessGroup):
         # Communicators and watchdog outlive the group where it is dropped, and must not keep it alive.
         this = weakref.proxy(self)
         # A proxy's method would be a strong reference, hence the lambdas.
-        rendezvous = Rendezvous(store, rank, where, lambda missing: this._check_missing(missing))  # noqa: PLW0108
+        self._rendezvous = Rendezvous(store, rank, where, lambda missing: this._check_missing(missing))  # noqa: PLW0108
         self._communicators = Communicators(
             library,
-            rendezvous,
+            self._rendezvous,
             rank,
             size,
             self.options,
@@ -129,10 +129,16 @@ class ProcessGroupNCCL(ProcessGroup):
             log,
             lambda: this._refuse_to_connect(),  # noqa: PLW0108
         )
+        self._loopback = Loopback(this)
         self._enqueuer = Enqueuer(
-            library, self._communicators, self._failures, self._watchdog, self, self.options.waits_block
+            library,
+            self._communicators,
+            self._loopback,
+            self._failures,
+            self._watchdog,
+            self,
+            self.options.waits_block,
         )
-        self._loopback = Loopback()
         # Never left to the providers' destructors: NCCL's orderly end waits for other ranks.
         self._finalizer = weakref.finalize(self, _let_go, self._communicators.ends, self._watchdog)
         self._bound: torch.device | None = None
@@ -257,7 +263,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _barrier(self, opts: BarrierOptions) -> Work:
         device = self._devices.for_barrier(opts, self._global_ranks[self._rank])
-        operation = self._operation("barrier", next(self._numbers), (), opts.timeout or self._timeout)
+        operation = self._operation("barrier", 0, (), opts.timeout or self._timeout)
         return self._enqueuer.submit(
             Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
         )
@@ -290,7 +296,7 @@ class ProcessGroupNCCL(ProcessGroup):
                 size.
         """
         tensors = shown or outputs
-        operation = self._operation(name, next(self._numbers), tensors, opts.timeout or self._timeout, detail)
+        operation = self._operation(name, 0, tensors, opts.timeout or self._timeout, detail)
         request = Request(
             operation, self._devices[tensors[0].device], add_calls, outputs, async_op=opts.asyncOp
         )
@@ -335,26 +341,17 @@ class ProcessGroupNCCL(ProcessGroup):
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
-        operation = self._operation(
-            "send", next(self._message_numbers), [tensor], self._timeout, f"to rank {dst}"
-        )
-        device = self._devices[tensor.device]
-        if dst == self._rank:
-            self._failures.refuse(operation)
-            return self._loopback.send(device, tensor)
+        operation = self._operation("send", 0, [tensor], self._timeout, f"to rank {dst}")
         add_calls = partial(nccl_calls.send, tensor=tensor, peer=1)
-        return self._enqueuer.submit(Request(operation, device, add_calls, (), peer=dst))
+        request = Request(operation, self._devices[tensor.device], add_calls, (), peer=dst, message=tensor)
+        return self._enqueuer.submit(request)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
-        operation = self._operation(
-            "recv", next(self._message_numbers), [tensor], self._timeout, f"from rank {src}"
-        )
-        device = self._devices[tensor.device]
-        if src == self._rank:
-            self._failures.refuse(operation)
-            return self._loopback.receive(self, device, tensor)
+        operation = self._operation("recv", 0, [tensor], self._timeout, f"from rank {src}")
         add_calls = partial(nccl_calls.receive, tensor=tensor, peer=0)
-        return self._enqueuer.submit(Request(operation, device, add_calls, [tensor], peer=src, source=src))
+        device = self._devices[tensor.device]
+        request = Request(operation, device, add_calls, [tensor], peer=src, source=src, message=tensor)
+        return self._enqueuer.submit(request)
 
     # ---- devices -------------------------------------------------------------------------------------------
 
@@ -447,6 +444,10 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _raise_failure(self) -> None:
         self._failures.refuse("its outputs may hold anything, as")
+
+    def note_refusal(self) -> None:
+        """Lets this rank take part in the next attempt of others that gave up on it."""
+        self._rendezvous.note_refusal()
 
     def _refuse_to_connect(self) -> None:
         self._failures.refuse("making a communicator")

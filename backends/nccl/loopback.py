@@ -1,71 +1,76 @@
 """Messages of a rank to itself, in the order of streams.
 
 NCCL lets a send to the own rank wait for its receive on the same stream, for ever where that is a later call.
-Here such a message is a copy of the tensor, which the receive copies on.
+Here such a message is a copy of the tensor, which the receive copies on; both run on the current stream.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from collectives.backends.nccl.device import Device, Event
+from collectives.backends.nccl.device import Device, Event, Stream
 from collectives.core.arguments.validation import fail
 from collectives.core.process_group import ProcessGroup
-from collectives.core.work import CompletedWork, Work
 from collectives.errors import UnsupportedOperationError
 
 __all__ = ["Loopback"]
 
 
 class Loopback:
-    """The queue of one rank's messages to itself, in order. Copies run on the current stream."""
+    """The queue of one rank's messages to itself, in order.
 
-    def __init__(self) -> None:
+    Args:
+        group: the group; not kept alive where it is a proxy.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
         self._messages: deque[tuple[torch.Tensor, Event]] = deque()
         self._lock = threading.Lock()
 
-    def send(self, device: Device, tensor: torch.Tensor) -> Work:
-        """Copies a tensor."""
-        stream = device.current_stream()
-        copy = device.empty(stream, tensor.numel(), tensor.dtype).view(tensor.shape)
-        device.run(stream, lambda: copy.copy_(tensor))
-        with self._lock:
-            self._messages.append((copy, device.record(stream)))
-        return CompletedWork()
-
-    def receive(self, group: ProcessGroup, device: Device, tensor: torch.Tensor) -> Work:
-        """Copies the oldest message into a tensor.
+    def issue(
+        self, device: Device, stream: Stream, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """Puts messages that start together on a stream; those sent are there for those received.
 
         Raises:
-            UnsupportedOperationError: there is none.
-            ValueError: it has another size or data type.
+            UnsupportedOperationError: more are received than were sent; nothing is issued.
+            ValueError: a message has another size or data type than the tensor to receive it; likewise.
         """
         with self._lock:
-            if not self._messages:
+            self._check([message for message, _ in self._messages] + list(sent), received)
+            for tensor in sent:
+                copy = device.empty(stream, tensor.numel(), tensor.dtype).view(tensor.shape)
+                device.run(stream, partial(copy.copy_, tensor.detach()))
+                self._messages.append((copy, device.record(stream)))
+            taken = [self._messages.popleft() for _ in received]
+        for tensor, (copy, event) in zip(received, taken, strict=True):
+            device.wait(stream, event)
+            device.run(stream, partial(tensor.detach().copy_, copy.view(tensor.shape)))
+            device.share(stream, copy)
+            device.drop(stream, [copy])
+
+    def _check(self, messages: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        if len(messages) < len(received):
+            fail(
+                self._group,
+                "recv",
+                "a message of this rank to itself must be sent before it is received",
+                UnsupportedOperationError,
+            )
+        for message, tensor in zip(messages, received, strict=False):
+            if (message.numel(), message.dtype) != (tensor.numel(), tensor.dtype):
                 fail(
-                    group,
+                    self._group,
                     "recv",
-                    "a message of this rank to itself must be sent before it is received",
-                    UnsupportedOperationError,
+                    f"the message of this rank to itself is {message.dtype}[{message.numel()}], but the "
+                    f"tensor to receive it {tensor.dtype}[{tensor.numel()}]",
                 )
-            copy, event = self._messages[0]
-            if (copy.numel(), copy.dtype) != (tensor.numel(), tensor.dtype):
-                fail(
-                    group,
-                    "recv",
-                    f"the message of this rank to itself is {copy.dtype}[{copy.numel()}], but the tensor to "
-                    f"receive it {tensor.dtype}[{tensor.numel()}]",
-                )
-            self._messages.popleft()
-        stream = device.current_stream()
-        device.wait(stream, event)
-        device.run(stream, lambda: tensor.detach().copy_(copy.view(tensor.shape)))
-        device.share(stream, copy)
-        device.drop(stream, [copy])
-        return CompletedWork([tensor], group.rank())
 
     def clear(self) -> None:
         """Drops all messages."""

@@ -22,6 +22,9 @@ _GAVE_UP = 1 << 32
 class Rendezvous:
     """Broadcasts through the store that wait for all of their ranks.
 
+    Each attempt at one has a number. A rank that refused what the others waited for, and gave up, was not
+    there: it takes part in their next attempt.
+
     Attributes:
         check_missing: raises if the group has ended meanwhile, or has to because one of the ranks given is
             gone.
@@ -40,6 +43,12 @@ class Rendezvous:
         self._rank = rank
         self._where = where
         self.check_missing = check_missing
+        self._attempts: dict[str, int] = {}
+        self._refused = False
+
+    def note_refusal(self) -> None:
+        """Takes note that this rank has refused an operation, for which others may have waited."""
+        self._refused = True
 
     def broadcast(
         self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
@@ -47,7 +56,7 @@ class Rendezvous:
         """Returns the first rank's value, as soon as all ranks have called; blocks.
 
         Args:
-            key: name of the broadcast; used once.
+            key: name of the broadcast, which may be called again and again.
             ranks: the ranks that call, in the same order on each.
             what: the purpose, in words.
             limit: time limit.
@@ -59,6 +68,20 @@ class Rendezvous:
             DistBackendError: the first rank could not make the value.
             DistStoreError: somebody else wrote it, as far as the job's secret tells.
         """
+        made = None
+        try:
+            while made is None:
+                number = self._attempts.get(key, 0)
+                self._attempts[key] = number + 1
+                made = self._attempt(f"{key}/{number}", ranks, what, limit, make)
+        finally:
+            self._refused = False
+        return made
+
+    def _attempt(
+        self, key: str, ranks: Sequence[int], what: str, limit: timedelta, make: Callable[[], bytes]
+    ) -> bytes | None:
+        """Returns the value; ``None`` where others had given up while this rank refused to come."""
         if self._rank == ranks[0]:
             self._publish(key, what, make)
         self._store.set(f"{key}/arrived/{self._rank}", b"1")
@@ -68,6 +91,8 @@ class Rendezvous:
         else:
             if count < _GAVE_UP:
                 self._wait(key, ranks, what, limit)
+            elif self._refused:
+                return None
             if missing := read(self._store.get(f"{key}/end"), f"{key}/end", _missing):
                 raise CollectiveTimeoutError(
                     f"{self._where} {what}: {ranks_in_words(missing)} did not come within another rank's "

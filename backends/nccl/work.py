@@ -13,17 +13,15 @@ from torch.futures import Future
 
 from collectives.backends.nccl.device import Device
 from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
+from collectives.core.arguments.validation import Group
 from collectives.core.work import Work, fail
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["CoalescedOperationWork", "NcclWork", "Owner"]
 
 
-class Owner(Protocol):
-    """The part of the group that its Works use."""
-
-    def rank(self) -> int:
-        """Returns this process's rank within the group."""
+class Owner(Group, Protocol):
+    """The part of the group that its operations and Works use."""
 
     def where(self) -> str:
         """Returns rank and group, to stand in front of a message."""

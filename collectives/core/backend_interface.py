@@ -184,6 +184,9 @@ class BackendInterface(ABC):
             works = issue()
         return CoalescedWork(works)
 
+    def note_refusal(self) -> None:  # noqa: B027 - most ranks meet in the operations that are issued
+        """Takes note that this rank refuses an operation that the others may wait in."""
+
     def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
         """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
 

@@ -105,6 +105,11 @@ class ForwardingGroup(ProcessGroup):
         for group in self.inner_groups:
             group.set_timeout(timeout)
 
+    def note_refusal(self) -> None:
+        """Tells all groups, as nobody knows which one the operation was for."""
+        for group in self.inner_groups:
+            group.note_refusal()
+
     def abort(self) -> None:
         """Breaks every group."""
         self._begin_abort()

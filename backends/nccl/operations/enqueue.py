@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +22,13 @@ from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.failures import Failures
 from collectives.backends.nccl.libnccl.codes import NcclError
 from collectives.backends.nccl.libnccl.interface import NcclLibrary
+from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.backends.nccl.operations.nccl_calls import CallSequence
 from collectives.backends.nccl.watchdog import Watchdog
 from collectives.backends.nccl.work import CoalescedOperationWork, NcclWork, Owner
+from collectives.core.arguments.validation import fail
+from collectives.core.recording.flight_record import RecordedOperation
 from collectives.core.work import CompletedWork, Work
 
 __all__ = ["Enqueuer", "Request"]
@@ -46,6 +50,7 @@ class Request:
         peer: the other rank of a message; ``None`` for a collective.
         source: the sender of a receive.
         blocks: whether its Work's ``wait`` blocks the host.
+        message: the tensor that is sent or received.
     """
 
     operation: Operation
@@ -56,6 +61,7 @@ class Request:
     peer: int | None = None
     source: int | None = None
     blocks: bool = False
+    message: torch.Tensor | None = None
 
 
 _Placed = dict[StreamedCommunicator, list[Request]]
@@ -68,6 +74,7 @@ class Enqueuer:
     Args:
         library: NCCL.
         communicators: the group's communicators.
+        loopback: the messages of this rank to itself.
         failures: what ends the group.
         watchdog: watches pending operations.
         owner: the group, for its Works.
@@ -78,6 +85,7 @@ class Enqueuer:
         self,
         library: NcclLibrary,
         communicators: Communicators,
+        loopback: Loopback,
         failures: Failures,
         watchdog: Watchdog,
         owner: Owner,
@@ -85,10 +93,14 @@ class Enqueuer:
     ) -> None:
         self._library = library
         self._communicators = communicators
+        self._loopback = loopback
         self._failures = failures
         self._watchdog = watchdog
         self._owner = owner
+        self._rank = owner.rank()
         self._blocking = blocking
+        self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
         self._unreleased: dict[tuple[Stream, ...], deque[PendingOperation]] = {}
         self._releasing = threading.Lock()
         self._region = _Region()
@@ -135,17 +147,17 @@ class Enqueuer:
     def _enqueue(self, requests: list[Request]) -> NcclWork:
         first = requests[0]
         device = first.device
-        operations: list[Operation] = []
         outputs: list[torch.Tensor] = []
         blocks, on_current = self._blocking, True
         directions: dict[_Direction, list[Request]] = {}
         for request in requests:
             if request.device is not device:
                 named = ", ".join(sorted({str(request.device.device) for request in requests}))
-                raise ValueError(
-                    f"{self._owner.where()} operations that start together are on several devices: {named}"
+                fail(
+                    self._owner,
+                    request.operation.name,
+                    f"operations that start together are on several devices: {named}",
                 )
-            operations.append(request.operation)
             outputs += request.outputs
             blocks = blocks or request.blocks
             on_current = on_current and not request.async_op
@@ -153,32 +165,24 @@ class Enqueuer:
         captured = device.capturing()
         if not captured:
             self._release_completed()
+        own: tuple[list[Request], list[Request]] | None = None
+        if first.peer is not None or len(requests) > 1:
+            own = directions.pop((self._rank, None), []), directions.pop((self._rank, self._rank), [])
+        peers = None
+        if (None, None) not in directions:
+            peers = frozenset(peer for peer, _ in directions if peer is not None)
         placed = self._placed(directions, captured)
-        pending = PendingOperation(
-            first.operation,
-            device,
-            None
-            if (None, None) in directions
-            else frozenset(peer for peer, _ in directions if peer is not None),
-            captured,
-            list(map(Operation.begin, operations)),
-        )
-        self._watchdog.watch(pending)
+        turn = device.issuing.begin(list(placed))
         try:
-            turn = device.issuing.begin(list(placed))
+            before = device.enter()
             try:
-                before = device.enter()
-                try:
-                    if self._failures.over:
-                        self._failures.refuse(first.operation)
-                    self._issue(placed, on_current, pending)
-                finally:
-                    device.leave(before)
+                if self._failures.over:
+                    self._failures.refuse(first.operation)
+                pending = self._issue(requests, placed, own, peers, on_current, captured)
             finally:
-                device.issuing.end(turn)
-        except BaseException as error:
-            self._note_failure(pending, error)
-            raise
+                device.leave(before)
+        finally:
+            device.issuing.end(turn)
         with self._releasing:
             self._unreleased.setdefault(pending.streams, deque()).append(pending)
         source = first.source if len(requests) == 1 else None
@@ -200,7 +204,8 @@ class Enqueuer:
     @contextmanager
     def _connecting(self, request: Request, peer: int) -> Iterator[None]:
         """Watches the calls that connect this rank with another one for a message; they may block."""
-        pending = PendingOperation(request.operation, request.device, frozenset({peer}), False)
+        request.operation.number = next(self._message_numbers)
+        pending = PendingOperation([request.operation], request.device, frozenset({peer}), False)
         self._watchdog.watch(pending)
         try:
             yield
@@ -218,7 +223,7 @@ class Enqueuer:
         placed: _Placed = {}
         ordered = sorted(directions.items(), key=self._order) if len(directions) > 1 else directions.items()
         for (peer, source), requests in ordered:
-            device, limit = requests[0].device, requests[0].operation.timeout
+            device, limit = requests[0].device, min(request.operation.timeout for request in requests)
             if peer is None:
                 chosen = self._communicators.all_ranks(device, limit)
             else:
@@ -236,29 +241,90 @@ class Enqueuer:
         return placed
 
     def _order(self, item: tuple[_Direction, list[Request]]) -> tuple[int, int]:
-        peer, own = item[0][0], self._owner.rank()
+        peer, own = item[0][0], self._rank
         return (-1, -1) if peer is None else (min(own, peer), max(own, peer))
 
-    def _issue(self, placed: _Placed, on_current: bool, pending: PendingOperation) -> None:
-        """Puts requests on their streams, or on the current one; at this thread's turn."""
-        device = pending.device
+    def _issue(
+        self,
+        requests: list[Request],
+        placed: _Placed,
+        own: tuple[list[Request], list[Request]] | None,
+        peers: frozenset[int] | None,
+        on_current: bool,
+        captured: bool,
+    ) -> PendingOperation:
+        """Puts requests on their streams, or on the current one; at this thread's turn.
+
+        Operations get their numbers here. Those that a rank refuses, or that not all ranks have come to,
+        count nowhere, so that the numbers of the ranks stay in step.
+
+        Args:
+            requests: all of them.
+            placed: those of NCCL.
+            own: messages of this rank to itself, those sent and those received.
+            peers: the ranks that they need; ``None`` for all.
+            on_current: whether all go to the current stream.
+            captured: whether that is being captured.
+        """
+        device = requests[0].device
         current = device.current_stream()
-        start = None if on_current else device.record(current)
-        streams: dict[Stream, None] = {}  # in order, each once
+        refused: NcclError | None = None
         sequences: list[CallSequence] = []
-        for chosen, requests in placed.items():
+        try:
+            self._prepare(device, placed, current, on_current, sequences)
+        except NcclError as error:
+            refused = error
+        kept: list[torch.Tensor] = []
+        streams = dict.fromkeys([sequence.stream for sequence in sequences])  # in order, each once
+        if own is not None and any(own):
+            sent, received = ([one.message for one in some if one.message is not None] for some in own)
+            self._loopback.issue(device, current, sent, received)
+            kept += sent + received
+            streams[current] = None
+        operations: list[Operation] = []
+        recorded: list[RecordedOperation] = []
+        for request in requests:
+            operation = request.operation
+            if not operation.number:
+                operation.number = next(self._numbers if request.peer is None else self._message_numbers)
+            operations.append(operation)
+            recorded.append(operation.begin())
+        pending = PendingOperation(operations, device, peers, captured, recorded)
+        self._watchdog.watch(pending)
+        try:
+            if refused is not None:
+                raise refused
+            self._launch(device, sequences, kept)
+            pending.issued(current, list(streams), kept)
+        except BaseException as error:
+            self._note_failure(pending, error)
+            raise
+        return pending
+
+    def _prepare(
+        self,
+        device: Device,
+        placed: _Placed,
+        current: Stream,
+        on_current: bool,
+        sequences: list[CallSequence],
+    ) -> None:
+        """Adds the calls of requests, on streams that wait for the current one, or on that."""
+        start = None if on_current or not placed else device.record(current)
+        for chosen, some in placed.items():
             stream, handle = (
                 (current, device.handle(current)) if on_current else (chosen.stream, chosen.handle)
             )
             if start is not None:
                 device.wait(stream, start)
-            streams[stream] = None
             sequence = CallSequence(device, stream, handle, chosen.communicator)
-            for request in requests:
-                request.add_calls(sequence)
             sequences.append(sequence)
+            for request in some:
+                request.add_calls(sequence)
+
+    def _launch(self, device: Device, sequences: Sequence[CallSequence], kept: list[torch.Tensor]) -> None:
+        """Puts copies and calls on their streams; adds the tensors that they use to ``kept``."""
         calls: list[Callable[[], object]] = []
-        kept: list[torch.Tensor] = []
         for sequence in sequences:
             if sequence.before:
                 _copy(device, sequence.stream, sequence.before)
@@ -275,7 +341,6 @@ class Enqueuer:
                 sequence.communicator.destroy_op(op)
             if sequence.after:
                 _copy(device, sequence.stream, sequence.after)
-        pending.issued(current, list(streams), kept)
 
     def _release_completed(self) -> None:
         """Releases the tensors of completed operations that no stream waited for.

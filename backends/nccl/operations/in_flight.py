@@ -26,7 +26,7 @@ class PendingOperation:
     """Operations that were enqueued together, from before they are given to NCCL, which may block.
 
     Args:
-        operation: what messages say; of several operations, the first.
+        operations: what messages say.
         device: the device.
         peers: the ranks that they need, this one among them or not; ``None`` for all.
         captured: whether they are recorded into a graph, to run when that is replayed: then their events
@@ -34,6 +34,8 @@ class PendingOperation:
         recorded: their entries in the flight record.
 
     Attributes:
+        operation: the first of them.
+        limited: the one whose time limit is the first to pass, and with it that of all.
         error: why the operations failed, once they have.
         released: whether no tensors are kept any more.
     """
@@ -49,6 +51,7 @@ class PendingOperation:
         "captured",
         "device",
         "error",
+        "limited",
         "operation",
         "peers",
         "released",
@@ -57,13 +60,15 @@ class PendingOperation:
 
     def __init__(
         self,
-        operation: Operation,
+        operations: Sequence[Operation],
         device: Device,
         peers: frozenset[int] | None,
         captured: bool,
         recorded: Sequence[RecordedOperation] = (),
     ) -> None:
-        self.operation = operation
+        self.operation = self.limited = operations[0]
+        if len(operations) > 1:
+            self.limited = min(operations, key=lambda one: one.timeout)
         self.device = device
         self.peers = peers
         self.captured = captured
@@ -102,7 +107,7 @@ class PendingOperation:
     @property
     def deadline(self) -> float:
         """When its time limit passes, on the monotonic clock."""
-        return self.began + self.operation.timeout.total_seconds()
+        return self.began + self.limited.timeout.total_seconds()
 
     def completed(self) -> bool:
         """Returns whether the streams have passed the operations.

@@ -63,9 +63,13 @@ class Group(Protocol):
     def describe(self) -> str:
         """Returns the group in words, for messages."""
 
+    def note_refusal(self) -> None:
+        """Takes note that this rank refuses an operation that the others may wait in."""
+
 
 def fail(group: Group, operation: str, reason: str, kind: type[Exception] = ValueError) -> NoReturn:
     """Raises ``kind`` with the group, the rank and the operation in front of ``reason``."""
+    group.note_refusal()
     raise kind(f"[rank {group.rank()}] {operation} on {group.describe()}: {reason}")
 
 

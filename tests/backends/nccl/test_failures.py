@@ -84,6 +84,27 @@ def elsewhere(group: ProcessGroup) -> None:
             group.recv(x, 0).wait(BLOCKS)
 
 
+def limits_together(group: ProcessGroup) -> None:
+    """Each of the operations that start together has its limit, and the first to pass ends all."""
+    group.allreduce(torch.ones(1)).wait()
+    if group.rank() == 1:
+        gate("expired", group)
+        return
+    with group._together():
+        works = [
+            group.allreduce(torch.ones(2)),
+            group.allreduce(torch.ones(3), timeout=timedelta(seconds=2)),
+            group.allreduce(torch.ones(4), timeout=timedelta(seconds=9)),
+        ]
+    with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #3 .*\[3\].*time limit of 2 s"):
+        works[0].wait(BLOCKS)
+    gate("expired", group)
+
+
+def test_each_of_several_has_its_limit(nccl_library: Path) -> None:
+    run_over_double(limits_together, 2, nccl_library)
+
+
 @pytest.mark.full
 def test_the_message_tells_where_the_others_are(nccl_library: Path) -> None:
     run_over_double(elsewhere, 2, nccl_library)
@@ -98,6 +119,46 @@ def a_rank_never_comes(group: ProcessGroup) -> None:
         with pytest.raises(CollectiveTimeoutError, match=r"communicator of ranks .*: rank 1 did not come"):
             group.send(torch.ones(1), 1)
     gate("gave up", group)
+
+
+def refused_by_one(group: ProcessGroup, refused_at: str) -> list[str]:
+    """What one rank refuses while the others wait counts for none of them, and all go on in step."""
+    late = timedelta(seconds=20)
+    if group.rank() == 1:
+        if refused_at == "the arguments":
+            with pytest.raises(collectives.UnsupportedOperationError, match="int16"):
+                group.allreduce(torch.ones(1, dtype=torch.int16))
+        else:
+            os.environ["NCCL_COMM_BLOCKING"] = "0"
+            with pytest.raises(DistBackendError, match="NCCL_COMM_BLOCKING=0"):
+                group.allreduce(torch.ones(1))
+            del os.environ["NCCL_COMM_BLOCKING"]
+    else:
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
+            group.allreduce(torch.ones(1))
+    gate("told", group)
+    x = torch.ones(1)
+    group.allreduce(x, timeout=late).wait()
+    assert x.item() == 2.0
+    if group.rank() == 1:
+        with pytest.raises(ValueError, match="root"):
+            group.broadcast(x, root=7)
+        with pytest.raises(ZeroDivisionError):
+            interrupted(group, x)
+    group.barrier().wait()
+    return [f"{one.name} #{one.number}" for one in group.flight_record.operations()]
+
+
+def interrupted(group: Any, x: torch.Tensor) -> None:
+    with group._together():
+        group.allreduce(x)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("refused_at", ["the arguments", "the connections"])
+def test_a_rank_refuses_alone(nccl_library: Path, refused_at: str) -> None:
+    numbers = run_over_double(refused_by_one, 2, nccl_library, refused_at, options=SHORT)
+    assert numbers == [["all_reduce #1", "barrier #2"]] * 2
 
 
 @pytest.mark.full

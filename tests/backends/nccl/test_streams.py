@@ -268,15 +268,42 @@ def messages(group: ProcessGroup) -> None:
         sent.wait()
     device.synchronize(own)
     assert y.tolist() == [5.0 + 1 - me] * 4
-    with device.using(own):
-        late(device, own, x, 9.0)
-        group.send(x, me)
-    other = pool_stream()
-    with device.using(other):
+
+
+def messages_to_oneself(group: ProcessGroup) -> None:
+    """Whoever waits for one comes behind it, on whichever stream, with whatever hands its value on."""
+    device, me = DoubleDevice.shared(CPU), group.rank()
+    sender, receiver, other = pool_stream(), pool_stream(), pool_stream()
+    with device.using(sender):
+        x = torch.zeros(4)
+        late(device, sender, x, 9.0)
+        sent = group.send(x, me)
+        assert not sent.is_completed()
+    with device.using(receiver):
         y = torch.zeros(4)
-        group.recv(y, me).wait()
+        received = group.recv(y, me)
+        assert not received.is_completed()
+        doubled = received.get_future().then(lambda done: done.value()[0] * 2)
+    with device.using(other):
+        sent.wait()
+        x.fill_(-1.0)
+        received.wait()
+        seen = torch.empty(4).copy_(y)
+        assert doubled.wait().tolist() == [18.0] * 4
     device.synchronize(other)
-    assert y.tolist() == [9.0] * 4
+    assert seen.tolist() == [9.0] * 4
+    assert received.source_rank() == me
+    assert received.result()[0] is y
+
+    # In a batch, in any order, and beside others.
+    y, z = torch.zeros(4), torch.zeros(3)
+    with group._together():
+        first = group.recv(y, me)
+        works = [group.send(torch.full((3,), float(me)), 1 - me), group.recv(z, 1 - me)]
+        works.append(group.send(torch.full((4,), 5.0), me))
+    for work in [first, *works]:
+        work.wait()
+    assert (y.tolist(), z.tolist()) == ([5.0] * 4, [1.0 - me] * 3)
 
 
 def beside_streams_of_users(group: ProcessGroup) -> None:
@@ -345,6 +372,7 @@ def streams(group: ProcessGroup) -> None:
         last_steps_of_nobody,
         host_blocks,
         messages,
+        messages_to_oneself,
         *LATER,
     ):
         body(group)
