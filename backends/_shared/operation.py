@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from collectives.core.operations import Call
 from collectives.core.recording.flight_record import FlightRecord, RecordedOperation
 
 __all__ = ["Operation", "Operations"]
@@ -115,6 +116,16 @@ class Operations:
         self._record = record
         self.collectives = itertools.count(1)
         self.messages = itertools.count(1)
+
+    def of(self, call: Call, timeout: timedelta) -> Operation:
+        """Returns the next operation, which is a collective.
+
+        Args:
+            call: what is called.
+            timeout: the group's limit, where the call has none.
+        """
+        name, shown = call.operation.name, call.shown
+        return self(name, call.outputs, call.timeout or timeout, call.detail, shown)
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -36,15 +36,14 @@ from collectives.backends.gloo.torch_group import (
 from collectives.backends.gloo.work import CollectiveGlooWork, MessageGlooWork, begin
 from collectives.core.arguments.staging import dense, dense_outputs, write
 from collectives.core.capabilities import Capabilities
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ScatterOptions,
+from collectives.core.operations import (
+    ALL_GATHER,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    REDUCE_SCATTER,
+    Call,
 )
 from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, Work
 from collectives.errors import DistBackendError, DistError, GroupAbortedError
@@ -54,6 +53,11 @@ from collectives.registry.backends import GroupOptions
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS)
+
+_PARTS_MAY_DIFFER = {
+    ALL_GATHER, ALL_REDUCE_COALESCED, ALL_TO_ALL, ALL_TO_ALL_SINGLE, BARRIER, REDUCE_SCATTER
+}  # fmt: skip
+"""Collectives of which a rank cannot tell by one tensor whether there is anything to move."""
 
 
 def unavailable() -> str | None:
@@ -145,34 +149,34 @@ class ProcessGroupGloo(ProcessGroup):
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        made = reduction_for(tensor.dtype, opts.reduceOp, self._size)
-        operation = self._operation("all_reduce", [tensor], opts.timeout, opts.reduceOp.name)
-        if not tensor.numel():
-            return CompletedWork([tensor])
+    def issue(self, call: Call) -> Work:
+        """Issues a collective; one without elements is done at once."""
+        if call.operation in _PARTS_MAY_DIFFER or call.tensor.numel():
+            return super().issue(call)
+        self._operation(call)
+        return CompletedWork(call.outputs)
+
+    def _all_reduce(self, call: Call) -> Work:
+        tensor, operation = call.output, self._operation(call)
+        record: Any = c10d.AllreduceOptions()
+        made = reduction_for(tensor.dtype, call.op, self._size)
         if not isinstance(made, WireConversion):
+            record.reduceOp = made
             staged = dense_outputs([tensor])
-            work = self._run_allreduce(staged.stand_ins[0], made, opts, operation)
-            return staged.finish(work, opts.asyncOp)
+            given = staged.stand_ins
+            work = self._start(call, operation, record, lambda inner: inner.allreduce(given, record))
+            return staged.finish(work, call.async_op)
+        record.reduceOp = made.op
         wire = made.to_wire(dense(tensor))
-        work = self._run_allreduce(wire, made.op, opts, operation)
-        return FinishingWork(work, lambda: write(tensor, made.from_wire(wire)), [tensor], opts.asyncOp)
+        work = self._start(call, operation, record, lambda inner: inner.allreduce([wire], record))
+        return FinishingWork(work, lambda: write(tensor, made.from_wire(wire)), [tensor], call.async_op)
 
-    def _run_allreduce(self, tensor: torch.Tensor, op: Any, opts: AllreduceOptions, what: Operation) -> Work:
-        record = c10d.AllreduceOptions()
-        record.reduceOp = op
-        return self._start(what, opts.asyncOp, record, lambda inner: inner.allreduce([tensor], record))
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        made = reduction_for(tensor.dtype, opts.reduceOp, self._size)
-        operation = self._operation(
-            "reduce", [tensor], opts.timeout, f"{opts.reduceOp.name}, root {opts.rootRank}"
-        )
-        if not tensor.numel():
-            return CompletedWork([tensor])
+    def _reduce(self, call: Call) -> Work:
+        tensor, operation = call.output, self._operation(call)
+        made = reduction_for(tensor.dtype, call.op, self._size)
         record = c10d.ReduceOptions()
-        record.rootRank = opts.rootRank
-        is_root = self._rank == opts.rootRank
+        record.rootRank = call.root
+        is_root = self._rank == call.root
         if isinstance(made, WireConversion):
             record.reduceOp = c10d.ReduceOp(made.op)
             wire = made.to_wire(dense(tensor))
@@ -180,154 +184,124 @@ class ProcessGroupGloo(ProcessGroup):
             record.reduceOp = c10d.ReduceOp(made)
             # Gloo leaves partial results in the tensors of the other ranks.
             wire = dense(tensor) if is_root else tensor.detach().clone(memory_format=torch.contiguous_format)
-        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.reduce([wire], record))
+        work = self._start(call, operation, record, lambda inner: inner.reduce([wire], record))
 
         def finish() -> None:
             if is_root:
                 write(tensor, made.from_wire(wire) if isinstance(made, WireConversion) else wire)
 
         in_place = is_root and wire.data_ptr() == tensor.data_ptr()
-        return work if in_place else FinishingWork(work, finish, [tensor], opts.asyncOp)
+        return work if in_place else FinishingWork(work, finish, [tensor], call.async_op)
 
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
-        return self._run_broadcast(tensor, opts.rootRank, opts.asyncOp, operation)
+    def _broadcast(self, call: Call) -> Work:
+        return self._run_broadcast(call, call.output, call.root, self._operation(call))
 
-    def _run_broadcast(self, tensor: torch.Tensor, root: int, async_op: bool, operation: Operation) -> Work:
+    def _run_broadcast(self, call: Call, tensor: torch.Tensor, root: int, operation: Operation) -> Work:
         if not tensor.numel():
             return CompletedWork([tensor])
         record = c10d.BroadcastOptions()
         record.rootRank = root
         staged = dense_outputs([] if self._rank == root else [tensor])
         flat = as_bytes(staged.stand_ins[0] if staged.stand_ins else dense(tensor))
-        work = self._start(operation, async_op, record, lambda inner: inner.broadcast([flat], record))
-        return staged.finish(work, async_op)
+        work = self._start(call, operation, record, lambda inner: inner.broadcast([flat], record))
+        return staged.finish(work, call.async_op)
 
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        operation = self._operation("all_gather", outputs, opts.timeout)
+    def _all_gather(self, call: Call) -> Work:
+        outputs, operation = call.outputs, self._operation(call)
         if len({output.numel() for output in outputs}) > 1:
-            write(outputs[self._rank], dense(tensor))
+            write(outputs[self._rank], dense(call.input))
             return CoalescedWork(
-                [
-                    self._run_broadcast(output, root, opts.asyncOp, operation)
-                    for root, output in enumerate(outputs)
-                ]
+                [self._run_broadcast(call, output, root, operation) for root, output in enumerate(outputs)]
             )
-        if not tensor.numel():
+        if not call.input.numel():
             return CompletedWork(outputs)
         record = c10d.AllgatherOptions()
         staged = dense_outputs(outputs)
-        sent = as_bytes(dense(tensor))
+        sent = as_bytes(dense(call.input))
         parts = [as_bytes(part) for part in staged.stand_ins]
-        work = self._start(
-            operation, opts.asyncOp, record, lambda inner: inner.allgather([parts], [sent], record)
-        )
-        return staged.finish(work, opts.asyncOp)
+        work = self._start(call, operation, record, lambda inner: inner.allgather([parts], [sent], record))
+        return staged.finish(work, call.async_op)
 
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
-        if not tensor.numel():
-            return CompletedWork([output])
+    def _all_gather_into_tensor(self, call: Call) -> Work:
         record = c10d.AllgatherOptions()
-        staged = dense_outputs([output])
-        sent = as_bytes(dense(tensor))
-        flat = as_bytes(staged.stand_ins[0])
+        staged = dense_outputs(call.outputs)
+        sent, flat = as_bytes(dense(call.input)), as_bytes(staged.stand_ins[0])
         work = self._start(
-            operation, opts.asyncOp, record, lambda inner: all_gather_single(inner)(flat, sent, record)
+            call, self._operation(call), record, lambda inner: all_gather_single(inner)(flat, sent, record)
         )
-        return staged.finish(work, opts.asyncOp)
+        return staged.finish(work, call.async_op)
 
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        operation = self._operation(
-            "gather", outputs or [], opts.timeout, f"root {opts.rootRank}", shown=[tensor]
-        )
-        if not tensor.numel():
-            return CompletedWork(outputs or [])
+    def _gather(self, call: Call) -> Work:
         record = c10d.GatherOptions()
-        record.rootRank = opts.rootRank
-        staged = dense_outputs(outputs or [])
-        parts = [[as_bytes(part) for part in staged.stand_ins]] if outputs is not None else []
-        sent = as_bytes(dense(tensor))
-        work = self._start(operation, opts.asyncOp, record, lambda inner: inner.gather(parts, [sent], record))
-        return staged.finish(work, opts.asyncOp)
+        record.rootRank = call.root
+        staged = dense_outputs(call.outputs)
+        parts = [[as_bytes(part) for part in staged.stand_ins]] if call.outputs else []
+        sent = as_bytes(dense(call.input))
+        work = self._start(
+            call, self._operation(call), record, lambda inner: inner.gather(parts, [sent], record)
+        )
+        return staged.finish(work, call.async_op)
 
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
-        if not output.numel():
-            return CompletedWork([output])
+    def _scatter(self, call: Call) -> Work:
         record = c10d.ScatterOptions()
-        record.rootRank = opts.rootRank
-        staged = dense_outputs([output])
-        parts = [[as_bytes(dense(part)) for part in inputs]] if inputs is not None else []
+        record.rootRank = call.root
+        staged = dense_outputs(call.outputs)
+        parts = [[as_bytes(dense(part)) for part in call.inputs]] if call.inputs else []
         into = as_bytes(staged.stand_ins[0])
         work = self._start(
-            operation, opts.asyncOp, record, lambda inner: inner.scatter([into], parts, record)
+            call, self._operation(call), record, lambda inner: inner.scatter([into], parts, record)
         )
-        return staged.finish(work, opts.asyncOp)
+        return staged.finish(work, call.async_op)
 
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        operation = self._operation("all_to_all", outputs, opts.timeout)
-        sent = torch.cat([as_bytes(dense(part)) for part in inputs])
-        sizes = [byte_count(output) for output in outputs]
+    def _all_to_all(self, call: Call) -> Work:
+        sent = torch.cat([as_bytes(dense(part)) for part in call.inputs])
+        sizes = [byte_count(output) for output in call.outputs]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
-        sent_sizes = [byte_count(part) for part in inputs]
-        work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
-        staged = dense_outputs(outputs)
+        work = self._exchange(call, received, sent, sizes, [byte_count(part) for part in call.inputs])
+        staged = dense_outputs(call.outputs)
 
         def unpack() -> None:
             for part, stand_in in zip(torch.split(received, sizes), staged.stand_ins, strict=True):
                 as_bytes(stand_in).copy_(part)
 
-        return staged.finish(FinishingWork(work, unpack, outputs, opts.asyncOp), opts.asyncOp)
+        return staged.finish(FinishingWork(work, unpack, call.outputs, call.async_op), call.async_op)
 
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        operation = self._operation("all_to_all_single", [output], opts.timeout)
-        staged = dense_outputs([output])
-        received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(tensor))
-        sizes, sent_sizes = byte_splits(output, output_splits), byte_splits(tensor, input_splits)
-        work = self._run_alltoall(received, sent, sizes, sent_sizes, opts, operation)
-        return staged.finish(work, opts.asyncOp, [output])
+    def _all_to_all_single(self, call: Call) -> Work:
+        staged = dense_outputs(call.outputs)
+        received, sent = as_bytes(staged.stand_ins[0]), as_bytes(dense(call.input))
+        sizes = byte_splits(call.output, call.output_splits or ())
+        work = self._exchange(call, received, sent, sizes, byte_splits(call.input, call.input_splits or ()))
+        return staged.finish(work, call.async_op, call.outputs)
 
-    def _run_alltoall(
+    def _exchange(
         self,
+        call: Call,
         received: torch.Tensor,
         sent: torch.Tensor,
         received_splits: list[int],
         sent_splits: list[int],
-        opts: AllToAllOptions,
-        operation: Operation,
     ) -> Work:
         record = c10d.AllToAllOptions()
         return self._start(
-            operation,
-            opts.asyncOp,
+            call,
+            self._operation(call),
             record,
             lambda inner: all_to_all_single(inner)(received, sent, received_splits, sent_splits, record),
         )
 
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        operation = self._operation("barrier", [], opts.timeout)
+    def _barrier(self, call: Call) -> Work:
         record = c10d.BarrierOptions()
-        return self._start(operation, opts.asyncOp, record, lambda inner: inner.barrier(record))
+        return self._start(call, self._operation(call), record, lambda inner: inner.barrier(record))
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        operation = self._operation("send", [tensor], None, f"to rank {dst}, tag {tag}")
+        operation = self._operations("send", [tensor], self._timeout, f"to rank {dst}, tag {tag}")
         return self._messages.send(operation, tensor, dst, tag)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
-        operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
+        operation = self._operations("recv", [tensor], self._timeout, f"from {peer}, tag {tag}")
         return self._messages.receive(operation, tensor, src, tag, self._timeout)
 
     def message_done(self, work: MessageGlooWork) -> None:
@@ -340,15 +314,8 @@ class ProcessGroupGloo(ProcessGroup):
 
     # ---- start and failure ---------------------------------------------------------------------------------
 
-    def _operation(
-        self,
-        name: str,
-        outputs: Sequence[torch.Tensor],
-        timeout: timedelta | None,
-        detail: str = "",
-        shown: Sequence[torch.Tensor] = (),
-    ) -> Operation:
-        return self._operations(name, outputs, timeout or self._timeout, detail, shown)
+    def _operation(self, call: Call) -> Operation:
+        return self._operations.of(call, self._timeout)
 
     def check_usable(self, operation: Operation) -> Any:
         """Returns torch's group.
@@ -368,13 +335,13 @@ class ProcessGroupGloo(ProcessGroup):
         return inner
 
     def _start(
-        self, operation: Operation, async_op: bool, record: Any, issue: Callable[[Any], Any]
+        self, call: Call, operation: Operation, record: Any, issue: Callable[[Any], Any]
     ) -> CollectiveGlooWork:
         inner = self.check_usable(operation)
         record.timeout = max(operation.timeout, timedelta(milliseconds=1))
         started, recorded = begin(self, operation, lambda: issue(inner))
         work = CollectiveGlooWork(self, started, operation, recorded)
-        if async_op:
+        if call.async_op:
             work.watch()
         return work
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import collectives._native as _native
 from collectives.backends._shared.arithmetic import REDUCTIONS, kernel_factor
 from collectives.backends._shared.exit_reasons import abort_reason
-from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
+from collectives.backends._shared.tensor_memory import equal_parts, part_of, split_parts
 from collectives.backends.host.options import refuse_options
 from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
@@ -19,22 +19,10 @@ from collectives.backends.host.work import HostWork, InFlight, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call, Operand
 from collectives.core.process_group import ProcessGroup
 from collectives.core.profiling import profiler
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    default_pg_timeout,
-    nanoseconds,
-)
+from collectives.core.types import default_pg_timeout, nanoseconds
 from collectives.core.work import COMPLETED, CompletedWork, Work
 from collectives.errors import DistError
 from collectives.registry.backends import GroupOptions
@@ -178,152 +166,56 @@ class ProcessGroupHost(ProcessGroup):
         outputs = as_tuple(output)
         return self._launch(task, (*outputs, *as_tuple(input)), outputs, True)
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        if not is_dense(tensor):
-            staged = dense_outputs([tensor])
-            return self._finish(staged, self._allreduce(staged.stand_ins[0], opts), opts.asyncOp)
-        return self._issue("all_reduce", opts, (tensor,), (tensor,), data=tensor, op=opts.reduceOp)
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        if self._rank != opts.rootRank:
-            source = dense(tensor)
-            return self._issue(
-                "reduce", opts, (source,), (tensor,), data=source, op=opts.reduceOp, root=opts.rootRank
+    def issue(self, call: Call) -> Work:
+        """Runs a collective, or queues it where it is asynchronous or the group is not idle."""
+        operation, outputs = call.operation, call.outputs
+        if operation is ALL_REDUCE_COALESCED:
+            return super().issue(call)
+        writes = call.writes_on(self._rank)
+        staged = dense_outputs(outputs if writes else ())
+        targets = staged.stand_ins if writes else [dense(tensor) for tensor in outputs]
+        sources = [dense(tensor) for tensor in call.inputs]
+        data = targets[0] if operation.output is Operand.ONE else None
+        source = sources[0] if operation.input is Operand.ONE else None
+        main = source if data is None else data
+        dtype = None if operation is BARRIER else call.tensor.dtype
+        item = 1 if dtype is None else element_bytes(dtype)
+        try:
+            task = self._native.collective(
+                operation.opcode,
+                0 if data is None else data.data_ptr(),
+                0 if source is None else source.data_ptr(),
+                0 if main is None else native_count(main),
+                _UINT8 if dtype is None else NATIVE_CODES[dtype],
+                call.op.code,
+                kernel_factor(call.op, self._size),
+                call.root,
+                self._parts(operation.output, targets, call.output_splits, item),
+                self._parts(operation.input, sources, call.input_splits, item),
+                self._timeout_ns if call.timeout is None else nanoseconds(call.timeout),
+                not call.async_op,
             )
-        staged = dense_outputs([tensor])
-        target = staged.stand_ins[0]
-        work = self._issue(
-            "reduce", opts, (target,), (tensor,), data=target, op=opts.reduceOp, root=opts.rootRank
-        )
-        return self._finish(staged, work, opts.asyncOp)
+        except DistError:
+            self._flight_record.tell_first_error()
+            raise
+        if task is None:
+            work: Work = CompletedWork(outputs)
+        else:
+            work = self._launch(task, (*sources, *targets), outputs, call.async_op)
+        return self._finish(staged, work, call.async_op)
 
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        if self._rank == opts.rootRank:
-            source = dense(tensor)
-            return self._issue("broadcast", opts, (source,), (tensor,), data=source, root=opts.rootRank)
-        staged = dense_outputs([tensor])
-        target = staged.stand_ins[0]
-        work = self._issue("broadcast", opts, (target,), (tensor,), data=target, root=opts.rootRank)
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        source = dense(tensor)
-        staged = dense_outputs(outputs)
-        work = self._issue(
-            "all_gather",
-            opts,
-            (source, *staged.stand_ins),
-            outputs,
-            source=source,
-            outputs=map(part_of, staged.stand_ins),
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        source = dense(tensor)
-        staged = dense_outputs([output])
-        target = staged.stand_ins[0]
-        parts = equal_parts(target, self._size)
-        work = self._issue("all_gather", opts, (source, target), (output,), source=source, outputs=parts)
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        sources = [dense(part) for part in inputs]
-        return self._reduce_parts(output, sources, map(part_of, sources), opts)
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        source = dense(tensor)
-        return self._reduce_parts(output, [source], equal_parts(source, self._size), opts)
-
-    def _reduce_parts(
-        self,
-        output: torch.Tensor,
-        sources: list[torch.Tensor],
-        parts: Iterable[Part],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        staged = dense_outputs([output])
-        target = staged.stand_ins[0]
-        work = self._issue(
-            "reduce_scatter", opts, (*sources, target), (output,), data=target, op=opts.reduceOp, inputs=parts
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        source = dense(tensor)
-        if outputs is None:
-            return self._issue("gather", opts, (source,), (), source=source, root=opts.rootRank)
-        staged = dense_outputs(outputs)
-        work = self._issue(
-            "gather",
-            opts,
-            (source, *staged.stand_ins),
-            outputs,
-            source=source,
-            root=opts.rootRank,
-            outputs=map(part_of, staged.stand_ins),
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        sources = [dense(part) for part in inputs or ()]
-        staged = dense_outputs([output])
-        target = staged.stand_ins[0]
-        work = self._issue(
-            "scatter",
-            opts,
-            (*sources, target),
-            (output,),
-            data=target,
-            root=opts.rootRank,
-            inputs=map(part_of, sources),
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        sources = [dense(part) for part in inputs]
-        staged = dense_outputs(outputs)
-        work = self._issue(
-            "all_to_all",
-            opts,
-            (*sources, *staged.stand_ins),
-            outputs,
-            dtype=outputs[0].dtype,
-            outputs=map(part_of, staged.stand_ins),
-            inputs=map(part_of, sources),
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        source = dense(tensor)
-        staged = dense_outputs([output])
-        target = staged.stand_ins[0]
-        work = self._issue(
-            "all_to_all",
-            opts,
-            (source, target),
-            (output,),
-            dtype=output.dtype,
-            outputs=split_parts(target, output_splits),
-            inputs=split_parts(source, input_splits),
-        )
-        return self._finish(staged, work, opts.asyncOp)
-
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        return self._issue("barrier", opts, (), ())
+    def _parts(
+        self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None, item: int
+    ) -> list[tuple[int, int]]:
+        """Returns address and elements of each rank's part of an operand that has parts."""
+        if operand is Operand.EACH:
+            parts = [part_of(tensor) for tensor in tensors]
+        elif operand is Operand.PARTS:
+            tensor = tensors[0]
+            parts = equal_parts(tensor, self._size) if splits is None else split_parts(tensor, splits)
+        else:
+            return []
+        return [(address, nbytes // item) for address, nbytes in parts]
 
     # ---- point-to-point ------------------------------------------------------------------------------
 
@@ -393,60 +285,7 @@ class ProcessGroupHost(ProcessGroup):
         """Returns a line for each rank: what it waits in or did last, and since when; asks no peer."""
         return self._native.report()
 
-    # ---- issue ---------------------------------------------------------------------------------------
-
-    def _issue(
-        self,
-        kind: str,
-        opts: Any,
-        keep: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        *,
-        data: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        op: ReduceOp | None = None,
-        root: int = 0,
-        outputs: Iterable[Part] = (),
-        inputs: Iterable[Part] = (),
-    ) -> Work:
-        """Runs or queues a collective.
-
-        Args:
-            kind: its name.
-            opts: its options.
-            keep: every tensor whose memory it uses.
-            results: tensors of the Work.
-            data: the tensor that is written.
-            source: the tensor that is only read.
-            dtype: data type, where there is neither ``data`` nor ``source``.
-            op: the reduction.
-            root: the root.
-            outputs: the parts that are written, by rank.
-            inputs: the same for those that are only read.
-        """
-        main = source if data is None else data
-        dtype = dtype if main is None else main.dtype
-        item = 1 if dtype is None else element_bytes(dtype)
-        try:
-            task = self._native.collective(
-                _native.COLLECTIVES[kind],
-                0 if data is None else data.data_ptr(),
-                0 if source is None else source.data_ptr(),
-                0 if main is None else native_count(main),
-                _UINT8 if dtype is None else NATIVE_CODES[dtype],
-                (ReduceOp.SUM if op is None else op).code,
-                1.0 if op is None else kernel_factor(op, self._size),
-                root,
-                [(address, nbytes // item) for address, nbytes in outputs],
-                [(address, nbytes // item) for address, nbytes in inputs],
-                self._timeout_ns if opts.timeout is None else nanoseconds(opts.timeout),
-                not opts.asyncOp,
-            )
-        except DistError:
-            self._flight_record.tell_first_error()
-            raise
-        return CompletedWork(results) if task is None else self._launch(task, keep, results, opts.asyncOp)
+    # ---- in flight -----------------------------------------------------------------------------------
 
     def _launch(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -31,20 +30,9 @@ from collectives.backends.mpi.work import Until
 from collectives.core.arguments.staging import dense, dense_outputs
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES
+from collectives.core.operations import ALL_GATHER, BARRIER, BROADCAST, Call
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    nanoseconds,
-)
+from collectives.core.types import nanoseconds
 from collectives.core.work import CompletedWork, Work
 from collectives.errors import DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
@@ -54,7 +42,6 @@ from collectives.store import PrefixStore
 __all__ = ["ProcessGroupMPI", "capabilities", "create", "option_names"]
 
 _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, moves=frozenset(NATIVE_CODES))
-_KINDS = _native.COLLECTIVES
 _BYTE = NATIVE_CODES[torch.uint8]
 _GATHERED_BYTES = 64 << 10
 """Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
@@ -165,28 +152,27 @@ class ProcessGroupMPI(ProcessGroup):
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return self._reduce_all("all_reduce", tensor, opts, opts.reduceOp, None)
+    def _all_reduce(self, call: Call) -> Work:
+        return self._reduce_all(call, None)
 
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        return self._reduce_all("reduce", tensor, opts, opts.reduceOp, opts.rootRank)
+    def _reduce(self, call: Call) -> Work:
+        return self._reduce_all(call, call.root)
 
-    def _reduce_all(self, name: str, tensor: torch.Tensor, opts: Any, op: ReduceOp, root: int | None) -> Work:
+    def _reduce_all(self, call: Call, root: int | None) -> Work:
         """Reduces a tensor to all ranks, or to the root."""
-        detail = op.name if root is None else f"{op.name}, root {root}"
-        operation = self._operation(name, [tensor], opts.timeout, detail)
+        operation, tensor = self._operation(call), call.output
         if not tensor.numel():
             self._engine.check_usable(operation)
             return CompletedWork([tensor])
-        writes = root is None or root == self._rank
+        writes = call.writes_on(self._rank)
         staged = outputs_for_kernels([tensor] if writes else [])
         data = staged.stand_ins[0] if writes else dense(tensor).cpu()
-        whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, op, self._size)
-        kind = _KINDS["all_reduce" if root is None else "reduce"]
+        whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, call.op, self._size)
+        kind = call.operation.opcode
         if self._native.serves(kind, whole.nbytes, arithmetic.item):
             return self._dispatcher.by_core(
                 operation,
-                opts.asyncOp,
+                call.async_op,
                 staged.last_step,
                 (data,),
                 whole.nbytes,
@@ -199,7 +185,7 @@ class ProcessGroupMPI(ProcessGroup):
                 root=root or 0,
             )
         if self._size > MOST_RANKS and whole.nbytes * self._size <= _GATHERED_BYTES:
-            return self._gather_and_reduce(operation, staged, data, arithmetic, root, opts.asyncOp)
+            return self._gather_and_reduce(operation, staged, data, arithmetic, root, call.async_op)
         parts = cut(whole, arithmetic.item, self._size)
         own = parts[self._rank]
         keep = [data]
@@ -212,7 +198,7 @@ class ProcessGroupMPI(ProcessGroup):
             parts,
             target,
             arithmetic,
-            opts.asyncOp,
+            call.async_op,
             staged.last_step,
             keep,
             outputs=outputs,
@@ -253,54 +239,54 @@ class ProcessGroupMPI(ProcessGroup):
 
         return self._dispatcher.by_calls(operation, issue, asynchronous, finish, (data, memory))
 
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        operation = self._operation("broadcast", [tensor], opts.timeout, f"root {opts.rootRank}")
-        staged = dense_outputs([] if self._rank == opts.rootRank else [tensor])
-        data = staged.stand_ins[0] if staged.stand_ins else dense(tensor)
+    def _broadcast(self, call: Call) -> Work:
+        operation = self._operation(call)
+        staged = dense_outputs(call.outputs if call.writes_on(self._rank) else [])
+        data = staged.stand_ins[0] if staged.stand_ins else dense(call.output)
         whole = part_of(data)
-        if self._native.serves(_KINDS["broadcast"], whole.nbytes, 1):
+        if self._native.serves(BROADCAST.opcode, whole.nbytes, 1):
             return self._dispatcher.by_core(
                 operation,
-                opts.asyncOp,
+                call.async_op,
                 staged.last_step,
                 (data,),
                 whole.nbytes,
-                opcode=_KINDS["broadcast"],
+                opcode=BROADCAST.opcode,
                 data_ptr=whole.address,
                 count=whole.nbytes,
                 dtype_code=_BYTE,
-                root=opts.rootRank,
+                root=call.root,
             )
         return self._dispatcher.by_calls(
             operation,
-            lambda: [self._communicator.Ibcast(self._buffers(*whole), opts.rootRank)],
-            opts.asyncOp,
+            lambda: [self._communicator.Ibcast(self._buffers(*whole), call.root)],
+            call.async_op,
             staged.last_step,
             (data,),
             whole.nbytes,
         )
 
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        operation = self._operation("all_gather", outputs, opts.timeout)
-        return self._dispatcher.move(operation, [dense(tensor)] * self._size, outputs, opts.asyncOp)
+    def _all_gather(self, call: Call) -> Work:
+        sent = [dense(call.input)] * self._size
+        return self._dispatcher.move(self._operation(call), sent, call.outputs, call.async_op)
 
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        operation = self._operation("all_gather_into_tensor", [output], opts.timeout)
-        staged = dense_outputs([output])
-        source, target = dense(tensor), staged.stand_ins[0]
+    def _all_gather_into_tensor(self, call: Call) -> Work:
+        operation = self._operation(call)
+        staged = dense_outputs(call.outputs)
+        source, target = dense(call.input), staged.stand_ins[0]
         own, whole = part_of(source), part_of(target)
         if target.is_cuda:
             place = Part(whole.address + self._rank * own.nbytes, own.nbytes)
             copy_own(target, place, source, own)
             own = place
-        if self._native.serves(_KINDS["all_gather"], own.nbytes * self._size, 1):
+        if self._native.serves(ALL_GATHER.opcode, own.nbytes * self._size, 1):
             return self._dispatcher.by_core(
                 operation,
-                opts.asyncOp,
+                call.async_op,
                 staged.last_step,
                 (source, target),
                 whole.nbytes,
-                opcode=_KINDS["all_gather"],
+                opcode=ALL_GATHER.opcode,
                 input_ptr=own.address,
                 count=own.nbytes,
                 dtype_code=_BYTE,
@@ -312,92 +298,68 @@ class ProcessGroupMPI(ProcessGroup):
         return self._dispatcher.by_calls(
             operation,
             lambda: [self._communicator.Iallgather(given, places)],
-            opts.asyncOp,
+            call.async_op,
             staged.last_step,
             (source, target),
             whole.nbytes,
         )
 
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        operation = self._operation(
-            "gather", outputs or [], opts.timeout, f"root {opts.rootRank}", shown=[tensor]
-        )
+    def _gather(self, call: Call) -> Work:
         sent: list[torch.Tensor | None] = [None] * self._size
-        sent[opts.rootRank] = dense(tensor)
-        return self._dispatcher.move(operation, sent, outputs, opts.asyncOp)
+        sent[call.root] = dense(call.input)
+        return self._dispatcher.move(self._operation(call), sent, call.outputs or None, call.async_op)
 
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        operation = self._operation("scatter", [output], opts.timeout, f"root {opts.rootRank}")
-        sent = None if inputs is None else [dense(part) for part in inputs]
+    def _scatter(self, call: Call) -> Work:
+        sent = [dense(part) for part in call.inputs] or None
         outputs: list[torch.Tensor | None] = [None] * self._size
-        outputs[opts.rootRank] = output
-        return self._dispatcher.move(operation, sent, outputs, opts.asyncOp)
+        outputs[call.root] = call.output
+        return self._dispatcher.move(self._operation(call), sent, outputs, call.async_op)
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        operation = self._operation("reduce_scatter", [output], opts.timeout, opts.reduceOp.name)
-        sources = [dense(part).cpu() for part in inputs]
-        return self._reduce_parts(operation, output, sources, [part_of(part) for part in sources], opts)
+    def _reduce_scatter(self, call: Call) -> Work:
+        sources = [dense(part).cpu() for part in call.inputs]
+        return self._reduce_parts(call, sources, [part_of(part) for part in sources])
 
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        operation = self._operation("reduce_scatter_tensor", [output], opts.timeout, opts.reduceOp.name)
-        source = dense(tensor).cpu()
-        return self._reduce_parts(operation, output, [source], equal_parts(source, self._size), opts)
+    def _reduce_scatter_tensor(self, call: Call) -> Work:
+        source = dense(call.input).cpu()
+        return self._reduce_parts(call, [source], equal_parts(source, self._size))
 
-    def _reduce_parts(
-        self,
-        operation: Operation,
-        output: torch.Tensor,
-        sources: list[torch.Tensor],
-        parts: list[Part],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        staged = outputs_for_kernels([output])
+    def _reduce_parts(self, call: Call, sources: list[torch.Tensor], parts: list[Part]) -> Work:
+        operation = self._operation(call)
+        staged = outputs_for_kernels(call.outputs)
         target = staged.stand_ins[0]
-        arithmetic = arithmetic_of(output.dtype, opts.reduceOp, self._size)
+        arithmetic = arithmetic_of(call.output.dtype, call.op, self._size)
         keep = [*sources, target]
         return self._dispatcher.reduce(
-            operation, parts, target.data_ptr(), arithmetic, opts.asyncOp, staged.last_step, keep
+            operation, parts, target.data_ptr(), arithmetic, call.async_op, staged.last_step, keep
         )
 
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        operation = self._operation("all_to_all", outputs, opts.timeout)
-        return self._dispatcher.move(operation, [dense(part) for part in inputs], outputs, opts.asyncOp)
+    def _all_to_all(self, call: Call) -> Work:
+        sent = [dense(part) for part in call.inputs]
+        return self._dispatcher.move(self._operation(call), sent, call.outputs, call.async_op)
 
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        operation = self._operation("all_to_all_single", [output], opts.timeout)
-        staged = dense_outputs([output])
-        source, target = dense(tensor), staged.stand_ins[0]
-        sent, received = split_parts(source, input_splits), split_parts(target, output_splits)
+    def _all_to_all_single(self, call: Call) -> Work:
+        operation = self._operation(call)
+        staged = dense_outputs(call.outputs)
+        source, target = dense(call.input), staged.stand_ins[0]
+        sent = split_parts(source, call.input_splits or ())
+        received = split_parts(target, call.output_splits or ())
         if target.is_cuda:
             copy_own(target, received[self._rank], source, sent[self._rank])
             sent[self._rank] = received[self._rank]
         return self._dispatcher.move_parts(
-            operation, sent, received, opts.asyncOp, staged.last_step, (source, target)
+            operation, sent, received, call.async_op, staged.last_step, (source, target)
         )
 
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        operation = self._operation("barrier", [], opts.timeout)
+    def _barrier(self, call: Call) -> Work:
+        operation = self._operation(call)
         earlier = [work for work in self._engine.earlier() if not work.point_to_point]
         after_these = Until(lambda: all(work.done for work in earlier))
-        return self._dispatcher.by_core(operation, opts.asyncOp, then=after_these, opcode=_KINDS["barrier"])
+        return self._dispatcher.by_core(operation, call.async_op, then=after_these, opcode=BARRIER.opcode)
 
     # ---- point-to-point ------------------------------------------------------------------------------------
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        operation = self._operation("send", [], None, f"to rank {dst}, tag {tag}", shown=[tensor])
+        operation = self._operations("send", [], self._timeout, f"to rank {dst}, tag {tag}", shown=[tensor])
         self._engine.check_usable(operation)
         data = dense(tensor)
         message, own_tag = self._buffers(*part_of(data)), self._tags.of(tag)
@@ -412,7 +374,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         peer = "any rank" if src is None else f"rank {src}"
-        operation = self._operation("recv", [tensor], None, f"from {peer}, tag {tag}")
+        operation = self._operations("recv", [tensor], self._timeout, f"from {peer}, tag {tag}")
         self._engine.check_usable(operation)
         staged = dense_outputs([tensor])
         data, status = staged.stand_ins[0], self._mpi.Status()
@@ -436,15 +398,8 @@ class ProcessGroupMPI(ProcessGroup):
 
     # ---- issue ---------------------------------------------------------------------------------------------
 
-    def _operation(
-        self,
-        name: str,
-        outputs: Sequence[torch.Tensor],
-        timeout: timedelta | None,
-        detail: str = "",
-        shown: Sequence[torch.Tensor] = (),
-    ) -> Operation:
-        return self._operations(name, outputs, timeout or self._timeout, detail, shown)
+    def _operation(self, call: Call) -> Operation:
+        return self._operations.of(call, self._timeout)
 
     # ---- life ----------------------------------------------------------------------------------------------
 

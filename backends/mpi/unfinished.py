@@ -12,16 +12,14 @@ from collectives.backends._shared.tensor_memory import part_of
 from collectives.backends.mpi.messages.buffers import check_length
 from collectives.backends.mpi.native_exchange import steps_of
 from collectives.backends.mpi.work import MPIWork, ProgressEngine
-from collectives.core.opcodes import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from collectives.core.operations import OPERATIONS, Operand
 from collectives.core.recording.flight_record import BegunByCore, FlightRecord
 
 __all__ = ["Unfinished"]
 
-_NAMES = {kind: name for name, kind in _native.COLLECTIVES.items()}
+_NAMES = {one.opcode: one.name for one in OPERATIONS if one.name == one.collective}
 _SINGLE_NAMES = _NAMES | {
-    ALL_GATHER: "all_gather_into_tensor",
-    REDUCE_SCATTER: "reduce_scatter_tensor",
-    ALL_TO_ALL: "all_to_all_single",
+    one.opcode: one.name for one in OPERATIONS if Operand.PARTS in {one.output, one.input}
 }
 
 

@@ -24,29 +24,13 @@ from collectives.backends.nccl.loopback import Loopback
 from collectives.backends.nccl.operations import nccl_calls
 from collectives.backends.nccl.operations.enqueue import Enqueuer, Request
 from collectives.backends.nccl.operations.in_flight import PendingOperation, has_completed, has_ended, pause
-from collectives.backends.nccl.operations.nccl_calls import CallSequence
-from collectives.backends.nccl.operations.reductions import (
-    FLOAT8_VERSION,
-    Reduction,
-    capabilities_on,
-    reduction_of,
-)
+from collectives.backends.nccl.operations.reductions import FLOAT8_VERSION, capabilities_on
 from collectives.backends.nccl.options import Options, checked_options
 from collectives.backends.nccl.rendezvous import Rendezvous
 from collectives.backends.nccl.watchdog import Watchdog
 from collectives.core.arguments.staging import clusters, dense_outputs
 from collectives.core.capabilities import Capabilities
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
 from collectives.core.work import CoalescedWork, Work
 from collectives.errors import DistError
 from collectives.logs import Log
@@ -171,136 +155,33 @@ class ProcessGroupNCCL(ProcessGroup):
 
     # ---- collectives ---------------------------------------------------------------------------------------
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        reductions = {tensor.dtype: reduction_of(tensor.dtype, opts.reduceOp)}
-        add_calls = partial(nccl_calls.all_reduce, tensors=[tensor], reductions=reductions)
-        return self._collective("all_reduce", [tensor], opts, add_calls, opts.reduceOp.name)
-
-    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
-        """One operation with a call of NCCL for each tensor.
-
-        Tensors that share memory are copied, as the base class does.
-        """
-        devices: set[torch.device] = set()
-        reductions: dict[torch.dtype, Reduction] = {}
-        for tensor in tensors:
-            devices.add(tensor.device)
-            if tensor.dtype not in reductions:
-                reductions[tensor.dtype] = reduction_of(tensor.dtype, opts.reduceOp)
-        if len(devices) != 1:  # none, or more than the end of a region takes
-            return super()._allreduce_coalesced(tensors, opts)
-        if clusters(tensors):
-            separate = dense_outputs(tensors, separate=True)
-            return separate.finish(self._allreduce_coalesced(separate.stand_ins, opts), opts.asyncOp)
-        tensors = list(tensors)  # which a region keeps to its end
-        add_calls = partial(nccl_calls.all_reduce, tensors=tensors, reductions=reductions)
-        return self._collective("all_reduce", tensors, opts, add_calls, opts.reduceOp.name)
-
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        add_calls = partial(nccl_calls.broadcast, tensor=tensor, root=opts.rootRank)
-        return self._collective("broadcast", [tensor], opts, add_calls, f"root {opts.rootRank}")
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        reduction = reduction_of(tensor.dtype, opts.reduceOp)
-        add_calls = partial(nccl_calls.reduce, tensor=tensor, reduction=reduction, root=opts.rootRank)
-        detail = f"{opts.reduceOp.name}, root {opts.rootRank}"
-        return self._collective("reduce", [tensor], opts, add_calls, detail)
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        add_calls = partial(nccl_calls.all_gather, outputs=outputs, tensor=tensor)
-        return self._collective("all_gather", outputs, opts, add_calls)
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        add_calls = partial(nccl_calls.all_gather_single, output=output, tensor=tensor)
-        return self._collective("all_gather_into_tensor", [output], opts, add_calls)
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        add_calls = partial(nccl_calls.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
-        return self._collective("gather", outputs or [], opts, add_calls, f"root {opts.rootRank}", [tensor])
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        add_calls = partial(nccl_calls.scatter, output=output, inputs=inputs, root=opts.rootRank)
-        return self._collective("scatter", [output], opts, add_calls, f"root {opts.rootRank}")
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        reduction = reduction_of(output.dtype, opts.reduceOp)
-        add_calls = partial(nccl_calls.reduce_scatter, output=output, inputs=inputs, reduction=reduction)
-        return self._collective("reduce_scatter", [output], opts, add_calls, opts.reduceOp.name, inputs)
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        reduction = reduction_of(output.dtype, opts.reduceOp)
-        add_calls = partial(
-            nccl_calls.reduce_scatter_single, output=output, tensor=tensor, reduction=reduction
+    def issue(self, call: Call) -> Work:
+        """Enqueues a collective, or keeps it back in the coalescing region that is open on this thread."""
+        kind = call.operation
+        if kind is ALL_REDUCE_COALESCED:
+            if len({tensor.device for tensor in call.outputs}) != 1:  # none, or more than a region takes
+                return super().issue(call)
+            if clusters(call.outputs):
+                separate = dense_outputs(call.outputs, separate=True)
+                return separate.finish(self.issue(call.as_(kind, separate.stand_ins)), call.async_op)
+            call.outputs = list(call.outputs)  # which a region keeps to its end
+        if kind is BARRIER:
+            device = self._devices.for_barrier(call.device, self._global_ranks[self._rank])
+        else:
+            device = self._devices[call.tensor.device]
+        operation = self._operation(
+            kind.offered_as, 0, call.shown, call.timeout or self._timeout, call.detail
         )
-        return self._collective("reduce_scatter_tensor", [output], opts, add_calls, opts.reduceOp.name)
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        add_calls = partial(nccl_calls.all_to_all, outputs=outputs, inputs=inputs)
-        return self._collective("all_to_all", outputs, opts, add_calls)
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        add_calls = partial(
-            nccl_calls.all_to_all_single,
-            output=output,
-            tensor=tensor,
-            output_splits=output_splits,
-            input_splits=input_splits,
-        )
-        return self._collective("all_to_all_single", [output], opts, add_calls)
-
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        device = self._devices.for_barrier(opts, self._global_ranks[self._rank])
-        operation = self._operation("barrier", 0, (), opts.timeout or self._timeout)
         return self._enqueuer.submit(
-            Request(operation, device, nccl_calls.barrier, (), async_op=opts.asyncOp, blocks=True)
+            Request(
+                operation,
+                device,
+                partial(nccl_calls.COLLECTIVES[kind], call=call),
+                call.outputs,
+                async_op=call.async_op,
+                blocks=kind is BARRIER,
+            )
         )
-
-    def _collective(
-        self,
-        name: str,
-        outputs: Sequence[torch.Tensor],
-        opts: AllreduceOptions
-        | BroadcastOptions
-        | ReduceOptions
-        | AllgatherOptions
-        | GatherOptions
-        | ScatterOptions
-        | ReduceScatterOptions
-        | AllToAllOptions,
-        add_calls: Callable[[CallSequence], None],
-        detail: str = "",
-        shown: Sequence[torch.Tensor] = (),
-    ) -> Work:
-        """Issues a collective.
-
-        Args:
-            name: name of its user function.
-            outputs: its outputs.
-            opts: its record.
-            add_calls: adds its copies and calls of NCCL to a sequence.
-            detail: what else messages say about it.
-            shown: the tensors that messages show, where the outputs are not everywhere or not all of one
-                size.
-        """
-        tensors = shown or outputs
-        operation = self._operation(name, 0, tensors, opts.timeout or self._timeout, detail)
-        request = Request(
-            operation, self._devices[tensors[0].device], add_calls, outputs, async_op=opts.asyncOp
-        )
-        return self._enqueuer.submit(request)
 
     def is_stream_ordered(self, device: torch.device) -> bool:
         """Returns whether ``Work.wait()`` lets the current stream wait: unless ``blocking_wait`` is set."""

@@ -25,8 +25,7 @@ from collectives.backends.round_robin.options import RoundRobinOptions, lanes_of
 from collectives.backends.round_robin.work import BarrierWork, LaneWork, name_lane
 from collectives.core.capabilities import Capabilities, by_device, in_common
 from collectives.core.forwarding import ForwardingGroup
-from collectives.core.opcodes import BARRIER
-from collectives.core.types import BarrierOptions
+from collectives.core.operations import BARRIER, Call
 from collectives.core.work import CoalescedWork, CompletedWork
 from collectives.errors import (
     CollectiveMismatchError,
@@ -263,7 +262,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         async_op: bool = False,
     ) -> Work | None:
         """Issues a collective where the lane whose turn it is takes the fast path."""
-        if not self._fast_path or opcode == BARRIER or self._cause is not None:
+        if not self._fast_path or opcode == BARRIER.opcode or self._cause is not None:
             return None
         self._cover()
         turn = self._turn
@@ -329,7 +328,12 @@ class ProcessGroupRoundRobin(ForwardingGroup):
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         return self._on(0, lambda lane: lane._recv(tensor, src, tag))
 
-    def _barrier(self, opts: BarrierOptions) -> Work:
+    def issue(self, call: Call) -> Work:
+        """Issues a collective on the lane whose turn it is; a barrier on all lanes."""
+        return self._barrier(call) if call.operation is BARRIER else super().issue(call)
+
+    def _barrier(self, call: Call) -> Work:
+        """Covers all lanes."""
         self._check_whole()
         self._cover()
         first = self._turn % len(self._lanes)
@@ -338,15 +342,15 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         others = [(first + n) % len(self._lanes) for n in range(1, len(self._lanes))]
 
         def barrier(lane: int, asynchronous: bool) -> Work:
-            limit = opts.timeout or self._timeout
+            limit = call.timeout or self._timeout
             left = max(_SHORTEST, limit - timedelta(seconds=time.monotonic() - began))
-            own = BarrierOptions(left, asynchronous, opts.device_ids, opts.device)
-            return self._on(lane, lambda group: group._barrier(own))
+            own = replace(call, timeout=left, async_op=asynchronous)
+            return self._on(lane, lambda group: group.issue(own))
 
         if not self._detects_mismatch:
             return CoalescedWork([barrier(lane, True) for lane in (first, *others)])
-        work = barrier(first, opts.asyncOp)
-        if opts.asyncOp:
+        work = barrier(first, call.async_op)
+        if call.async_op:
             whole = BarrierWork(work, lambda: [barrier(n, True) for n in others], self._out_of_step)
             self._begun = weakref.ref(whole)  # it holds the group
             return whole

@@ -8,8 +8,8 @@ import torch
 
 from collectives.core.capabilities import Capabilities
 from collectives.core.forwarding import ForwardingGroup
+from collectives.core.operations import ALL_GATHER, ALL_GATHER_INTO_TENSOR, ALL_REDUCE, BROADCAST, Call
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions, BroadcastOptions
 from collectives.core.work import Work
 
 __all__ = ["CountingGroup"]
@@ -59,31 +59,20 @@ class CountingGroup(ForwardingGroup):
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:  # noqa: ARG002
         return issue(self._inner)
 
-    def _count(self, tensor: torch.Tensor, factor: float) -> None:
-        self.sent_bytes += tensor.numel() * tensor.element_size() * factor
-
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        self._count(tensor, 2 * (self._size - 1) / self._size)
-        return super()._allreduce(tensor, opts)
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        self._count(tensor, self._size - 1)
-        return super()._allgather_single(output, tensor, opts)
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        self._count(tensor, self._size - 1)
-        return super()._allgather(outputs, tensor, opts)
-
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        self._count(tensor, self._size - 1 if opts.rootRank == self._rank else 0)
-        return super()._broadcast(tensor, opts)
+    def issue(self, call: Call) -> Work:
+        """Counts what a collective sends, and issues it on the inner group."""
+        factor = {
+            ALL_REDUCE: 2 * (self._size - 1) / self._size,
+            ALL_GATHER: self._size - 1,
+            ALL_GATHER_INTO_TENSOR: self._size - 1,
+            BROADCAST: self._size - 1 if call.root == self._rank else 0,
+        }.get(call.operation, 0)
+        self.sent_bytes += call.tensor.nbytes * factor if factor else 0
+        return self._inner.issue(call)
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        self._count(tensor, 1)
+        self.sent_bytes += tensor.nbytes
         return super()._send(tensor, dst, tag)
-
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        return self._inner._barrier(opts)
 
     def shutdown(self) -> None:
         """Does nothing: the inner group is its owner's."""

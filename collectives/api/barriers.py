@@ -9,13 +9,8 @@ import torch
 
 from collectives.api.world_state import member_group, world
 from collectives.core.arguments.validation import fail, seconds
-from collectives.core.opcodes import (
-    BARRIER,
-)
+from collectives.core.operations import BARRIER
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    BarrierOptions,
-)
 from collectives.core.work import Work, finish
 
 __all__ = [
@@ -55,19 +50,16 @@ def barrier(
     if bound is not None and (bound.type == "cpu" or bound.type not in target.capabilities.devices):
         bound = None
     if timeout is None and device_ids is None and bound is None:
-        work = target.fast_collective(BARRIER, async_op=async_op)
+        work = target.fast_collective(BARRIER.opcode, async_op=async_op)
         if work is not None:
             return finish(work, async_op)
     _check_timeout(target, "barrier", timeout)
-    options = BarrierOptions(timeout, async_op)
-    options.device = bound
     if device_ids is not None:
         if not isinstance(device_ids, list) or len(device_ids) != 1 or not isinstance(device_ids[0], int):
             fail(target, "barrier", f"device_ids must be a list of one int, but is {device_ids!r}", TypeError)
         accelerator = torch.accelerator.current_accelerator()
-        options.device_ids = device_ids
-        options.device = torch.device(accelerator.type if accelerator else "cpu", device_ids[0])
-    return finish(target.barrier(options), async_op)
+        bound = torch.device(accelerator.type if accelerator else "cpu", device_ids[0])
+    return finish(target.call(BARRIER, timeout=timeout, async_op=async_op, device=bound), async_op)
 
 
 def monitored_barrier(

@@ -26,21 +26,16 @@ import torch
 from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import group_rank, member_group, root_rank
 from collectives.core.arguments.validation import check_list, fail
-from collectives.core.opcodes import (
+from collectives.core.operations import (
     ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
     ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
     BROADCAST,
     GATHER,
     SCATTER,
 )
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    AllgatherOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ScatterOptions,
-)
 from collectives.core.work import Work, finish
 
 __all__ = [
@@ -90,9 +85,9 @@ def broadcast(
     if target is None:
         return None
     root = group_rank(target, "broadcast", src, group_src, "src")
-    work = target.fast_collective(BROADCAST, tensor, root=root, async_op=async_op)
+    work = target.fast_collective(BROADCAST.opcode, tensor, root=root, async_op=async_op)
     if work is None:
-        work = target.broadcast(tensor, BroadcastOptions(None, async_op, root))
+        work = target.call(BROADCAST, tensor, root=root, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -130,11 +125,10 @@ def all_gather(
     target = member_group(group, "all_gather")
     if target is None:
         return None
-    work = target.fast_collective(ALL_GATHER, tensor_list, tensor, list_form=True, async_op=async_op)
+    work = target.fast_collective(ALL_GATHER.opcode, tensor_list, tensor, list_form=True, async_op=async_op)
     if work is None:
-        # In a list of one, so that the list of a group of size 1 is not taken for one "per device".
         outputs = check_list(target, "all_gather", tensor_list, "tensor_list")
-        work = target.allgather([outputs], tensor, AllgatherOptions(None, async_op))
+        work = target.call(ALL_GATHER, outputs, tensor, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -174,9 +168,9 @@ def all_gather_single(
         return None
     if pending and defer(target, "all_gather_single", None, output_tensor, input_tensor):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(ALL_GATHER, output_tensor, input_tensor, async_op=async_op)
+    work = target.fast_collective(ALL_GATHER.opcode, output_tensor, input_tensor, async_op=async_op)
     if work is None:
-        work = target.all_gather_single(output_tensor, input_tensor, AllgatherOptions(None, async_op))
+        work = target.call(ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -217,10 +211,12 @@ def gather(
     if target is None:
         return None
     root = root_rank(target, "gather", dst, group_dst, "dst")
-    work = target.fast_collective(GATHER, gather_list, tensor, root=root, list_form=True, async_op=async_op)
+    work = target.fast_collective(
+        GATHER.opcode, gather_list, tensor, root=root, list_form=True, async_op=async_op
+    )
     if work is None:
         outputs = _list_at_root(target, "gather", root, gather_list, "gather_list")
-        work = target.gather(outputs, tensor, GatherOptions(None, async_op, root))
+        work = target.call(GATHER, outputs, tensor, root=root, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -262,10 +258,12 @@ def scatter(
     if target is None:
         return None
     root = root_rank(target, "scatter", src, group_src, "src")
-    work = target.fast_collective(SCATTER, tensor, scatter_list, root=root, list_form=True, async_op=async_op)
+    work = target.fast_collective(
+        SCATTER.opcode, tensor, scatter_list, root=root, list_form=True, async_op=async_op
+    )
     if work is None:
         inputs = _list_at_root(target, "scatter", root, scatter_list, "scatter_list")
-        work = target.scatter(tensor, inputs, ScatterOptions(None, async_op, root))
+        work = target.call(SCATTER, tensor, inputs, root=root, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -309,10 +307,16 @@ def all_to_all_single(
         return None
     work = None
     if not (output_split_sizes or input_split_sizes):
-        work = target.fast_collective(ALL_TO_ALL, output, input, async_op=async_op)
+        work = target.fast_collective(ALL_TO_ALL.opcode, output, input, async_op=async_op)
     if work is None:
-        options = AllToAllOptions(None, async_op)
-        work = target.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
+        work = target.call(
+            ALL_TO_ALL_SINGLE,
+            output,
+            input,
+            async_op=async_op,
+            output_split_sizes=output_split_sizes,
+            input_split_sizes=input_split_sizes,
+        )
     return finish(work, async_op)
 
 
@@ -351,10 +355,10 @@ def all_to_all(
     if target is None:
         return None
     work = target.fast_collective(
-        ALL_TO_ALL, output_tensor_list, input_tensor_list, list_form=True, async_op=async_op
+        ALL_TO_ALL.opcode, output_tensor_list, input_tensor_list, list_form=True, async_op=async_op
     )
     if work is None:
-        work = target.alltoall(output_tensor_list, input_tensor_list, AllToAllOptions(None, async_op))
+        work = target.call(ALL_TO_ALL, output_tensor_list, input_tensor_list, async_op=async_op)
     return finish(work, async_op)
 
 

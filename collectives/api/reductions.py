@@ -13,18 +13,9 @@ from collectives.api.coalescing import DeferredWork, defer, pending
 from collectives.api.world_state import group_rank, member_group
 from collectives.core import sparse
 from collectives.core.arguments.validation import check_list, fail
-from collectives.core.opcodes import (
-    ALL_REDUCE,
-    REDUCE,
-    REDUCE_SCATTER,
-)
+from collectives.core.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_TENSOR
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    AllreduceOptions,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-)
+from collectives.core.types import AllreduceOptions, ReduceOp
 from collectives.core.work import Work, finish
 
 __all__ = [
@@ -78,13 +69,12 @@ def all_reduce(
         op = _reduction(target, "all_reduce", op)
     if pending and defer(target, "all_reduce", op, tensor):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(ALL_REDUCE, tensor, reduce_op=op.code, async_op=async_op)
+    work = target.fast_collective(ALL_REDUCE.opcode, tensor, reduce_op=op.code, async_op=async_op)
     if work is None:
-        opts = AllreduceOptions(None, async_op, op)
         if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
-            work = sparse.allreduce(target, tensor, opts)
+            work = sparse.allreduce(target, tensor, AllreduceOptions(None, async_op, op))
         else:
-            work = target.allreduce(tensor, opts)
+            work = target.call(ALL_REDUCE, tensor, op=op, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -127,9 +117,9 @@ def reduce(
     root = group_rank(target, "reduce", dst, group_dst, "dst")
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce", op)
-    work = target.fast_collective(REDUCE, tensor, reduce_op=op.code, root=root, async_op=async_op)
+    work = target.fast_collective(REDUCE.opcode, tensor, reduce_op=op.code, root=root, async_op=async_op)
     if work is None:
-        work = target.reduce(tensor, ReduceOptions(None, async_op, op, root))
+        work = target.call(REDUCE, tensor, op=op, root=root, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -172,11 +162,11 @@ def reduce_scatter(
     if op.__class__ is not ReduceOp:
         op = _reduction(target, "reduce_scatter", op)
     work = target.fast_collective(
-        REDUCE_SCATTER, output, input_list, reduce_op=op.code, list_form=True, async_op=async_op
+        REDUCE_SCATTER.opcode, output, input_list, reduce_op=op.code, list_form=True, async_op=async_op
     )
     if work is None:
         inputs = check_list(target, "reduce_scatter", input_list, "input_list")
-        work = target.reduce_scatter(output, [inputs], ReduceScatterOptions(None, async_op, op))
+        work = target.call(REDUCE_SCATTER, output, inputs, op=op, async_op=async_op)
     return finish(work, async_op)
 
 
@@ -219,9 +209,9 @@ def reduce_scatter_single(
         op = _reduction(target, "reduce_scatter_single", op)
     if pending and defer(target, "reduce_scatter_single", op, output, input):
         return DeferredWork() if async_op else None
-    work = target.fast_collective(REDUCE_SCATTER, output, input, reduce_op=op.code, async_op=async_op)
+    work = target.fast_collective(REDUCE_SCATTER.opcode, output, input, reduce_op=op.code, async_op=async_op)
     if work is None:
-        work = target.reduce_scatter_single(output, input, ReduceScatterOptions(None, async_op, op))
+        work = target.call(REDUCE_SCATTER_TENSOR, output, input, op=op, async_op=async_op)
     return finish(work, async_op)
 
 

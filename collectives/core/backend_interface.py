@@ -7,7 +7,7 @@ first. Costs are stated in S, the bytes of one rank's tensor, for n ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,17 +15,7 @@ import torch
 
 from collectives.core.arguments.staging import dense_outputs, write
 from collectives.core.capabilities import Capabilities
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from collectives.core.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Call
 from collectives.core.work import CoalescedWork, FinishingWork, Work
 from collectives.errors import DistError
 
@@ -62,17 +52,25 @@ class BackendInterface(ABC):
     def name(self) -> str:
         """Returns the backend's name, such as ``"host"``."""
 
-    @abstractmethod
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        """Copies the root's tensor to all ranks."""
+    def issue(self, call: Call) -> Work:
+        """Issues a collective whose arguments were checked.
 
-    @abstractmethod
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        """Reduces a tensor over all ranks, in place."""
+        A backend implements this method, or one for each collective, by the name of its user function with an
+        underscore in front: ``_broadcast(call)``, ``_all_reduce(call)`` and ``_all_gather(call)`` at least.
+        What it leaves out is derived from these.
 
-    @abstractmethod
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        """Gathers every rank's tensor on all ranks."""
+        Args:
+            call: the collective, with its tensors and options.
+
+        Returns:
+            Work whose result is the outputs of the call.
+        """
+        handler: Callable[[Call], Work] | None = getattr(self, call.operation.handler, None)
+        if handler is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} implements neither issue() nor {call.operation.handler}()"
+            )
+        return handler(call)
 
     @abstractmethod
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
@@ -81,10 +79,6 @@ class BackendInterface(ABC):
     @abstractmethod
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         """Receives a tensor; from any rank when ``src`` is ``None``. The finished Work knows the sender."""
-
-    @abstractmethod
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        """Completes when every rank has called it."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -121,7 +115,7 @@ class BackendInterface(ABC):
         leaves the rest to the ordinary methods, wrong arguments among it. Here it takes none.
 
         Args:
-            opcode: the collective, one of :mod:`collectives.core.opcodes`.
+            opcode: number of the collective, of :mod:`collectives.core.operations`.
             output: what is written, or read and written.
             input: what is only read.
             reduce_op: code of the :class:`~collectives.ReduceOp`.
@@ -229,93 +223,83 @@ class BackendInterface(ABC):
         Called on the ranks that do not become members; here there is nothing to split.
         """
 
-    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
-        """All-reduce of each tensor, or of a copy of it where it has gaps or shares memory with another."""
-        separate = dense_outputs(tensors, separate=True)
-        work = self._issue_together(lambda: [self._allreduce(tensor, opts) for tensor in separate.stand_ins])
-        return separate.finish(work, opts.asyncOp)
+    # ---- derived collectives --------------------------------------------------------------------------
 
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
+    def _all_reduce_coalesced(self, call: Call) -> Work:
+        """All-reduce of each tensor, or of a copy of it where it has gaps or shares memory with another."""
+        separate = dense_outputs(call.outputs, separate=True)
+        work = self._issue_together(
+            lambda: [self.issue(call.as_(ALL_REDUCE, [tensor])) for tensor in separate.stand_ins]
+        )
+        return separate.finish(work, call.async_op)
+
+    def _reduce(self, call: Call) -> Work:
         """All-reduce of a copy; the root keeps the result. As much traffic as an all-reduce."""
-        scratch = tensor.detach().clone()
-        work = self._allreduce(scratch, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
+        scratch = call.output.detach().clone()
+        work = self.issue(call.as_(ALL_REDUCE, [scratch]))
 
         def keep() -> None:
-            if self._rank == opts.rootRank:
-                write(tensor, scratch)
+            if call.writes_on(self._rank):
+                write(call.output, scratch)
 
-        return FinishingWork(work, keep, [tensor], opts.asyncOp)
+        return FinishingWork(work, keep, call.outputs, call.async_op)
 
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
+    def _all_gather_into_tensor(self, call: Call) -> Work:
         """All-gather into a list of dense parts, concatenated at the end."""
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        work = self._allgather(parts, tensor, opts)
+        form = torch.contiguous_format
+        parts = [torch.empty_like(call.input, memory_format=form) for _ in range(self._size)]
+        work = self.issue(call.as_(ALL_GATHER, parts, call.inputs))
         return FinishingWork(
-            work, lambda: write(output, torch.cat([p.reshape(-1) for p in parts])), [output], opts.asyncOp
+            work,
+            lambda: write(call.output, torch.cat([part.reshape(-1) for part in parts])),
+            call.outputs,
+            call.async_op,
         )
 
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
+    def _gather(self, call: Call) -> Work:
         """Every rank sends to the root: (n - 1) S into one rank."""
-        if outputs is None:
-            return self._send(tensor, opts.rootRank, _TAG)
-        works = [self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank]
-        write(outputs[self._rank], tensor)
+        if not call.writes_on(self._rank):
+            return self._send(call.input, call.root, _TAG)
+        works = [self._recv(out, r, _TAG) for r, out in enumerate(call.outputs) if r != self._rank]
+        write(call.outputs[self._rank], call.input)
         return CoalescedWork(works)
 
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
+    def _scatter(self, call: Call) -> Work:
         """The root sends to every rank: (n - 1) S out of one rank."""
-        if inputs is None:
-            return self._recv(output, opts.rootRank, _TAG)
-        works = [self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank]
-        write(output, inputs[self._rank])
+        if self._rank != call.root:
+            return self._recv(call.output, call.root, _TAG)
+        works = [self._send(part, r, _TAG) for r, part in enumerate(call.inputs) if r != self._rank]
+        write(call.output, call.inputs[self._rank])
         return CoalescedWork(works)
 
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """All-reduce of the concatenation, of which each rank keeps its part."""
-        flat = torch.cat([part.detach().reshape(-1) for part in inputs])
-        work = self._allreduce(flat, AllreduceOptions(opts.timeout, opts.asyncOp, opts.reduceOp))
-        parts = torch.split(flat, [part.numel() for part in inputs])
-        return FinishingWork(work, lambda: write(output, parts[self._rank]), [output], opts.asyncOp)
+        flat = torch.cat([part.detach().reshape(-1) for part in call.inputs])
+        work = self.issue(call.as_(ALL_REDUCE, [flat]))
+        parts = torch.split(flat, [part.numel() for part in call.inputs])
+        return FinishingWork(work, lambda: write(call.output, parts[self._rank]), call.outputs, call.async_op)
 
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
+    def _reduce_scatter_tensor(self, call: Call) -> Work:
         """Reduce-scatter of the list of equal parts."""
-        parts = (
-            torch.split(tensor.detach().contiguous().view(-1), output.numel())
-            if output.numel()
-            else [output] * self._size
-        )
-        return self._reduce_scatter(output, list(parts), opts)
+        count = call.output.numel()
+        flat = call.input.detach().contiguous().view(-1)
+        parts = torch.split(flat, count) if count else [call.output] * self._size
+        return self.issue(call.as_(REDUCE_SCATTER, call.outputs, parts))
 
-    def _alltoall(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        opts: AllToAllOptions,  # noqa: ARG002 - messages take the group's limit
-    ) -> Work:
-        """A message for every pair of ranks."""
-        works = [  # sends first: a backend may receive before it returns, but must not wait for receivers
-            self._send(part, r, _TAG) for r, part in enumerate(inputs) if r != self._rank and part.numel()
-        ]
-        works += [
-            self._recv(out, r, _TAG) for r, out in enumerate(outputs) if r != self._rank and out.numel()
-        ]
-        write(outputs[self._rank], inputs[self._rank])
+    def _all_to_all(self, call: Call) -> Work:
+        """A message for every pair of ranks; messages take the group's time limit."""
+        others = [r for r in range(self._size) if r != self._rank]
+        # sends first: a backend may receive before it returns, but must not wait for receivers
+        works = [self._send(call.inputs[r], r, _TAG) for r in others if call.inputs[r].numel()]
+        works += [self._recv(call.outputs[r], r, _TAG) for r in others if call.outputs[r].numel()]
+        write(call.outputs[self._rank], call.inputs[self._rank])
         return CoalescedWork(works)
 
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
+    def _all_to_all_single(self, call: Call) -> Work:
         """All-to-all of lists of dense parts; splits count elements."""
-        sent = list(torch.split(tensor.detach().contiguous().view(-1), list(input_splits)))
+        output, tensor = call.output, call.input
+        sent = torch.split(tensor.detach().contiguous().view(-1), list(call.input_splits or ()))
         flat = torch.empty(output.numel(), dtype=output.dtype, device=output.device)
-        work = self._alltoall(list(torch.split(flat, list(output_splits))), sent, opts)
-        return FinishingWork(work, lambda: write(output, flat), [output], opts.asyncOp)
+        parts = torch.split(flat, list(call.output_splits or ()))
+        work = self.issue(call.as_(ALL_TO_ALL, parts, sent))
+        return FinishingWork(work, lambda: write(output, flat), call.outputs, call.async_op)

@@ -7,30 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from collectives.core import operations
 from collectives.core.types import ReduceOp
 
 __all__ = ["OPERATIONS", "REDUCING", "Capabilities", "CapabilitiesByDevice", "by_device", "in_common"]
 
-OPERATIONS = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
+OPERATIONS = tuple(
+    sorted({*(operation.offered_as for operation in operations.OPERATIONS), "recv", "recv_anysource", "send"})
 )
 """Every operation by the name of its user function."""
 
-REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+REDUCING = frozenset(operation.name for operation in operations.OPERATIONS if operation.reduces)
 """The operations that compute."""
 
 

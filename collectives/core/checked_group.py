@@ -16,18 +16,16 @@ import torch
 
 from collectives.core.capabilities import Capabilities
 from collectives.core.forwarding import ForwardingGroup
-from collectives.core.process_group import ProcessGroup
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
+from collectives.core.operations import (
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    Call,
+    Operand,
 )
+from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
 from collectives.errors import (
     CollectiveMismatchError,
@@ -199,20 +197,14 @@ class CheckedGroup(ForwardingGroup):
             sequence=turn,
         )
 
-    def _compare_exchange(
-        self,
-        operation: str,
-        timeout: timedelta | None,
-        dtype: torch.dtype,
-        sent: Sequence[int],
-        received: Sequence[int],
-    ) -> None:
+    def _compare_exchange(self, call: Call, sent: Sequence[int], received: Sequence[int]) -> None:
         """Compares an all-to-all: rank i sends j what j expects from i; counts in elements."""
+        operation = call.operation.name
         apart = {"sent": list(sent), "received": list(received)}
-        calls = self._compare(operation, timeout, apart=apart, dtype=str(dtype), **apart)
-        for r, call in enumerate(calls):
+        calls = self._compare(operation, call.timeout, apart=apart, dtype=str(call.input.dtype), **apart)
+        for r, other in enumerate(calls):
             for name in apart:
-                if not isinstance(counts := call.get(name), list) or len(counts) != self._size:
+                if not isinstance(counts := other.get(name), list) or len(counts) != self._size:
                     raise DistStoreError(
                         f"[rank {self._rank}] {operation} on {self.describe()}: rank {r} left {name} = "
                         f"{counts!r} in the store instead of {self._size} numbers of elements; no other "
@@ -229,73 +221,35 @@ class CheckedGroup(ForwardingGroup):
                         operation=operation,
                     )
 
-    # ---- the operations ------------------------------------------------------------------------------------
+    def issue(self, call: Call) -> Work:
+        """Compares the call with those of the other ranks, then issues it on the inner group."""
+        operation = call.operation
+        if operation is ALL_REDUCE_COALESCED:
+            for tensor in call.outputs:
+                self._compare_call(call.as_(ALL_REDUCE, [tensor]))
+        elif operation is ALL_TO_ALL:
+            sent, received = ([tensor.numel() for tensor in list_] for list_ in (call.inputs, call.outputs))
+            self._compare_exchange(call, sent, received)
+        elif operation is ALL_TO_ALL_SINGLE:
+            self._compare_exchange(call, call.input_splits or (), call.output_splits or ())
+        else:
+            self._compare_call(call)
+        return self.inner.issue(call)
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        self._compare("all_reduce", opts.timeout, op=repr(opts.reduceOp), **_tensor(tensor))
-        return super()._allreduce(tensor, opts)
-
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        self._compare("broadcast", opts.timeout, root=opts.rootRank, **_tensor(tensor))
-        return super()._broadcast(tensor, opts)
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        self._compare("reduce", opts.timeout, op=repr(opts.reduceOp), root=opts.rootRank, **_tensor(tensor))
-        return super()._reduce(tensor, opts)
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        shapes = [list(output.shape) for output in outputs]
-        self._compare("all_gather", opts.timeout, dtype=str(tensor.dtype), shapes=shapes)
-        return super()._allgather(outputs, tensor, opts)
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        self._compare("all_gather_single", opts.timeout, **_tensor(tensor))
-        return super()._allgather_single(output, tensor, opts)
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        self._compare("gather", opts.timeout, root=opts.rootRank, **_tensor(tensor))
-        return super()._gather(outputs, tensor, opts)
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        self._compare("scatter", opts.timeout, root=opts.rootRank, **_tensor(output))
-        return super()._scatter(output, inputs, opts)
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        shapes = [list(tensor.shape) for tensor in inputs]
-        self._compare(
-            "reduce_scatter", opts.timeout, op=repr(opts.reduceOp), dtype=str(output.dtype), shapes=shapes
-        )
-        return super()._reduce_scatter(output, inputs, opts)
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        self._compare("reduce_scatter_single", opts.timeout, op=repr(opts.reduceOp), **_tensor(output))
-        return super()._reduce_scatter_single(output, tensor, opts)
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        sent, received = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
-        self._compare_exchange("all_to_all", opts.timeout, inputs[0].dtype, sent, received)
-        return super()._alltoall(outputs, inputs, opts)
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        self._compare_exchange("all_to_all_single", opts.timeout, tensor.dtype, input_splits, output_splits)
-        return super()._alltoall_single(output, tensor, output_splits, input_splits, opts)
-
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        self._compare("barrier", opts.timeout)
-        return self.inner._barrier(opts)
+    def _compare_call(self, call: Call) -> None:
+        """Compares what all ranks must give alike."""
+        operation = call.operation
+        about: dict[str, Any] = {}
+        if operation.reduces:
+            about["op"] = repr(call.op)
+        if operation.rooted:
+            about["root"] = call.root
+        each = call.outputs if operation.output is Operand.EACH else call.inputs
+        if Operand.EACH in {operation.output, operation.input} and not operation.rooted:
+            about |= {"dtype": str(call.tensor.dtype), "shapes": [list(tensor.shape) for tensor in each]}
+        elif operation is not BARRIER:
+            about |= _tensor(call.tensor)
+        self._compare(operation.name, call.timeout, **about)
 
 
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:

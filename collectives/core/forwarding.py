@@ -9,18 +9,9 @@ from datetime import timedelta
 
 import torch
 
+from collectives.core.operations import ALL_REDUCE_COALESCED, Call
 from collectives.core.process_group import ProcessGroup
 from collectives.core.recording.flight_record import Totals, add_totals
-from collectives.core.types import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 from collectives.core.work import Work
 from collectives.errors import DistError
 
@@ -159,53 +150,11 @@ class ForwardingGroup(ProcessGroup):
         if first is not None:
             raise first
 
-    def _broadcast(self, tensor: torch.Tensor, opts: BroadcastOptions) -> Work:
-        return self._forward(tensor, lambda group: group._broadcast(tensor, opts))
-
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return self._forward(tensor, lambda group: group._allreduce(tensor, opts))
-
-    def _reduce(self, tensor: torch.Tensor, opts: ReduceOptions) -> Work:
-        return self._forward(tensor, lambda group: group._reduce(tensor, opts))
-
-    def _allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._forward(tensor, lambda group: group._allgather(outputs, tensor, opts))
-
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        return self._forward(tensor, lambda group: group._allgather_single(output, tensor, opts))
-
-    def _gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, opts: GatherOptions) -> Work:
-        return self._forward(tensor, lambda group: group._gather(outputs, tensor, opts))
-
-    def _scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, opts: ScatterOptions) -> Work:
-        return self._forward(output, lambda group: group._scatter(output, inputs, opts))
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, inputs: list[torch.Tensor], opts: ReduceScatterOptions
-    ) -> Work:
-        return self._forward(output, lambda group: group._reduce_scatter(output, inputs, opts))
-
-    def _reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: ReduceScatterOptions
-    ) -> Work:
-        return self._forward(tensor, lambda group: group._reduce_scatter_single(output, tensor, opts))
-
-    def _alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllToAllOptions
-    ) -> Work:
-        return self._forward(inputs[0], lambda group: group._alltoall(outputs, inputs, opts))
-
-    def _alltoall_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._forward(
-            tensor, lambda group: group._alltoall_single(output, tensor, output_splits, input_splits, opts)
-        )
+    def issue(self, call: Call) -> Work:
+        """Issues a collective on the group that it is for; each of several by itself."""
+        if call.operation is ALL_REDUCE_COALESCED:
+            return self._all_reduce_coalesced(call)
+        return self._forward(call.tensor, lambda group: group.issue(call))
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._forward(tensor, lambda group: group._send(tensor, dst, tag))

@@ -249,7 +249,7 @@ class Membership(BackendInterface):
         # in front of the class's own, so that no operation of the parent asks where it runs
         vars(self).update(
             _admit=self._refuse_in_child,
-            barrier=partial(self._refuse_in_child, "barrier"),
+            issue=lambda call: self._refuse_in_child(call.operation.name),
             monitored_barrier=partial(self._refuse_in_child, "monitored_barrier"),
             abort=_end_nothing,
             shutdown=_end_nothing,

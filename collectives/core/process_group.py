@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
-from collectives.core.arguments import operations, validation
-from collectives.core.arguments.operations import TensorLists, Tensors
+from collectives.core import profiling
+from collectives.core.arguments import calls, validation
+from collectives.core.arguments.calls import TensorLists, Tensors
 from collectives.core.membership import Membership
 from collectives.core.monitored_barrier import monitored_barrier
-from collectives.core.profiling import with_events
+from collectives.core.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+    SCATTER,
+    Operation,
+)
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceOptions,
@@ -29,7 +46,6 @@ from collectives.core.work import Work
 __all__ = ["ProcessGroup"]
 
 
-@with_events
 class ProcessGroup(Membership):
     """A fixed set of ranks that communicate (PyTorch Distributed, VLDB 2020, section 3.3).
 
@@ -68,6 +84,48 @@ class ProcessGroup(Membership):
             ended; a class of :mod:`collectives.errors`, from an operation or its ``Work.wait()``.
     """
 
+    # ---- one way down ----------------------------------------------------------------------------
+
+    def call(self, operation: Operation, outputs: Any = None, inputs: Any = None, **about: Any) -> Work:
+        """Checks the arguments of a collective, and issues it.
+
+        Args:
+            operation: its row in :data:`collectives.core.operations.OPERATIONS`.
+            outputs: what it writes; a tensor or a list of tensors, as the row says.
+            inputs: what it only reads, likewise.
+            about: ``op``, ``root``, ``timeout``, ``async_op``, ``output_split_sizes``, ``input_split_sizes``
+                and ``device``, as :class:`~collectives.core.operations.Call` has them.
+
+        Returns:
+            Work whose result is the outputs.
+        """
+        if profiling.profiler._is_profiler_enabled and profiling.enabled():
+            shown = outputs if operation.in_place or operation is SCATTER else inputs
+            return profiling.observed(
+                f"{self.name()}:{operation.collective}",
+                shown,
+                lambda: self.issue(calls.checked_call(self, operation, outputs, inputs, **about)),
+            )
+        return self.issue(calls.checked_call(self, operation, outputs, inputs, **about))
+
+    def _overloaded(
+        self, operation: Operation, outputs: Any, inputs: Any, opts: Any, timeout: Any = None, **about: Any
+    ) -> Work:
+        """Issues a collective whose arguments have one of torch's forms."""
+        return self.call(
+            operation, outputs, inputs, **calls.untangled(operation, opts, timeout=timeout, **about)
+        )
+
+    def _several(self, operation: Operation, inputs: Any, issue: Callable[[], list[Work]]) -> Work:
+        """Issues several collectives that start together, and are one to profilers."""
+        return self._shown(operation.collective, inputs, lambda: self._issue_together(issue))
+
+    def _shown(self, event: str, tensors: Any, issue: Callable[[], Work]) -> Work:
+        """Issues something under an event of profilers."""
+        if profiling.profiler._is_profiler_enabled and profiling.enabled():
+            return profiling.observed(f"{self.name()}:{event}", tensors, issue)
+        return issue()
+
     # ---- collectives -----------------------------------------------------------------------------
 
     def allreduce(
@@ -91,9 +149,8 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor.
         """
-        return self._allreduce(
-            *operations.allreduce(self, tensor if tensors is None else tensors, opts, op, timeout)
-        )
+        given = tensor if tensors is None else tensors
+        return self._overloaded(ALL_REDUCE, given, None, opts, timeout, op=op)
 
     def allreduce_coalesced(
         self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions | None = None
@@ -105,7 +162,7 @@ class ProcessGroup(Membership):
                 share memory are reduced as copies; the last one given stays.
             opts: option record for all of them; ``None`` for sums within the group's time limit.
         """
-        return self._allreduce_coalesced(tensors, operations.allreduce_coalesced(self, tensors, opts))
+        return self._overloaded(ALL_REDUCE_COALESCED, tensors, None, opts)
 
     def broadcast(
         self,
@@ -129,8 +186,8 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor.
         """
-        return self._broadcast(
-            *operations.broadcast(self, tensor if tensors is None else tensors, opts, root, timeout)
+        return self._overloaded(
+            BROADCAST, tensor if tensors is None else tensors, None, opts, timeout, root=root
         )
 
     def reduce(
@@ -156,8 +213,8 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor.
         """
-        return self._reduce(
-            *operations.reduce(self, tensor if tensors is None else tensors, opts, root, op, timeout)
+        return self._overloaded(
+            REDUCE, tensor if tensors is None else tensors, None, opts, timeout, op=op, root=root
         )
 
     def allgather(
@@ -183,7 +240,7 @@ class ProcessGroup(Membership):
             Work whose result is the outputs.
         """
         given = input_tensor if input_tensors is None else input_tensors
-        return self._allgather(*operations.allgather(self, output_tensors, given, opts, timeout))
+        return self._overloaded(ALL_GATHER, output_tensors, given, opts, timeout)
 
     def all_gather_single(
         self,
@@ -204,7 +261,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the output.
         """
-        return self._allgather_single(*operations.allgather_single(self, output, input, opts, timeout))
+        return self._overloaded(ALL_GATHER_INTO_TENSOR, output, input, opts, timeout)
 
     def allgather_coalesced(
         self,
@@ -219,8 +276,10 @@ class ProcessGroup(Membership):
             input_list: this rank's tensors.
             opts: option record for all of them.
         """
-        parts = operations.allgather_coalesced(self, output_lists, input_list)
-        return self._issue_together(lambda: [self.allgather(outputs, one, opts) for outputs, one in parts])
+        parts = calls.allgather_coalesced(self, output_lists, input_list)
+        return self._several(
+            ALL_GATHER, input_list, lambda: [self.allgather(outputs, one, opts) for outputs, one in parts]
+        )
 
     def all_gather_single_coalesced(
         self,
@@ -236,8 +295,8 @@ class ProcessGroup(Membership):
             opts: option record for all of them.
         """
         pairs = validation.check_pairs(self, "all_gather_into_tensor", outputs, inputs)
-        return self._issue_together(
-            lambda: [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
+        return self._several(
+            ALL_GATHER, inputs, lambda: [self.all_gather_single(output, one, opts) for output, one in pairs]
         )
 
     def gather(
@@ -265,7 +324,7 @@ class ProcessGroup(Membership):
             Work whose result is the outputs on the root, and empty elsewhere.
         """
         given = input_tensor if input_tensors is None else input_tensors
-        return self._gather(*operations.gather(self, output_tensors, given, opts, root, timeout))
+        return self._overloaded(GATHER, output_tensors, given, opts, timeout, root=root)
 
     def scatter(
         self,
@@ -292,7 +351,7 @@ class ProcessGroup(Membership):
             Work whose result is the output.
         """
         given = output_tensor if output_tensors is None else output_tensors
-        return self._scatter(*operations.scatter(self, given, input_tensors, opts, root, timeout))
+        return self._overloaded(SCATTER, given, input_tensors, opts, timeout, root=root)
 
     def reduce_scatter(
         self,
@@ -322,7 +381,7 @@ class ProcessGroup(Membership):
         """
         into = output if output_tensors is None else output_tensors
         parts = input if input_tensors is None else input_tensors
-        return self._reduce_scatter(*operations.reduce_scatter(self, into, parts, opts, op, timeout))
+        return self._overloaded(REDUCE_SCATTER, into, parts, opts, timeout, op=op)
 
     def reduce_scatter_single(
         self,
@@ -346,9 +405,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the output.
         """
-        return self._reduce_scatter_single(
-            *operations.reduce_scatter_single(self, outputTensor, inputTensor, opts, op, timeout)
-        )
+        return self._overloaded(REDUCE_SCATTER_TENSOR, outputTensor, inputTensor, opts, timeout, op=op)
 
     def reduce_scatter_single_coalesced(
         self,
@@ -364,8 +421,10 @@ class ProcessGroup(Membership):
             opts: option record for all of them; ``None`` for sums.
         """
         pairs = validation.check_pairs(self, "reduce_scatter_tensor", outputs, inputs)
-        return self._issue_together(
-            lambda: [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
+        return self._several(
+            REDUCE_SCATTER,
+            inputs,
+            lambda: [self.reduce_scatter_single(output, one, opts) for output, one in pairs],
         )
 
     def alltoall(
@@ -386,7 +445,7 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the outputs.
         """
-        return self._alltoall(*operations.alltoall(self, output_tensors, input_tensors, opts, timeout))
+        return self._overloaded(ALL_TO_ALL, output_tensors, input_tensors, opts, timeout)
 
     def alltoall_base(
         self,
@@ -410,10 +469,13 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the output.
         """
-        return self._alltoall_single(
-            *operations.alltoall_single(
-                self, output, input, output_split_sizes, input_split_sizes, opts, timeout
-            )
+        return self.call(
+            ALL_TO_ALL_SINGLE,
+            output,
+            input,
+            output_split_sizes=output_split_sizes,
+            input_split_sizes=input_split_sizes,
+            **calls.untangled(ALL_TO_ALL_SINGLE, opts, timeout=timeout),
         )
 
     def barrier(
@@ -428,7 +490,7 @@ class ProcessGroup(Membership):
         Returns:
             Work without outputs.
         """
-        return self._barrier(operations.barrier(self, opts, timeout))
+        return self._overloaded(BARRIER, None, None, opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier on the host that names the ranks which did not come; blocks.
@@ -459,7 +521,8 @@ class ProcessGroup(Membership):
         Returns:
             Work without outputs.
         """
-        return self._send(operations.send(self, tensors, dstRank, tag), dstRank, tag)
+        tensor = calls.sent(self, tensors, dstRank, tag)
+        return self._shown("send", tensor, lambda: self._send(tensor, dstRank, tag))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         """Receives a tensor from a rank.
@@ -472,7 +535,8 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor.
         """
-        return self._recv(operations.recv(self, tensors, srcRank, tag), srcRank, tag)
+        tensor = calls.received(self, tensors, srcRank, tag)
+        return self._shown("recv", tensor, lambda: self._recv(tensor, srcRank, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receives a tensor from whichever rank sends one with this tag.
@@ -484,7 +548,8 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the tensor; its ``source_rank()`` names the sender.
         """
-        return self._recv(operations.recv_anysource(self, tensors, tag), None, tag)
+        tensor = calls.received(self, tensors, None, tag)
+        return self._shown("recvAnySource", tensor, lambda: self._recv(tensor, None, tag))
 
     # ---- names that torch.distributed keeps for the same operations ------------------------------
 

@@ -17,7 +17,6 @@ that are still open end just before. (torch 2.11 would leave out of a profile wh
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import queue
 import threading
@@ -25,14 +24,14 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.futures import Future
 
 from collectives.core.work import CompletedWork, Work
 
-__all__ = ["enabled", "flat", "observed", "possible", "record_comm", "with_events"]
+__all__ = ["enabled", "flat", "observed", "possible", "record_comm"]
 
 profiler: Any = torch.autograd.profiler
 """For fast paths, which look at its flag: the quickest way to see that no thread is recorded."""
@@ -54,55 +53,6 @@ def flat(values: Any) -> Iterator[torch.Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from flat(value)
-
-
-_T = TypeVar("_T")
-
-_SHOWN: dict[str, tuple[str, int | None]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "barrier": ("barrier", None),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recvAnySource", 0),
-}
-"""By method of a group: the event, and the place of the argument whose shapes it shows."""
-
-
-def with_events(cls: type[_T]) -> type[_T]:
-    """Makes the operations of a class of groups show themselves to profilers; returns the class."""
-    methods = {name: value for name, value in vars(cls).items() if callable(value)}
-    shown = {methods[name]: _with_event(methods[name], *about) for name, about in _SHOWN.items()}
-    for name, method in methods.items():
-        if method in shown:  # names that stand for the same method, too
-            setattr(cls, name, shown[method])
-    return cls
-
-
-def _with_event(method: Callable[..., Work], event: str, place: int | None) -> Callable[..., Work]:
-    @functools.wraps(method)
-    def show(group: Any, *args: Any, **kwargs: Any) -> Work:
-        if not (profiler._is_profiler_enabled and enabled()):
-            return method(group, *args, **kwargs)
-        inputs: Any = ()
-        if place is not None:
-            inputs = args[place] if place < len(args) else tuple(kwargs.values())
-        return observed(f"{group.name()}:{event}", inputs, lambda: method(group, *args, **kwargs))
-
-    return show
 
 
 _issuing = threading.local()

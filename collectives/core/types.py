@@ -160,7 +160,7 @@ def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
 
 @dataclass(slots=True)
-class _Options:
+class Options:
     """What every record carries."""
 
     timeout: timedelta | None = None
@@ -174,7 +174,7 @@ class _Options:
 
 
 @dataclass(slots=True)
-class AllreduceOptions(_Options):
+class AllreduceOptions(Options):
     """Options of ``allreduce``."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
@@ -187,7 +187,7 @@ class AllreduceCoalescedOptions(AllreduceOptions):
 
 
 @dataclass(slots=True)
-class ReduceOptions(_Options):
+class ReduceOptions(Options):
     """Options of ``reduce``."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
@@ -199,7 +199,7 @@ class ReduceOptions(_Options):
 
 
 @dataclass(slots=True)
-class ReduceScatterOptions(_Options):
+class ReduceScatterOptions(Options):
     """Options of ``reduce_scatter`` and its single-tensor form."""
 
     reduceOp: ReduceOp = field(default=ReduceOp.SUM)
@@ -207,7 +207,7 @@ class ReduceScatterOptions(_Options):
 
 
 @dataclass(slots=True)
-class BroadcastOptions(_Options):
+class BroadcastOptions(Options):
     """Options of ``broadcast``."""
 
     rootRank: int = 0
@@ -217,7 +217,7 @@ class BroadcastOptions(_Options):
 
 
 @dataclass(slots=True)
-class GatherOptions(_Options):
+class GatherOptions(Options):
     """Options of ``gather``."""
 
     rootRank: int = 0
@@ -225,7 +225,7 @@ class GatherOptions(_Options):
 
 
 @dataclass(slots=True)
-class ScatterOptions(_Options):
+class ScatterOptions(Options):
     """Options of ``scatter``."""
 
     rootRank: int = 0
@@ -233,17 +233,17 @@ class ScatterOptions(_Options):
 
 
 @dataclass(slots=True)
-class AllgatherOptions(_Options):
+class AllgatherOptions(Options):
     """Options of ``allgather`` and its single-tensor form."""
 
 
 @dataclass(slots=True)
-class AllToAllOptions(_Options):
+class AllToAllOptions(Options):
     """Options of ``alltoall`` and its single-tensor form."""
 
 
 @dataclass(slots=True)
-class BarrierOptions(_Options):
+class BarrierOptions(Options):
     """Options of ``barrier``."""
 
     device_ids: list[int] = field(default_factory=list)

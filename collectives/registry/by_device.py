@@ -9,9 +9,8 @@ import torch
 
 from collectives.core.capabilities import Capabilities, by_device
 from collectives.core.forwarding import ForwardingGroup
-from collectives.core.opcodes import BARRIER
+from collectives.core.operations import ALL_REDUCE_COALESCED, BARRIER, Call
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllreduceOptions, BarrierOptions
 from collectives.core.work import Work
 
 __all__ = ["ProcessGroupByDevice"]
@@ -89,7 +88,7 @@ class ProcessGroupByDevice(ForwardingGroup):
     ) -> Work | None:
         """Issues a collective where the CPU's group takes the fast path; no barrier of another group."""
         cpu = self._cpu
-        if cpu is None or (opcode == BARRIER and cpu is not self._first):
+        if cpu is None or (opcode == BARRIER.opcode and cpu is not self._first):
             return None
         return cpu.fast_collective(opcode, output, input, reduce_op, root, list_form, async_op)
 
@@ -105,14 +104,14 @@ class ProcessGroupByDevice(ForwardingGroup):
     def _forward(self, tensor: torch.Tensor, issue: Callable[[ProcessGroup], Work]) -> Work:
         return issue(self._group_for(tensor))
 
-    def _allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work:
-        """Goes to one group as a whole where all tensors are of its device type."""
-        kinds = {tensor.device.type for tensor in tensors}
-        if len(kinds) != 1:
-            return super()._allreduce_coalesced(tensors, opts)
-        return self._groups[kinds.pop()]._allreduce_coalesced(tensors, opts)
+    def issue(self, call: Call) -> Work:
+        """Gives a barrier to the group of its device, else to that of the first device type.
 
-    def _barrier(self, opts: BarrierOptions) -> Work:
-        """Runs on the group of ``opts.device``, else on that of the first device type."""
-        kind = "" if opts.device is None else opts.device.type
-        return self._groups.get(kind, self._first)._barrier(opts)
+        Several tensors go to one group as a whole where all are of its device type.
+        """
+        if call.operation is BARRIER:
+            kind = call.device.type if isinstance(call.device, torch.device) else ""
+            return self._groups.get(kind, self._first).issue(call)
+        if call.operation is ALL_REDUCE_COALESCED and len({one.device.type for one in call.outputs}) == 1:
+            return self._group_for(call.tensor).issue(call)
+        return super().issue(call)

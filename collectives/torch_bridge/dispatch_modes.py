@@ -162,7 +162,7 @@ def issue_collective_by_operator(
     Args:
         group: the group.
         options: torch's option record.
-        opcode: the collective, one of :mod:`collectives.core.opcodes`.
+        opcode: the collective, one of :mod:`collectives.core.operations`.
         output: what is written, or read and written.
         input: what is only read.
         list_form: whether the larger operand is a list of one tensor for each rank.

@@ -28,7 +28,7 @@ from collectives.core import sparse
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, record, reduce_op_code, reduction
 from collectives.core.arguments.staging import dense_outputs
 from collectives.core.dynamo import leave_uncompiled
-from collectives.core.opcodes import (
+from collectives.core.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -83,7 +83,7 @@ class TorchGroup(Issuing):
         if type(opts) is _AllreduceOptions and (_NO_INDICES or opts.sparseIndices is None):
             one = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
             work = self._fast_collective(
-                opts, ALL_REDUCE, one, None, REDUCE_OP_CODES.get(hash(opts.reduceOp))
+                opts, ALL_REDUCE.opcode, one, None, REDUCE_OP_CODES.get(hash(opts.reduceOp))
             )
             if work is not None:
                 return work
@@ -116,7 +116,7 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Copies the root's tensor to all ranks, in place; one of several to all of several, too."""
         if type(opts) is c10d.BroadcastOptions and (
-            work := self._fast_collective(opts, BROADCAST, only(tensors), root=opts.rootRank)
+            work := self._fast_collective(opts, BROADCAST.opcode, only(tensors), root=opts.rootRank)
         ):
             return work
         tensors = tensor if tensors is None else tensors
@@ -141,7 +141,7 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks to the root, in place there."""
         if type(opts) is c10d.ReduceOptions and (
             work := self._fast_collective(
-                opts, REDUCE, only(tensors), None, reduce_op_code(opts.reduceOp), opts.rootRank
+                opts, REDUCE.opcode, only(tensors), None, reduce_op_code(opts.reduceOp), opts.rootRank
             )
         ):
             return work
@@ -162,7 +162,7 @@ class TorchGroup(Issuing):
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllgatherOptions and (
             work := self._fast_collective(
-                opts, ALL_GATHER, only(output_tensors), only(source), list_form=True
+                opts, ALL_GATHER.opcode, only(output_tensors), only(source), list_form=True
             )
         ):
             return work
@@ -180,7 +180,7 @@ class TorchGroup(Issuing):
     ) -> TorchWork:
         """Gathers every rank's tensor into one, in rank order."""
         if type(opts) is c10d.AllgatherOptions and (
-            work := self._fast_collective(opts, ALL_GATHER, output, input)
+            work := self._fast_collective(opts, ALL_GATHER.opcode, output, input)
         ):
             return work
         call = self.inner.all_gather_single
@@ -228,7 +228,12 @@ class TorchGroup(Issuing):
         source = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.GatherOptions and (
             work := self._fast_collective(
-                opts, GATHER, list_or_none(output_tensors), only(source), root=opts.rootRank, list_form=True
+                opts,
+                GATHER.opcode,
+                list_or_none(output_tensors),
+                only(source),
+                root=opts.rootRank,
+                list_form=True,
             )
         ):
             return work
@@ -267,7 +272,12 @@ class TorchGroup(Issuing):
         target = output_tensor if output_tensors is None else output_tensors
         if type(opts) is c10d.ScatterOptions and (
             work := self._fast_collective(
-                opts, SCATTER, only(target), list_or_none(input_tensors), root=opts.rootRank, list_form=True
+                opts,
+                SCATTER.opcode,
+                only(target),
+                list_or_none(input_tensors),
+                root=opts.rootRank,
+                list_form=True,
             )
         ):
             return work
@@ -293,7 +303,7 @@ class TorchGroup(Issuing):
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._fast_collective(
                 opts,
-                REDUCE_SCATTER,
+                REDUCE_SCATTER.opcode,
                 only(target),
                 only(source),
                 reduce_op_code(opts.reduceOp),
@@ -310,7 +320,7 @@ class TorchGroup(Issuing):
         """Reduces a tensor over all ranks; rank r keeps part r of equal parts."""
         if type(opts) is c10d.ReduceScatterOptions and (
             work := self._fast_collective(
-                opts, REDUCE_SCATTER, outputTensor, inputTensor, reduce_op_code(opts.reduceOp)
+                opts, REDUCE_SCATTER.opcode, outputTensor, inputTensor, reduce_op_code(opts.reduceOp)
             )
         ):
             return work
@@ -343,7 +353,9 @@ class TorchGroup(Issuing):
         output_tensors = output_tensor if output_tensors is None else output_tensors
         input_tensors = input_tensor if input_tensors is None else input_tensors
         if type(opts) is c10d.AllToAllOptions and (
-            work := self._fast_collective(opts, ALL_TO_ALL, output_tensors, input_tensors, list_form=True)
+            work := self._fast_collective(
+                opts, ALL_TO_ALL.opcode, output_tensors, input_tensors, list_form=True
+            )
         ):
             return work
         call = self.inner.alltoall
@@ -367,7 +379,7 @@ class TorchGroup(Issuing):
         if (
             type(opts) is c10d.AllToAllOptions
             and not (output_split_sizes or input_split_sizes)
-            and (work := self._fast_collective(opts, ALL_TO_ALL, target, source))
+            and (work := self._fast_collective(opts, ALL_TO_ALL.opcode, target, source))
         ):
             return work
         given = target, source, output_split_sizes or [], input_split_sizes or []
@@ -380,7 +392,7 @@ class TorchGroup(Issuing):
         if (
             type(opts) is c10d.BarrierOptions
             and (opts.device is None or opts.device.type == "cpu")
-            and (work := self._fast_collective(opts, BARRIER))
+            and (work := self._fast_collective(opts, BARRIER.opcode))
         ):
             return work
         return self._issue("barrier", (), self.inner.barrier, opts, timeout)

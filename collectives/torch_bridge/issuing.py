@@ -102,7 +102,7 @@ class Issuing(TorchGroupBase):
 
         Args:
             opts: torch's option record.
-            opcode: the collective, one of :mod:`collectives.core.opcodes`.
+            opcode: the collective, one of :mod:`collectives.core.operations`.
             output: what is written, or read and written.
             input: what is only read.
             reduce_op: code of the reduction; ``None`` for one that has a factor.

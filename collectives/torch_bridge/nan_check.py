@@ -13,7 +13,6 @@ import torch
 
 from collectives.core import profiling
 from collectives.core.arguments.option_records import record
-from collectives.core.arguments.overloads import first_given
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.types import BroadcastOptions
 from collectives.core.work import Work
@@ -77,7 +76,7 @@ class NanCheckedGroup(TorchGroup):
             root = (
                 options.rootRank
                 if isinstance(options, BroadcastOptions)
-                else first_given(options, kwargs["root"], 0)
+                else next(root for root in (options, kwargs["root"], 0) if root is not None)
             )
             if root != self.rank():
                 return

@@ -7,15 +7,8 @@ from functools import partial
 
 import torch
 
-from collectives import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    ProcessGroup,
-    ReduceOp,
-    UnsupportedOperationError,
-    Work,
-)
-from collectives.core.opcodes import ALL_REDUCE
+from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError, Work
+from collectives.core.operations import ALL_REDUCE, ALL_REDUCE_COALESCED
 from collectives.core.work import CoalescedWork, FinishingWork
 
 __all__ = ["Averager", "average", "averaging_op", "launches"]
@@ -97,9 +90,9 @@ class Averager:
 
     def _start_one(self, tensor: torch.Tensor) -> Work:
         op = self._op(tensor)
-        work = self.group.fast_collective(ALL_REDUCE, tensor, None, op.code, async_op=True)
+        work = self.group.fast_collective(ALL_REDUCE.opcode, tensor, None, op.code, async_op=True)
         if work is None:
-            work = self.group.allreduce([tensor], AllreduceOptions(reduceOp=op))
+            work = self.group.call(ALL_REDUCE, tensor, op=op)
         return self._divided(work, op, [tensor])
 
     def _start_together(self, tensors: Sequence[torch.Tensor]) -> Work:
@@ -107,9 +100,7 @@ class Averager:
         for tensor in tensors:
             by_op.setdefault(self._op(tensor), []).append(tensor)
         works = [
-            self._divided(
-                self.group.allreduce_coalesced(some, AllreduceCoalescedOptions(reduceOp=op)), op, some
-            )
+            self._divided(self.group.call(ALL_REDUCE_COALESCED, some, op=op), op, some)
             for op, some in by_op.items()
         ]
         return works[0] if len(works) == 1 else CoalescedWork(works)

@@ -11,6 +11,7 @@ import torch
 
 import collectives as dist
 from collectives.core.capabilities import OPERATIONS, Capabilities
+from collectives.core.operations import ALL_GATHER
 from collectives.core.work import CompletedWork, FinishingWork
 from collectives.torch_bridge import register_backend
 
@@ -57,29 +58,27 @@ class StoreGroup(dist.ProcessGroup):
 
         return FinishingWork(CompletedWork(), read, outputs, async_op=False)  # reads when somebody waits
 
-    def _allgather(self, outputs, tensor, opts):
+    def _all_gather(self, call):
         key = self.key("collective")
-        self.put(f"{key} from {self._rank}", tensor)
-        return self.take([f"{key} from {r}" for r in range(self._size)], outputs, opts.timeout)
+        self.put(f"{key} from {self._rank}", call.input)
+        return self.take([f"{key} from {r}" for r in range(self._size)], call.outputs, call.timeout)
 
-    def _allreduce(self, tensor, opts):
-        parts = [torch.empty_like(tensor) for _ in range(self._size)]
-        reduce = REDUCE[opts.reduceOp.name]
-        gathered = self._allgather(parts, tensor, opts)
+    def _all_reduce(self, call):
+        parts = [torch.empty_like(call.output) for _ in range(self._size)]
+        gathered = self.issue(call.as_(ALL_GATHER, parts, call.outputs))
 
         def add_up():
-            tensor.detach().copy_(reduce(torch.stack(parts), 0))
+            call.output.detach().copy_(REDUCE[call.op.name](torch.stack(parts), 0))
 
-        return FinishingWork(gathered, add_up, [tensor], async_op=False)
+        return FinishingWork(gathered, add_up, call.outputs, async_op=False)
 
-    def _broadcast(self, tensor, opts):
-        key = self.key("collective")
-        if self._rank == opts.rootRank:
-            return self.put(key, tensor)
-        return self.take([key], [tensor], opts.timeout)
+    def _broadcast(self, call):
+        key, mine = self.key("collective"), self._rank == call.root
+        return self.put(key, call.output) if mine else self.take([key], call.outputs, call.timeout)
 
-    def _barrier(self, opts):
-        return self._allgather([torch.empty(0)] * self._size, torch.empty(0), opts)
+    def _barrier(self, call):
+        nothing = torch.empty(0)
+        return self.issue(call.as_(ALL_GATHER, [nothing] * self._size, [nothing]))
 
     def _send(self, tensor, dst, tag):
         return self.put(self.key(self._rank, dst, tag), tensor)

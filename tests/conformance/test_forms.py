@@ -13,7 +13,7 @@ from harness import current_store, run_ranks
 from recorder import Recorder
 
 from collectives import CollectiveTimeoutError, ProcessGroup, ReduceOp, Work
-from collectives.core.opcodes import ALL_REDUCE, BARRIER
+from collectives.core.operations import ALL_REDUCE, BARRIER
 from collectives.core.types import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -325,9 +325,9 @@ def test_the_fast_path_is_the_cpus_without_barriers_of_another_group() -> None:
     ):
         cpu.fast.clear()
         group = ProcessGroupByDevice(groups)
-        works = [group.fast_collective(ALL_REDUCE, x), group.fast_collective(BARRIER)]
-        assert cpu.fast == path
-        assert [work is not None for work in works] == [opcode in path for opcode in (ALL_REDUCE, BARRIER)]
+        works = [group.fast_collective(ALL_REDUCE.opcode, x), group.fast_collective(BARRIER.opcode)]
+        assert cpu.fast == [kind.opcode for kind in path]
+        assert [work is not None for work in works] == [kind in path for kind in (ALL_REDUCE, BARRIER)]
         assert meta.fast == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from collectives.backends.nccl.device.base import Device
-from collectives.core.types import BarrierOptions
 
 __all__ = ["UsedDevices"]
 
@@ -36,17 +35,17 @@ class UsedDevices(dict[torch.device, Device]):
             )
         return self.setdefault(device, found)
 
-    def for_barrier(self, opts: BarrierOptions, rank: int) -> Device:
+    def for_barrier(self, named: torch.device | int | None, rank: int) -> Device:
         """Returns the device that the user names, the one bound to, the first one used, or that of the rank.
 
         Args:
-            opts: what the user names.
+            named: what the user names: a device, or its number.
             rank: this process's rank in the world.
         """
-        if opts.device is not None and opts.device.index is not None:
-            return self[opts.device]
-        if opts.device_ids:
-            return self[torch.device(self._kind.kind, opts.device_ids[0])]
+        if isinstance(named, int):
+            return self[torch.device(self._kind.kind, named)]
+        if named is not None and named.index is not None:
+            return self[named]
         for device in self.values():
             return device
         return self[self._kind.of_rank(rank)]

@@ -18,26 +18,12 @@ from collectives.backends._shared.tensor_memory import as_bytes, byte_count, byt
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclRedOp
 from collectives.backends.nccl.libnccl.interface import Communicator
-from collectives.backends.nccl.operations.reductions import Reduction
+from collectives.backends.nccl.operations.reductions import Reduction, reduction_of
+from collectives.core import operations
 from collectives.core.arguments.staging import is_dense
+from collectives.core.operations import Call, Operation
 
-__all__ = [
-    "CallSequence",
-    "all_gather",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "receive",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-    "send",
-]
+__all__ = ["COLLECTIVES", "CallSequence", "receive", "send"]
 
 _BYTE = NcclDataType.UINT8
 
@@ -193,70 +179,71 @@ def _assigned(output: torch.Tensor, given: torch.Tensor) -> _Copy:
     return output.detach(), given.detach().reshape(output.shape)
 
 
-def all_reduce(
-    seq: CallSequence, tensors: Sequence[torch.Tensor], reductions: Mapping[torch.dtype, Reduction]
-) -> None:
+def _all_reduce(seq: CallSequence, call: Call) -> None:
     """Reduces tensors over all ranks, in place, each in its own type."""
     function, calls, handle = seq.communicator.all_reduce, seq.calls, seq.handle
-    codes: dict[torch.dtype, int] = {}
-    for own in seq.targets(tensors, reads=True):
+    reductions: dict[torch.dtype, tuple[Reduction, int]] = {}
+    for own in seq.targets(call.outputs, reads=True):
         count, dtype = own.numel(), own.dtype
         if not count:
             continue
-        reduction = reductions[dtype]
-        if dtype not in codes:
-            codes[dtype] = seq.code_of(reduction)
+        if dtype not in reductions:
+            made = reduction_of(dtype, call.op)
+            reductions[dtype] = made, seq.code_of(made)
+        reduction, code = reductions[dtype]
         pointer = own.data_ptr()
-        count *= reduction.width
-        calls.append(partial(function, pointer, pointer, count, reduction.dtype, codes[dtype], handle))
+        calls.append(
+            partial(function, pointer, pointer, count * reduction.width, reduction.dtype, code, handle)
+        )
 
 
-def reduce(seq: CallSequence, tensor: torch.Tensor, reduction: Reduction, root: int) -> None:
+def _reduce(seq: CallSequence, call: Call) -> None:
     """Reduces a tensor to the root, in place there; other ranks' are only read."""
-    is_root = seq.communicator.rank == root
-    own = seq.target(tensor, reads=True) if is_root else seq.source(tensor)
-    seq.reduce(seq.communicator.reduce, own.data_ptr(), own.data_ptr(), own.numel(), reduction, root)
+    tensor = call.output
+    own = seq.target(tensor, reads=True) if call.writes_on(seq.communicator.rank) else seq.source(tensor)
+    reduction, pointer = reduction_of(tensor.dtype, call.op), own.data_ptr()
+    seq.reduce(seq.communicator.reduce, pointer, pointer, own.numel(), reduction, call.root)
 
 
-def broadcast(seq: CallSequence, tensor: torch.Tensor, root: int) -> None:
+def _broadcast(seq: CallSequence, call: Call) -> None:
     """Copies the root's tensor to all ranks."""
-    is_root = seq.communicator.rank == root
-    own = seq.source(tensor) if is_root else seq.target(tensor)
-    _broadcast_from(seq, own.data_ptr(), own.data_ptr(), byte_count(own), root)
+    tensor = call.output
+    own = seq.target(tensor) if call.writes_on(seq.communicator.rank) else seq.source(tensor)
+    _broadcast_from(seq, own.data_ptr(), own.data_ptr(), byte_count(own), call.root)
 
 
 def _broadcast_from(seq: CallSequence, given: int, into: int, count: int, root: int) -> None:
     seq.call(count, seq.communicator.broadcast, given, into, count, _BYTE, root)
 
 
-def all_gather(seq: CallSequence, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+def _all_gather(seq: CallSequence, call: Call) -> None:
     """Gathers every rank's tensor into a list: through one flat tensor, or part by part."""
-    given = seq.source(tensor).data_ptr()
+    outputs = call.outputs
+    given = seq.source(call.input).data_ptr()
     if len({output.numel() for output in outputs}) > 1:
         for root, output in enumerate(outputs):
             into = seq.target(output).data_ptr()
             from_ = given if root == seq.communicator.rank else into
             _broadcast_from(seq, from_, into, byte_count(output), root)
         return
-    count = byte_count(tensor)
+    count = byte_count(call.input)
     flat = seq.temporary(count * len(outputs))
     seq.kept.extend(outputs)
     seq.call(count, seq.communicator.all_gather, given, flat.data_ptr(), count, _BYTE)
     seq.after.extend(_unpacked(output, part) for output, part in _parts(outputs, flat))
 
 
-def all_gather_single(seq: CallSequence, output: torch.Tensor, tensor: torch.Tensor) -> None:
+def _all_gather_into_tensor(seq: CallSequence, call: Call) -> None:
     """Gathers every rank's tensor into one."""
-    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
-    count = byte_count(tensor)
+    given, into = seq.source(call.input).data_ptr(), seq.target(call.output).data_ptr()
+    count = byte_count(call.input)
     seq.call(count, seq.communicator.all_gather, given, into, count, _BYTE)
 
 
-def reduce_scatter(
-    seq: CallSequence, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction
-) -> None:
+def _reduce_scatter(seq: CallSequence, call: Call) -> None:
     """Reduces a list and keeps an entry: through one flat tensor, or entry by entry."""
-    into = seq.target(output).data_ptr()
+    inputs, reduction = call.inputs, reduction_of(call.output.dtype, call.op)
+    into = seq.target(call.output).data_ptr()
     if len({part.numel() for part in inputs}) > 1:
         for root, part in enumerate(inputs):
             given = seq.source(part).data_ptr()
@@ -266,62 +253,57 @@ def reduce_scatter(
     flat = seq.temporary(sum(map(byte_count, inputs)))
     seq.kept.extend(inputs)
     seq.before.extend(_packed(part, given) for given, part in _parts(inputs, flat))
-    seq.reduce(seq.communicator.reduce_scatter, flat.data_ptr(), into, output.numel(), reduction)
+    seq.reduce(seq.communicator.reduce_scatter, flat.data_ptr(), into, call.output.numel(), reduction)
 
 
-def reduce_scatter_single(
-    seq: CallSequence, output: torch.Tensor, tensor: torch.Tensor, reduction: Reduction
-) -> None:
+def _reduce_scatter_tensor(seq: CallSequence, call: Call) -> None:
     """Reduces a tensor and keeps a part."""
-    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
-    seq.reduce(seq.communicator.reduce_scatter, given, into, output.numel(), reduction)
+    given, into = seq.source(call.input).data_ptr(), seq.target(call.output).data_ptr()
+    reduction = reduction_of(call.output.dtype, call.op)
+    seq.reduce(seq.communicator.reduce_scatter, given, into, call.output.numel(), reduction)
 
 
-def gather(
-    seq: CallSequence, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int
-) -> None:
+def _gather(seq: CallSequence, call: Call) -> None:
     """Gathers every rank's tensor on the root, which copies its own."""
-    if outputs is None:
-        _send(seq, seq.source(tensor).data_ptr(), byte_count(tensor), root)
+    root = call.root
+    if not call.outputs:
+        _send(seq, seq.source(call.input).data_ptr(), byte_count(call.input), root)
         return
-    for rank, output in enumerate(outputs):
+    for rank, output in enumerate(call.outputs):
         if rank != root:
             _receive(seq, seq.target(output).data_ptr(), byte_count(output), rank)
-    seq.kept.extend((outputs[root], tensor))
-    seq.after.append(_assigned(outputs[root], tensor))
+    seq.kept.extend((call.outputs[root], call.input))
+    seq.after.append(_assigned(call.outputs[root], call.input))
 
 
-def scatter(
-    seq: CallSequence, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-) -> None:
+def _scatter(seq: CallSequence, call: Call) -> None:
     """Gives each rank a tensor of the root's, which copies its own."""
-    if inputs is None:
-        _receive(seq, seq.target(output).data_ptr(), byte_count(output), root)
+    root = call.root
+    if not call.inputs:
+        _receive(seq, seq.target(call.output).data_ptr(), byte_count(call.output), root)
         return
-    for rank, part in enumerate(inputs):
+    for rank, part in enumerate(call.inputs):
         if rank != root:
             _send(seq, seq.source(part).data_ptr(), byte_count(part), rank)
-    seq.kept.extend((inputs[root], output))
-    seq.after.append(_assigned(output, inputs[root]))
+    seq.kept.extend((call.inputs[root], call.output))
+    seq.after.append(_assigned(call.output, call.inputs[root]))
 
 
-def all_to_all(seq: CallSequence, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+def _all_to_all(seq: CallSequence, call: Call) -> None:
     """Exchanges lists of tensors, with itself too."""
-    for rank, (output, part) in enumerate(zip(outputs, inputs, strict=True)):
+    for rank, (output, part) in enumerate(zip(call.outputs, call.inputs, strict=True)):
         _send(seq, seq.source(part).data_ptr(), byte_count(part), rank)
         _receive(seq, seq.target(output).data_ptr(), byte_count(output), rank)
 
 
-def all_to_all_single(
-    seq: CallSequence,
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
-) -> None:
+def _all_to_all_single(seq: CallSequence, call: Call) -> None:
     """Exchanges parts of tensors; splits count elements."""
-    given, into = seq.source(tensor).data_ptr(), seq.target(output).data_ptr()
-    sizes = zip(byte_splits(output, output_splits), byte_splits(tensor, input_splits), strict=True)
+    given, into = seq.source(call.input).data_ptr(), seq.target(call.output).data_ptr()
+    sizes = zip(
+        byte_splits(call.output, call.output_splits or ()),
+        byte_splits(call.input, call.input_splits or ()),
+        strict=True,
+    )
     for rank, (received, sent) in enumerate(sizes):
         _send(seq, given, sent, rank)
         _receive(seq, into, received, rank)
@@ -329,10 +311,28 @@ def all_to_all_single(
         into += received
 
 
-def barrier(seq: CallSequence) -> None:
+def _barrier(seq: CallSequence, call: Call) -> None:  # noqa: ARG001 - there is nothing to tell
     """Waits for all ranks."""
     token = seq.temporary(1).data_ptr()
     seq.call(1, seq.communicator.all_reduce, token, token, 1, _BYTE, NcclRedOp.MAX)
+
+
+COLLECTIVES: Mapping[Operation, Callable[..., None]] = {
+    operations.ALL_REDUCE: _all_reduce,
+    operations.ALL_REDUCE_COALESCED: _all_reduce,
+    operations.REDUCE: _reduce,
+    operations.BROADCAST: _broadcast,
+    operations.ALL_GATHER: _all_gather,
+    operations.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    operations.REDUCE_SCATTER: _reduce_scatter,
+    operations.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    operations.GATHER: _gather,
+    operations.SCATTER: _scatter,
+    operations.ALL_TO_ALL: _all_to_all,
+    operations.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    operations.BARRIER: _barrier,
+}
+"""What adds the copies and calls of each collective to a sequence."""
 
 
 def send(seq: CallSequence, tensor: torch.Tensor, peer: int) -> None:

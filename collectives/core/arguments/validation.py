@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from collectives.core.arguments.overloads import inner_list
 from collectives.core.arguments.staging import clusters, repeats_elements
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import elements_per_byte
@@ -38,6 +37,7 @@ __all__ = [
     "check_tensor",
     "check_whole_bytes",
     "fail",
+    "inner_list",
     "only_tensor",
     "seconds",
 ]
@@ -123,6 +123,13 @@ def only_tensor(group: Group, operation: str, tensors: object, what: str = "tens
             f"{what} must hold one tensor, because a process drives one device, but holds {len(tensors)}",
         )
     return check_tensor(group, operation, tensors[0], what)
+
+
+def inner_list(tensors: Any) -> Any:
+    """Returns the list in a list of one list, as torch wraps them; anything else as it is."""
+    if isinstance(tensors, (list, tuple)) and len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        return tensors[0]
+    return tensors
 
 
 def check_list(group: Group, operation: str, tensors: object, what: str) -> list[torch.Tensor]:
@@ -353,17 +360,16 @@ def check_pairs(
 
 def check_rooted_list(
     group: Group, operation: str, tensors: Any, own: torch.Tensor, root: int, what: str
-) -> list[torch.Tensor] | None:
-    """Checks the list that only the root gives; every entry has the size and data type of ``own``.
+) -> list[torch.Tensor]:
+    """Returns the list that only the root gives, checked; every entry has the size and data type of ``own``.
 
-    Returns:
-        The entries on the root, ``None`` on the other ranks.
+    It is empty on the other ranks.
     """
     tensors = inner_list(tensors) if tensors else None
     if group.rank() != root:
         if tensors:
             fail(group, operation, f"only the root, rank {root}, gives the {what}; give None here")
-        return None
+        return []
     if tensors is None:
         fail(group, operation, f"the root must give the {what}, one tensor for each of {group.size()} ranks")
     entries = check_list(group, operation, tensors, what)

@@ -130,7 +130,7 @@ def test_lanes_that_know_no_cause_are_aborted_after_an_error_that_says_they_are_
 
     def lose(call: str) -> Work:
         some[0].calls.append(call)
-        if call == "allreduce":
+        if call == "all_reduce":
             raise PeerLostError("rank 1 is lost", 1)
         return CompletedWork()
 
@@ -139,4 +139,4 @@ def test_lanes_that_know_no_cause_are_aborted_after_an_error_that_says_they_are_
     for _ in range(2):
         with pytest.raises(PeerLostError, match="lane 0"):
             group.allreduce(torch.ones(1))
-    assert [lane.calls for lane in some] == [["allreduce", "abort"], ["abort"], ["abort"]]
+    assert [lane.calls for lane in some] == [["all_reduce", "abort"], ["abort"], ["abort"]]

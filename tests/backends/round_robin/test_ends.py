@@ -108,7 +108,7 @@ def test_an_operation_done_just_after_a_limit_of_wait_breaks_nothing() -> None:
     with pytest.raises(CollectiveTimeoutError):
         group.allreduce(torch.ones(1)).wait(timedelta(seconds=1))
     group.allreduce(torch.ones(1)).wait()
-    assert some[1].calls == ["allreduce"]
+    assert some[1].calls == ["all_reduce"]
 
 
 def test_what_only_a_lane_refuses_takes_no_turn() -> None:
@@ -120,7 +120,7 @@ def test_what_only_a_lane_refuses_takes_no_turn() -> None:
         group.allreduce(torch.ones(1))
     some[1]._note = note
     group.allreduce(torch.ones(1))
-    assert [lane.calls for lane in some] == [["allreduce"], ["allreduce"], []]
+    assert [lane.calls for lane in some] == [["all_reduce"], ["all_reduce"], []]
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])

@@ -33,9 +33,9 @@ def test_collectives_take_turns_messages_stay_and_barriers_cover_all() -> None:
     group.recv(x, 1)
     group.barrier().wait()
     group.shutdown()
-    assert a.calls == ["allreduce", "allreduce", "send", "recv", "barrier", "shutdown"]
-    assert b.calls == ["allreduce", "broadcast", "barrier", "shutdown"]
-    assert c.calls == ["allreduce", "barrier", "shutdown"]
+    assert a.calls == ["all_reduce", "all_reduce", "send", "recv", "barrier", "shutdown"]
+    assert b.calls == ["all_reduce", "broadcast", "barrier", "shutdown"]
+    assert c.calls == ["all_reduce", "barrier", "shutdown"]
 
 
 def test_wrong_arguments_take_no_turn() -> None:
@@ -46,14 +46,14 @@ def test_wrong_arguments_take_no_turn() -> None:
     with pytest.raises(ValueError, match="root is 2"):
         group.broadcast(torch.zeros(2), root=2)
     group.allreduce(torch.zeros(2))
-    assert a.calls == ["allreduce"]
+    assert a.calls == ["all_reduce"]
     assert b.calls == []
 
 
 def test_coalesced_operations_spread_over_the_lanes() -> None:
     recorders = lanes()
     ProcessGroupRoundRobin(recorders).allreduce_coalesced([torch.zeros(1)] * 3).wait()
-    assert [lane.calls for lane in recorders] == [["allreduce"]] * 3
+    assert [lane.calls for lane in recorders] == [["all_reduce"]] * 3
 
 
 def test_capabilities_are_those_that_all_lanes_have() -> None:

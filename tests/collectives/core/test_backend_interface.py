@@ -14,8 +14,9 @@ class Blocking(ProcessGroupHost):
     """Leaves collectives of messages to the base class, and receives before ``_recv`` returns."""
 
     fast_collective = ProcessGroup.fast_collective
-    _alltoall = ProcessGroup._alltoall
-    _alltoall_single = ProcessGroup._alltoall_single
+
+    def issue(self, call):
+        return getattr(self, call.operation.handler)(call)
 
     def _recv(self, tensor, src, tag):
         super()._recv(tensor, src, tag).wait()

@@ -18,7 +18,7 @@ from collectives.backends.gloo import ProcessGroupGloo
 from collectives.backends.host import ProcessGroupHost
 from collectives.backends.round_robin import RoundRobinOptions
 from collectives.core.capabilities import Capabilities
-from collectives.core.types import AllreduceOptions
+from collectives.core.operations import BARRIER, Call
 from collectives.core.work import CompletedWork
 from collectives.errors import DistBackendError
 from collectives.registry.backends import (
@@ -196,8 +196,8 @@ class OnMeta(ProcessGroupGloo):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, devices=frozenset({"meta"}))
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        return CompletedWork([tensor])
+    def _all_reduce(self, call: Call) -> Work:
+        return CompletedWork(call.outputs)
 
 
 def add_backends() -> None:
@@ -357,9 +357,10 @@ class Accelerated(ProcessGroupHost):
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, devices=frozenset({"cuda"}))
 
-    def _barrier(self, opts):
-        self.barriers.append(opts.device)
-        return super()._barrier(opts)
+    def issue(self, call):
+        if call.operation is BARRIER:
+            self.barriers.append(call.device)
+        return super().issue(call)
 
 
 def parts_of_a_mixed_group(monkeypatch, timeout=None):

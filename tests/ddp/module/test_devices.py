@@ -85,7 +85,7 @@ class Elsewhere(ProcessGroup):
     def _refuse(self, *_: object) -> Work:
         raise NotImplementedError
 
-    _broadcast = _allreduce = _allgather = _send = _recv = _barrier = _refuse
+    issue = _send = _recv = _refuse
 
     def abort(self) -> None:
         self.inner.abort()
@@ -107,7 +107,7 @@ def pass_on(name: str) -> Any:
     return method
 
 
-for _name in ("allreduce", "allreduce_coalesced", "broadcast", "allgather", "all_gather_single", "barrier"):
+for _name in ("allreduce", "broadcast", "allgather", "all_gather_single", "barrier", "call"):
     setattr(Elsewhere, _name, pass_on(_name))
 
 

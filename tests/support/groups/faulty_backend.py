@@ -8,6 +8,7 @@ import time
 import torch
 
 from collectives.backends.host import ProcessGroupHost
+from collectives.core.operations import ALL_REDUCE
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
 from collectives.torch_bridge import register_backend
 
@@ -22,7 +23,10 @@ class Faulty(ProcessGroupHost):
         super().__init__(options.store, options.rank, options.size, options.timeout)
         self.fast_collective = lambda *_, **__: None
 
-    def _allreduce(self, tensor, opts):
+    def issue(self, call):
+        if call.operation is not ALL_REDUCE:
+            return super().issue(call)
+        tensor = call.output
         if tensor.dtype is torch.int32 and self.rank() == 1:
             time.sleep(60)
         if tensor.dtype is torch.int64 and self.rank() == 1:
@@ -33,7 +37,7 @@ class Faulty(ProcessGroupHost):
             raise RuntimeError("never")
         if tensor.dtype is torch.uint8:
             raise torch.AcceleratorError("an illegal memory access was encountered")
-        work = super()._allreduce(tensor, opts)
+        work = super().issue(call)
         if tensor.dtype is torch.float64:
             work.wait()
             tensor += 1

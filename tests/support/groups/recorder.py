@@ -34,23 +34,14 @@ class Recorder(ProcessGroup):
         self.calls.append(call)
         return CompletedWork()
 
-    def _broadcast(self, tensor, opts):
-        return self._note("broadcast")
-
-    def _allreduce(self, tensor, opts):
-        return self._note("allreduce")
-
-    def _allgather(self, outputs, tensor, opts):
-        return self._note("allgather")
+    def issue(self, call):
+        return self._note(call.operation.name)
 
     def _send(self, tensor, dst, tag):
         return self._note("send")
 
     def _recv(self, tensor, src, tag):
         return self._note("recv")
-
-    def _barrier(self, opts):
-        return self._note("barrier")
 
     def abort(self) -> None:
         self._note("abort")

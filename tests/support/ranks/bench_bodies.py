@@ -10,13 +10,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import collectives
 from collectives.backends.gloo import ProcessGroupGloo
 from collectives.bench.core.barrier import SpinBarrier
 from collectives.bench.doctor.command import _reduce as reduce_smoke
-from collectives.core.types import AllgatherOptions, AllreduceOptions, BarrierOptions
+from collectives.core.operations import Call
 from collectives.core.work import CompletedWork, Work
 from collectives.ranks.processes import commands
 from collectives.registry.backends import BackendSpec, GroupOptions, register_backend_spec
@@ -70,21 +68,21 @@ def cross(rank: int, connection: Connection, size: int, path: str, times: int) -
 class FaultyGloo(ProcessGroupGloo):
     """Gloo whose all-reduce and all-gather spoil the last element on rank 1, and whose barrier is none."""
 
-    def _allreduce(self, tensor: torch.Tensor, opts: AllreduceOptions) -> Work:
-        work = super()._allreduce(tensor, opts)
+    def _all_reduce(self, call: Call) -> Work:
+        work = super()._all_reduce(call)
         work.wait()
         if self.rank() == 1:
-            tensor.view(-1)[-1] += 1
+            call.output.view(-1)[-1] += 1
         return work
 
-    def _allgather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: AllgatherOptions) -> Work:
-        work = super()._allgather_single(output, tensor, opts)
+    def _all_gather_into_tensor(self, call: Call) -> Work:
+        work = super()._all_gather_into_tensor(call)
         work.wait()
         if self.rank() == 1:
-            output.view(-1)[-1] += 1
+            call.output.view(-1)[-1] += 1
         return work
 
-    def _barrier(self, opts: BarrierOptions) -> Work:
+    def _barrier(self, call: Call) -> Work:
         return CompletedWork([])
 
 

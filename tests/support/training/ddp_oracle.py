@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from collectives import AllreduceOptions, BroadcastOptions, ProcessGroup, ReduceOp
-from collectives.core.opcodes import ALL_REDUCE
+from collectives.core.operations import ALL_REDUCE
 from collectives.ddp import DistributedDataParallel
 
 AVERAGE = AllreduceOptions(reduceOp=ReduceOp.AVG)
@@ -202,7 +202,7 @@ class Launches:
 
         def noted_fast(opcode, output, *args, **kwargs):
             work = fast(opcode, output, *args, **kwargs)
-            if work is not None and opcode == ALL_REDUCE:
+            if work is not None and opcode == ALL_REDUCE.opcode:
                 self.sizes.append(output.numel())
             return work
 

@@ -15,7 +15,7 @@ from harness import Died, current_store, run_ranks
 from waiting import until
 
 import collectives as dist
-from collectives.core.opcodes import ALL_REDUCE
+from collectives.core.operations import ALL_REDUCE
 from collectives.core.recording.dump import FILE_VARIABLE
 from collectives.core.types import AllreduceOptions
 from collectives.registry.backends import GroupOptions, create_group
@@ -147,7 +147,7 @@ def dies(group: dist.ProcessGroup, prefix: str) -> None:
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.PeerLostError):
-        group.fast_collective(ALL_REDUCE, torch.ones(3))
+        group.fast_collective(ALL_REDUCE.opcode, torch.ones(3))
     dumped = json.loads(Path(f"{prefix}0.json").read_text())
     failed = dumped["groups"][0]["operations"][-1]
     assert (failed["number"], failed["name"], failed["state"]) == (2, "all_reduce", "failed")
