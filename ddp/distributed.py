@@ -23,6 +23,7 @@ from collectives.ddp.module.arguments import check_delayed, check_hook, check_pa
 from collectives.ddp.module.buffers import BufferSync, refuse_overlaps
 from collectives.ddp.module.devices import ModuleDevices
 from collectives.ddp.module.mixed_precision import CastParameters, MixedPrecision, cast_buffers
+from collectives.ddp.module.structure import Structure
 from collectives.ddp.reducer.backward_pass import Forward
 from collectives.ddp.reducer.buckets import bucket_limits
 from collectives.ddp.reducer.grad_bucket import GradBucket
@@ -76,7 +77,9 @@ class DistributedDataParallel(nn.Module, JoinableModel):
     What hooks on the parameters make of a gradient, such as a clipped one, is what is averaged, where they
     were registered before forward.
 
-    Parameters are frozen, added or replaced before wrapping, not after. Where ranks have different numbers of
+    Parameters are frozen, added, replaced or given another data type before wrapping, not after: a backward
+    pass in which that shows raises :class:`~collectives.ddp.GradientSyncError`. Buffers, and the memory of
+    parameters, may be replaced on all ranks alike. Where ranks have different numbers of
     inputs, train within :meth:`join`.
 
     Args:
@@ -212,6 +215,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
+        self._structure = Structure(self)
         if self.forward_sync_buffers and not init_sync:
             refuse_overlaps(self._buffer_sync.named_buffers(), self._in_words())
         if init_sync:
@@ -230,7 +234,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         sparse = sparse_parameters(self.module)
         precision = self.mixed_precision
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        delayed = [trained.pop(name) for name in self._delayed if name in trained]
+        delayed = {name: trained.pop(name) for name in self._delayed if name in trained}
         return Reducer(
             trained,
             self.process_group,
@@ -254,7 +258,9 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         precision = self.mixed_precision
         if precision is None or precision.param_dtype is None:
             return None
-        return CastParameters(self.module, precision.param_dtype, self.parameters_to_ignore)
+        casts = CastParameters(precision.param_dtype)
+        casts.find_parameters(self.module, self.parameters_to_ignore)
+        return casts
 
     def _make_buffer_sync(self) -> BufferSync:
         return BufferSync(self.module, self.process_group, self.parameters_to_ignore)
@@ -275,6 +281,17 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         verify_agreement(self.process_group, rows, self.device, self._in_words())
         refuse_overlaps({**parameters, **buffers}, self._in_words())  # now alike on all ranks
         broadcast_coalesced(self.process_group, [*parameters.values(), *buffers.values()])
+
+    def _follow_changes(self) -> None:
+        """Takes in what a program has put in the place of modules, parameters and buffers."""
+        if self.reducer.in_backward or not self._structure.has_changed():
+            return
+        self._structure = Structure(self)
+        self._buffer_sync = self._make_buffer_sync()
+        if self._casts is not None:
+            self._casts.find_parameters(self.module, self.parameters_to_ignore)
+        parameters = self.module.named_parameters()
+        self.reducer.watch({n: p for n, p in parameters if n not in self.parameters_to_ignore})
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -318,6 +335,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._follow_changes()
         root = self._notify_forward(averages=sync)
         forward = Forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled():
@@ -470,7 +488,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         state = dict(self.__dict__)
         for name in (
             "process_group", "_given_group", "device_mesh", "reducer", "_buffer_sync", "_casts",
-            "_join_config",
+            "_join_config", "_structure",
         ):  # fmt: skip
             del state[name]
         return state
@@ -488,6 +506,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self._casts = self._make_casts()
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
+        self._structure = Structure(self)
 
 
 @eager

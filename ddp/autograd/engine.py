@@ -6,6 +6,7 @@ nested.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -34,6 +35,10 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 _queue_callback: Callable[[Callable[[], None]], None]
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+_IDENTITY = operator.attrgetter("_cdata")
+"""What tells the contents of a tensor, which ``torch.utils.swap_tensors`` exchanges, from others."""
 
 
 class PassOwner(Protocol):
@@ -82,16 +87,37 @@ class GradientHooks:
         hooks: each parameter and its hook.
     """
 
-    __slots__ = ("_handles", "_places")
+    __slots__ = ("_handles", "_identities", "_parameters", "_places")
 
     def __init__(self, hooks: Iterable[tuple[torch.nn.Parameter, Callable[[torch.Tensor], None]]]) -> None:
         self._handles: list[Any] = []
         self._places: list[tuple[dict[int, Any], int]] = []
+        self._parameters: list[Any] = []
         for parameter, hook in hooks:
+            self._parameters.append(parameter)
             handle: Any = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
             registered: Any = parameter._post_accumulate_grad_hooks
             self._places.append((registered, handle.id))
+        self._identities = list(map(_IDENTITY, self._parameters))
+
+    def reach_engine(self) -> bool:
+        """Makes sure that the engine calls the hooks of parameters that were given other contents.
+
+        ``torch.utils.swap_tensors`` leaves hooks with the object, and those it calls with the contents.
+
+        Returns:
+            Whether there were any.
+        """
+        if list(map(_IDENTITY, self._parameters)) == self._identities:
+            return False
+        for parameter in self._parameters:
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        self._identities = list(map(_IDENTITY, self._parameters))
+        return True
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
 
     def come_last(self) -> None:
         """Puts these hooks after those that were registered since: what others change goes into the average.

@@ -170,7 +170,7 @@ class _Steps:
             zero.assign_together(buckets)
         zero.has_hook = True
         self._zero = zero
-        self._reduced: list[tuple[list[torch.nn.Parameter], Future[Any] | None]] = []
+        self._reduced: list[tuple[GradBucket, Future[Any] | None]] = []
         self._messages: dict[tuple[int, ...], list[CoalescedBroadcast]] = {}
         self._updated: list[Sequence[torch.Tensor]] = []
         self._sending: list[CoalescedBroadcast] = []
@@ -181,20 +181,21 @@ class _Steps:
         if bucket.index() == 0:
             self._reduced, self._updated, self._sending = [], [], []
             self._failure = None
-        self._reduced.append((list(bucket.parameters()), future))
+        self._reduced.append((bucket, future))
 
     @torch.no_grad()
     def update(self) -> None:
         """Updates this rank's parameters in the buckets taken in; blocks until these are averaged."""
         reduced, self._reduced = self._reduced, []
-        for parameters, future in reduced:
+        for bucket, future in reduced:
+            parameters = bucket.parameters()
             self._updated.append(parameters)
             if future is None:
                 continue
             try:
                 result = future.wait()
                 flat = (result[0] if isinstance(result, (list, tuple)) else result).reshape(-1)
-                self._zero.update(dict(zip(parameters, layout(parameters, flat), strict=True)))
+                self._zero.update(dict(zip(parameters, layout(bucket.gradients(), flat), strict=True)))
             except Exception as error:  # noqa: BLE001 - raised by outcome()
                 self._failure = self._failure or error
 

@@ -17,8 +17,8 @@ __all__ = ["BufferSync", "refuse_overlaps"]
 class BufferSync:
     """Sends one rank's buffers to all, all in one message for each device; true where there are any.
 
-    Buffers are looked up by name each time, so that a module may assign new tensors to them; shapes and data
-    types stay.
+    Buffers are looked up by name each time, so that a module may assign new tensors to them, of other shapes
+    and data types, too, on all ranks alike.
 
     Args:
         module: the module.
@@ -66,7 +66,7 @@ class BufferSync:
             buffers = [_unseen(owner, key) for _, owner, key in places]
             message = self._messages.get(device)
             if message is None:
-                message = self._messages[device] = FlatBroadcast(self._group, buffers)
+                message = self._messages[device] = FlatBroadcast(self._group)
             works.append((message, message.start(buffers, root, blocking=len(self._places) == 1), buffers))
         for message, work, buffers in works:
             message.finish(work, buffers, root)

@@ -77,16 +77,18 @@ class CastParameters:
     """Casts of a module's parameters, which stand in for them while it runs.
 
     Args:
-        module: the module.
         dtype: data type of the casts.
-        ignored: names of parameters that are left alone.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, ignored: Collection[str]) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._casts: dict[int, torch.Tensor] = {}
         self._depth = 0
+
+    def find_parameters(self, module: nn.Module, ignored: Collection[str]) -> None:
+        """Takes the parameters of a module, but those of some names; before it runs."""
+        self._places = []
         left_alone = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in ignored}
         for owner in module.modules():
             for key, parameter in owner._parameters.items():

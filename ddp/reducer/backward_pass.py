@@ -69,6 +69,7 @@ class BackwardPass:
         shadow: whether it is one of other ranks, in which this one, which has joined, only takes part.
         zeros_only: whether zeros are sent for unused parameters, whatever is in ``.grad``.
         joining: whether ranks with uneven inputs join.
+        strangers: names of parameters that got a gradient and are not averaged.
     """
 
     counts: list[int]
@@ -90,6 +91,7 @@ class BackwardPass:
     zeros_only: bool = False
     joining: bool = False
     forwards: list[Forward] = field(default_factory=list)
+    strangers: dict[str, None] = field(default_factory=dict)
 
     def abandon(self) -> None:
         """Takes note that an exception broke the pass off."""

@@ -32,6 +32,7 @@ class BucketReducer:
         hook: the communication hook, which reduces instead of the group, with its state; or ``None``.
         is_local: whether nothing communicates, because the hook does not.
         abandoned: what was issued and has a result that nobody wants.
+        holds_last: whether the last bucket, with the signals, waits for the end of the pass.
         before_pass: is called before a pass of this rank communicates; or ``None``.
 
     Args:
@@ -57,6 +58,7 @@ class BucketReducer:
         self._write_signals = write_signals
         self.hook: tuple[Hook, Any] | None = None
         self.is_local = False
+        self.holds_last = False
         self.before_pass: Callable[[], None] | None = None
         self._next = 0
         self.abandoned: list[Work | Future[Any]] = []
@@ -147,8 +149,9 @@ class BucketReducer:
         buckets, sparse = self._gradients.buckets, self._sparse
         # Nested tasks may yet bring a gradient again; the signals that tell so leave with the last bucket,
         # and so do those about sparse gradients.
-        early = (current.nested and not current.ending) or (sparse is not None and sparse.pending)
-        end = len(buckets) - bool(early and not current.abandoned)
+        early = not current.ending and (current.nested or self.holds_last)
+        early = early or (sparse is not None and sparse.pending > 0)
+        end = len(buckets) - (early and not current.abandoned)
         while self._next < end:
             bucket = buckets[self._next]
             if bucket.pending and not current.abandoned:

@@ -41,6 +41,7 @@ class DelayedGradients:
         for parameter in parameters:
             averager.op_for(parameter.dtype, parameter.device)
         self._kinds = [list(alike) for _, alike in groupby(self._parameters, kinds.__getitem__)]
+        self._dtypes = [alike[0].dtype for alike in self._kinds]
         self._flats: list[torch.Tensor] = []
         self._sent: list[Work] = []
         self._came: set[int] = set()
@@ -67,8 +68,8 @@ class DelayedGradients:
         if self._sent or not self._parameters:
             return
         self._flats = [
-            torch.cat([_flat_grad(parameter, zeros) for parameter in parameters])
-            for parameters in self._kinds
+            torch.cat([_flat_grad(parameter, zeros) for parameter in parameters]).to(dtype)
+            for parameters, dtype in zip(self._kinds, self._dtypes, strict=True)
         ]
         real = [torch.view_as_real(flat) if flat.is_complex() else flat for flat in self._flats]
         self._sent.append(self._averager.start(real))

@@ -23,7 +23,8 @@ _ALONE = _uses(torch.empty(1))
 
 def form_of(parameter: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without memory in the shape, strides and data type of a parameter's gradient."""
-    return torch.empty_strided(parameter.shape, strides_of(parameter), dtype=parameter.dtype, device="meta")
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # since torch 2.10 they may differ
+    return torch.empty_strided(parameter.shape, strides_of(parameter), dtype=dtype, device="meta")
 
 
 def is_unshared(grad: torch.Tensor, form: torch.Tensor, device: torch.device) -> bool:

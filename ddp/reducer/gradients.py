@@ -74,6 +74,7 @@ class Gradients:
         self.limits = tuple(limits)
         self.sparse = sorted(sparse)
         self._devices = [parameter.device for parameter in self.parameters]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._device = device
         self._tail = tail
         self._as_views = as_views
@@ -173,13 +174,16 @@ class Gradients:
         """Makes ``.grad`` the place in the bucket.
 
         Raises:
-            BadGradientError: the parameter has another form by now.
+            BadGradientError: the parameter is elsewhere by now.
         """
         view, handed_out = self._views[index], self._handed_out[index]
         if not handed_out.is_set_to(view):
             handed_out = self._handed_out[index] = view.view_as(view)
+        parameter = self.parameters[index]
+        if parameter.numel() != view.numel() or parameter.dtype is not self._dtypes[index]:
+            return  # which all ranks are told of
         try:
-            self.parameters[index].grad = handed_out
+            parameter.grad = handed_out
         except RuntimeError as error:
             raise BadGradientError(self._what_is_bad(index, handed_out, error)) from error
 
@@ -371,7 +375,7 @@ class Gradients:
         """Writes the averages of a reduced bucket to ``.grad``, but for those of unused parameters.
 
         Raises:
-            BadGradientError: a parameter has changed its form since its gradient came.
+            BadGradientError: a parameter has moved elsewhere since its gradient came.
         """
         handed_out = self._handed_out
         views, grads, moved = [], [], []
@@ -391,7 +395,7 @@ class Gradients:
                     self._hand_out(index)
                 continue
             if grad is None:
-                parameter.grad = average.to(parameter.dtype, copy=True)
+                parameter.grad = average.to(self.forms[index].dtype, copy=True)
             else:
                 views.append(average)
                 grads.append(grad)
@@ -419,6 +423,6 @@ class Gradients:
             # What is unused is never reduced in place.
             average: Any = self._views[index] if index in self._views else self._in_place[index][1]
             if parameter.grad is None:
-                parameter.grad = average.to(parameter.dtype, copy=True)
+                parameter.grad = average.to(self.forms[index].dtype, copy=True)
             else:
                 parameter.grad.copy_(average)

@@ -19,6 +19,7 @@ from collectives import ProcessGroup
 from collectives.ddp.autograd import engine
 from collectives.ddp.errors import GradientSyncError
 from collectives.ddp.module.mixed_precision import CastParameters
+from collectives.ddp.module.structure import Kinds
 from collectives.ddp.reducer.averaging import Averager, launches
 from collectives.ddp.reducer.backward_pass import BackwardPass, Forward, Progress
 from collectives.ddp.reducer.bucket_order import OrderTrace
@@ -44,6 +45,18 @@ def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], Non
         live = reference()
         if live is not None:
             live.autograd_hook(index)
+
+    return hook
+
+
+def _stranger_hook(reducer: Reducer, name: str) -> Callable[[torch.Tensor], None]:
+    """Returns a hook that tells a reducer, held weakly, of a gradient that it does not average."""
+    reference = weakref.ref(reducer)
+
+    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
+        live = reference()
+        if live is not None:
+            live.stranger_hook(name)
 
     return hook
 
@@ -78,7 +91,7 @@ class Reducer:
         batched_grad_copy: see there.
         skip_unused: whether buckets that no rank can fill are not sent.
         sparse: names of the parameters with sparse gradients.
-        delayed: parameters that none of the other arguments apply to, and not among ``parameters``.
+        delayed: parameters by name that none of the other arguments apply to, and not among ``parameters``.
         trigger: the parameter whose gradient they wait for.
         frozen: parameters that need no gradient, by name.
         reduce_dtype: data type that floating gradients are averaged in; ``None`` for their own.
@@ -99,7 +112,7 @@ class Reducer:
         batched_grad_copy: bool = False,
         skip_unused: bool = False,
         sparse: Collection[str] = (),
-        delayed: Sequence[torch.nn.Parameter] = (),
+        delayed: Mapping[str, torch.nn.Parameter] | None = None,
         trigger: torch.nn.Parameter | None = None,
         frozen: Mapping[str, torch.nn.Parameter] | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -107,7 +120,7 @@ class Reducer:
     ) -> None:
         self._group = group
         self._model = model
-        self._frozen = frozen or {}
+        self._frozen = dict(frozen or {})
         self._casts = casts
         self._device = device
         self.averager = Averager(group)
@@ -121,7 +134,9 @@ class Reducer:
         self._consensus = Consensus(
             self.averager, model, self.unused, self._order, device, self.defers_errors
         )
-        self._delayed = DelayedGradients(delayed, trigger, self.averager)
+        delayed = delayed or {}
+        self._kinds = Kinds({**parameters, **delayed})
+        self._delayed = DelayedGradients(list(delayed.values()), trigger, self.averager)
         self.gradients = Gradients(
             parameters,
             limits,
@@ -154,13 +169,16 @@ class Reducer:
         self._open_tasks: set[int] = set()
         self._task = engine.NO_TASK
         self._pass = BackwardPass([], ErrorReport(), ())
-        self._accumulators = {engine.accumulator(p): i for i, p in enumerate(self.gradients.parameters)}
+        self._accumulators: dict[object, int] = {}
+        self._find_accumulators()
         if skip_unused:
             self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
         hooked = [(p, _gradient_hook(self, index)) for index, p in enumerate(self.gradients.parameters)]
         hooked += [(p, _gradient_hook(self, ~place)) for place, p in enumerate(self._delayed.hooked)]
         self._hooks = engine.GradientHooks(hooked)
+        self._known = set(map(id, (*parameters.values(), *delayed.values(), *self._frozen.values())))
+        self._strangers = engine.GradientHooks([])
 
     # ---- what the module calls ---------------------------------------------------------------------------
 
@@ -173,6 +191,20 @@ class Reducer:
     def ready_order(self) -> list[int]:
         """Indices of the parameters in the order of their gradients in the last pass that ended well."""
         return self._order.latest if self.passes else []
+
+    def watch(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Takes the parameters that the module has by now; a gradient that is not averaged is an error.
+
+        Args:
+            parameters: by name.
+        """
+        strangers = {name: p for name, p in parameters.items() if id(p) not in self._known}
+        self._frozen.update((name, p) for name, p in strangers.items() if not p.requires_grad)
+        self._known.update(map(id, self._frozen.values()))
+        self._strangers = engine.GradientHooks(
+            (p, _stranger_hook(self, name)) for name, p in strangers.items() if p.requires_grad
+        )
+        self.bucket_reducer.holds_last = bool(self._strangers)
 
     def register_hook(self, state: object, hook: Hook, *, is_local: bool) -> None:
         """Hands the reduction of full buckets to a communication hook."""
@@ -217,6 +249,8 @@ class Reducer:
 
         Called before each synchronised forward, on all ranks.
         """
+        if self._hooks.reach_engine():
+            self._find_accumulators()
         self._hooks.come_last()
         self._settle()
         self._wait_for_abandoned()
@@ -246,6 +280,10 @@ class Reducer:
             self.unused.search_graph(forward, tensors)
         for output in tensors:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _find_accumulators(self) -> None:
+        self._accumulators.clear()
+        self._accumulators.update((engine.accumulator(p), i) for i, p in enumerate(self.gradients.parameters))
 
     # ---- uneven inputs -----------------------------------------------------------------------------------
 
@@ -308,6 +346,15 @@ class Reducer:
                     self.bucket_reducer.mark_ready(current, index)
             if self._delayed.is_ready and (self.bucket_reducer.is_drained or not current.sync):
                 self._delayed.launch()  # after the buckets, in whatever order gradients come
+
+    def stranger_hook(self, name: str) -> None:
+        """Called when the gradient of a parameter was accumulated that nobody averages."""
+        with self._lock:
+            if engine.current_task() != self._task:
+                self._enter_task(None)
+            if self._pass.sync:
+                self._pass.committed = True
+                self._pass.strangers[name] = None
 
     def output_hook(self, forward: Forward) -> None:
         """Called when the gradient of an output of forward was computed.
@@ -425,6 +472,8 @@ class Reducer:
         self.bucket_reducer.reset()
         unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         current.report.errors += [errors.unfrozen(unfrozen)] if unfrozen else []
+        if converted := self._kinds.changes():
+            current.report.faults[errors.CONVERTED] = converted
         current.skipped = self.bucket_reducer.skip(frozenset(self.unused.unreachable(current)))
         self.bucket_reducer.mark_unused(current, current.unused.difference(current.skipped))
         current.unused.update(current.skipped)
@@ -467,7 +516,10 @@ class Reducer:
                 self.bucket_reducer.mark_ready(current, index)
             else:
                 self.bucket_reducer.mark_unused(current, [index])
-        self.unused.report_missing(current)
+        if current.strangers:  # for which others are missing
+            current.report.errors.append(errors.replaced(list(current.strangers)))
+        else:
+            self.unused.report_missing(current)
         self.bucket_reducer.launch_ready(current)
         self._delayed.launch()
         self.bucket_reducer.wait_for_hook(current)

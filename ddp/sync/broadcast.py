@@ -7,6 +7,7 @@ backward pass over several forwards would fail for values that are still right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -25,16 +26,22 @@ _ALIGNMENT = 16
 """Tensors begin at multiples of so many bytes within a message; no data type has wider elements."""
 
 
+_FORM = attrgetter("dtype", "shape")
+
+
 class FlatBroadcast:
     """One message, used again and again, that carries tensors of one device from one rank to all.
 
     Args:
         group: the ranks.
-        tensors: tensors of the shapes, data types and device of those to be sent; data types may differ.
     """
 
-    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+        self._forms: list[object] = []
+
+    def _lay_out(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._forms = list(map(_FORM, tensors))
         offsets = []
         end = 0
         for tensor in tensors:
@@ -53,11 +60,14 @@ class FlatBroadcast:
         """Sends the root's tensors; called by all ranks. :meth:`finish` must follow.
 
         Args:
-            tensors: on the root, the tensors to send; not looked at elsewhere.
+            tensors: on the root, the tensors to send; elsewhere, others of their shapes and data types, which
+                may be other ones each time.
             root: rank that sends.
             blocking: whether the caller waits at once, which lets the group run the broadcast on the caller's
                 thread.
         """
+        if list(map(_FORM, tensors)) != self._forms:
+            self._lay_out(tensors)
         if self._group.rank() == root:
             with torch.no_grad():
                 torch._foreach_copy_(self._places, list(tensors))
@@ -100,14 +110,12 @@ class CoalescedBroadcast:
         self._group = group
         self._root = root
         self._large, self._small = _messages_of(tensors)
-        self._flat: list[FlatBroadcast] = []
+        self._flat = [FlatBroadcast(group) for _ in self._small]
         self._works: list[Work] = []
         self._flat_works: list[Work] = []
 
     def start(self) -> None:
         """Sends the root's tensors without waiting."""
-        if not self._flat:
-            self._flat = [FlatBroadcast(self._group, tensors) for tensors in self._small]
         self._works = [
             self._group.broadcast([tensor.detach()], BroadcastOptions(rootRank=self._root))
             for tensor in self._large
@@ -158,7 +166,7 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], ro
     """
     large, small = _messages_of([tensor.detach() for tensor in tensors])
     for together in [[tensor] for tensor in large] + small:  # one by one: the messages are memory, too
-        message = FlatBroadcast(group, together)
+        message = FlatBroadcast(group)
         message.finish(message.start(together, root, blocking=True), together, root, only_changes=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from collectives import ProcessGroup
 from collectives.ddp.errors import ModelMismatchError
 
-__all__ = ["describe_model", "verify_agreement"]
+__all__ = ["describe_model", "tensor_in_words", "verify_agreement"]
 
 Row = tuple[str, str]
 """Something that must be equal on all ranks: its name and its description."""
@@ -32,13 +32,14 @@ def describe_model(
     """
     rows: list[Row] = [("option " + name, str(value)) for name, value in options.items()]
     for name, parameter in parameters.items():
-        words = _tensor_in_words(parameter)
+        words = tensor_in_words(parameter)
         rows.append(("parameter " + name, words + ("" if parameter.requires_grad else " frozen")))
-    rows += [("buffer " + name, _tensor_in_words(buffer)) for name, buffer in buffers.items()]
+    rows += [("buffer " + name, tensor_in_words(buffer)) for name, buffer in buffers.items()]
     return rows
 
 
-def _tensor_in_words(tensor: torch.Tensor) -> str:
+def tensor_in_words(tensor: torch.Tensor) -> str:
+    """Returns data type, shape and, where they are not the usual ones, layout and strides of a tensor."""
     words = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.layout is not torch.strided:
         return f"{words} {tensor.layout}"

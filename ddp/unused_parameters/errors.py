@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["CHANGED", "MISSING", "REPEATED", "ParameterFault", "frozen", "in_words", "skipped", "unfrozen"]
+__all__ = [
+    "CHANGED",
+    "CONVERTED",
+    "MISSING",
+    "REPEATED",
+    "ParameterFault",
+    "frozen",
+    "in_words",
+    "replaced",
+    "skipped",
+    "unfrozen",
+]
+
+
+_WRAP_AGAIN = "wrap the module again after such a change"
 
 
 class ParameterFault(NamedTuple):
@@ -35,6 +49,12 @@ REPEATED = ParameterFault(
 CHANGED = ParameterFault(
     "got gradients not as often as in the first pass",
     "static_graph=True promises that all passes use the parameters alike; leave it out.",
+)
+
+
+CONVERTED = ParameterFault(
+    "have another data type or size than when the module was wrapped",
+    "Convert a module before wrapping it, or wrap it again afterwards.",
 )
 
 
@@ -73,6 +93,13 @@ def frozen(names: Sequence[str]) -> str:
 def unfrozen(names: Sequence[str]) -> str:
     """Returns the error about parameters that were frozen when the module was wrapped, but are no more."""
     return (
-        f"{', '.join(names)} needed no gradient when the module was wrapped, but need one now; wrap the "
-        "module again after such a change"
+        f"{', '.join(names)} needed no gradient when the module was wrapped, but need one now; {_WRAP_AGAIN}"
+    )
+
+
+def replaced(names: Sequence[str]) -> str:
+    """Returns the error about parameters that came into the module after wrapping, and got gradients."""
+    return (
+        f"{', '.join(names)} got a gradient, but came into the module after it was wrapped, as by setattr, "
+        f"load_state_dict(assign=True) or weight_norm, so that nobody averages it; {_WRAP_AGAIN}"
     )
