@@ -39,6 +39,7 @@ class Operation:
 
     Attributes:
         name: of its user function, by which messages and capabilities call it.
+        methods: names of the method of a group, as ``torch.distributed.ProcessGroup`` has had it.
         output: what it writes; what it reads as well where it has no input.
         input: what it only reads.
         reduces: whether it computes.
@@ -52,6 +53,7 @@ class Operation:
     """
 
     name: str
+    methods: tuple[str, ...]
     output: Operand
     input: Operand = Operand.NONE
     reduces: bool = False
@@ -76,23 +78,37 @@ class Operation:
 
 _ONE, _EACH, _PARTS = Operand.ONE, Operand.EACH, Operand.PARTS
 
-ALL_REDUCE = Operation("all_reduce", _ONE, reduces=True)
+ALL_REDUCE = Operation("all_reduce", ("allreduce",), _ONE, reduces=True)
 ALL_REDUCE_COALESCED = Operation(
-    "all_reduce_coalesced", Operand.SEVERAL, reduces=True, collective="all_reduce", offered_as="all_reduce"
+    "all_reduce_coalesced",
+    ("allreduce_coalesced",),
+    Operand.SEVERAL,
+    reduces=True,
+    collective="all_reduce",
+    offered_as="all_reduce",
 )
-BROADCAST = Operation("broadcast", _ONE, rooted=True, writes="others")
-REDUCE = Operation("reduce", _ONE, reduces=True, rooted=True, writes="root")
-ALL_GATHER = Operation("all_gather", _EACH, _ONE)
-ALL_GATHER_INTO_TENSOR = Operation("all_gather_into_tensor", _PARTS, _ONE, collective="all_gather")
-GATHER = Operation("gather", _EACH, _ONE, rooted=True, writes="root")
-SCATTER = Operation("scatter", _ONE, _EACH, rooted=True)
-REDUCE_SCATTER = Operation("reduce_scatter", _ONE, _EACH, reduces=True)
+BROADCAST = Operation("broadcast", ("broadcast",), _ONE, rooted=True, writes="others")
+REDUCE = Operation("reduce", ("reduce",), _ONE, reduces=True, rooted=True, writes="root")
+ALL_GATHER = Operation("all_gather", ("allgather",), _EACH, _ONE)
+ALL_GATHER_INTO_TENSOR = Operation(
+    "all_gather_into_tensor", ("all_gather_single", "_allgather_base"), _PARTS, _ONE, collective="all_gather"
+)
+GATHER = Operation("gather", ("gather",), _EACH, _ONE, rooted=True, writes="root")
+SCATTER = Operation("scatter", ("scatter",), _ONE, _EACH, rooted=True)
+REDUCE_SCATTER = Operation("reduce_scatter", ("reduce_scatter",), _ONE, _EACH, reduces=True)
 REDUCE_SCATTER_TENSOR = Operation(
-    "reduce_scatter_tensor", _ONE, _PARTS, reduces=True, collective="reduce_scatter"
+    "reduce_scatter_tensor",
+    ("reduce_scatter_single", "_reduce_scatter_base"),
+    _ONE,
+    _PARTS,
+    reduces=True,
+    collective="reduce_scatter",
 )
-ALL_TO_ALL = Operation("all_to_all", _EACH, _EACH)
-ALL_TO_ALL_SINGLE = Operation("all_to_all_single", _PARTS, _PARTS, collective="all_to_all")
-BARRIER = Operation("barrier", Operand.NONE)
+ALL_TO_ALL = Operation("all_to_all", ("alltoall",), _EACH, _EACH)
+ALL_TO_ALL_SINGLE = Operation(
+    "all_to_all_single", ("all_to_all_single", "alltoall_base"), _PARTS, _PARTS, collective="all_to_all"
+)
+BARRIER = Operation("barrier", ("barrier",), Operand.NONE)
 
 OPERATIONS = (
     ALL_REDUCE, ALL_REDUCE_COALESCED, BROADCAST, REDUCE, ALL_GATHER, ALL_GATHER_INTO_TENSOR, GATHER, SCATTER,

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
+from collectives.core.operations import OPERATIONS
 from collectives.torch_bridge.dispatch_modes import keep_work
 from collectives.torch_bridge.group import TorchGroup
 
@@ -22,14 +23,13 @@ __all__ = ["attach", "can_be_made"]
 _METHODS = {
     name: name
     for name in (
+        *(operation.methods[0] for operation in OPERATIONS),
         "_enable_collectives_timing", "_get_sequence_number_for_group", "_register_on_completion_hook",
         "_set_default_timeout", "_set_sequence_number_for_group", "_wait_for_pending_works", "abort",
-        "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather",
-        "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "barrier", "broadcast",
-        "allocate_tensor", "end_coalescing", "gather", "gather_single", "getBackendName",
-        "get_reconfigure_handle", "name", "new_window", "reconfigure", "recv", "recv_anysource", "reduce",
-        "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "scatter", "send",
-        "set_timeout", "shrink", "shutdown", "start_coalescing", "supports_tensor_alloc",
+        "all_gather_single_coalesced", "allgather_coalesced", "allocate_tensor", "end_coalescing",
+        "gather_single", "getBackendName", "get_reconfigure_handle", "name", "new_window", "reconfigure",
+        "recv", "recv_anysource", "reduce_scatter_single_coalesced", "send", "set_timeout", "shrink",
+        "shutdown", "start_coalescing", "supports_tensor_alloc",
     )
 } | {"monitored_barrier": "monitoredBarrier", "allreduce_sparse": "allreduce"}  # fmt: skip
 """Methods that C++ looks for in a backend, and those of the group that carry them out."""

@@ -17,11 +17,11 @@ import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as c10d
 from torch.utils import _python_dispatch as dispatch
 
-import collectives._native as _native
 from collectives.core.arguments.option_records import reduce_op_code
+from collectives.core.operations import OPERATIONS
 from collectives.torch_bridge.work import TorchWork
 
-__all__ = ["issue_by_operator", "issue_collective_by_operator", "keep_work", "possible"]
+__all__ = ["issue_by_operator", "keep_work", "possible"]
 
 _LOCAL = threading.local()
 _depth = torch._C._len_torch_dispatch_stack
@@ -89,20 +89,14 @@ def _work(result: Any) -> Any:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    names[0]: _base(*names)
-    for names in (
-        ("allreduce",), ("allreduce_coalesced",), ("broadcast",), ("reduce",), ("allgather",),
-        ("all_gather_single", "_allgather_base"), ("allgather_coalesced",), ("gather",), ("scatter",),
-        ("reduce_scatter",), ("reduce_scatter_single", "_reduce_scatter_base"), ("alltoall",), ("barrier",),
-        ("send",), ("recv",),
-    )
-} | {
+    **{operation.methods[0]: _base(*operation.methods) for operation in OPERATIONS},
+    **{name: _base(name) for name in ("allgather_coalesced", "send", "recv")},
     # not by the base, whose C++ code looks for an override under a second name, too, and finds it
     "all_to_all_single": _all_to_all,
     "recv_anysource": _recv_anysource,
     "all_gather_single_coalesced": _gather_coalesced,
     "reduce_scatter_single_coalesced": _scatter_coalesced,
-}  # fmt: skip
+}
 """What issues each method's operation by its operator."""
 
 
@@ -152,47 +146,3 @@ def _plain(options: Any) -> bool:
     """Returns whether an option record is one of torch's, and its reduction one that an operator takes."""
     op = getattr(options, "reduceOp", None)
     return type(options).__module__.startswith("torch.") and (op is None or reduce_op_code(op) is not None)
-
-
-def issue_collective_by_operator(
-    group: Any, options: Any, opcode: int, output: Any, input: Any, list_form: bool
-) -> TorchWork | None:
-    """Does the same for a collective as ``TorchGroup`` normalises it.
-
-    Args:
-        group: the group.
-        options: torch's option record.
-        opcode: the collective, one of :mod:`collectives.core.operations`.
-        output: what is written, or read and written.
-        input: what is only read.
-        list_form: whether the larger operand is a list of one tensor for each rank.
-
-    Returns:
-        As :func:`issue_by_operator`.
-    """
-    name, arguments = _FORMS[opcode, list_form]
-    return issue_by_operator(group, name, *arguments(output, input), options)
-
-
-def _list(entry: Any) -> list[Any]:
-    """Returns torch's list of one entry; an empty one for none."""
-    return [] if entry is None else [entry]
-
-
-_FORMS: dict[tuple[int, bool], tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
-    (_native.COLLECTIVES[kind], list_form): (name, arguments)
-    for kind, list_form, name, arguments in (
-        ("all_reduce", False, "allreduce", lambda out, _: (_list(out),)),
-        ("broadcast", False, "broadcast", lambda out, _: (_list(out),)),
-        ("reduce", False, "reduce", lambda out, _: (_list(out),)),
-        ("all_gather", True, "allgather", lambda out, given: (_list(out), _list(given))),
-        ("all_gather", False, "all_gather_single", lambda out, given: (out, given)),
-        ("gather", True, "gather", lambda out, given: (_list(out), _list(given))),
-        ("scatter", True, "scatter", lambda out, given: (_list(out), _list(given))),
-        ("reduce_scatter", True, "reduce_scatter", lambda out, given: (_list(out), _list(given))),
-        ("reduce_scatter", False, "reduce_scatter_single", lambda out, given: (out, given)),
-        ("all_to_all", True, "alltoall", lambda out, given: (out, given)),
-        ("all_to_all", False, "all_to_all_single", lambda out, given: (out, given, [], [])),
-        ("barrier", False, "barrier", lambda *_: ()),
-    )
-}

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from collectives.core import profiling
-from collectives.core.arguments.option_records import record
+from collectives.core.arguments.calls import untangled
 from collectives.core.dynamo import leave_uncompiled
-from collectives.core.types import BroadcastOptions
+from collectives.core.operations import BROADCAST
 from collectives.core.work import Work
 from collectives.errors import DistError
 from collectives.torch_bridge.group import TorchGroup
@@ -50,7 +50,7 @@ class NanCheckedGroup(TorchGroup):
         return None
 
     def _issue(
-        self, event: str, tensors: Any, method: Callable[..., Work], *args: Any, **kwargs: Any
+        self, event: str, tensors: Any, method: Callable[..., Work], /, *args: Any, **kwargs: Any
     ) -> TorchWork:
         def checked(*args: Any, **kwargs: Any) -> Work:
             for tensor in self._sent(event, tensors, args, kwargs):
@@ -72,12 +72,8 @@ class NanCheckedGroup(TorchGroup):
         if event in {"recv", "recvAnySource"}:
             return
         if event == "broadcast":
-            options = record(args[1])
-            root = (
-                options.rootRank
-                if isinstance(options, BroadcastOptions)
-                else next(root for root in (options, kwargs["root"], 0) if root is not None)
-            )
+            opts = args[1] if len(args) > 1 else kwargs.get("opts")
+            root = untangled(BROADCAST, opts, root=kwargs.get("root"))["root"]
             if root != self.rank():
                 return
         yield from profiling.flat([args[1] or () if event == "scatter" else tensors])

@@ -49,77 +49,71 @@ def _op(script: Any) -> ours.ReduceOp:
     return reduction(kind)
 
 
-def _allreduce(
-    group: TorchGroup, tensors: Any, op: Any, sparse_indices: Any, async_op: bool, timeout: int
-) -> TorchWork:
-    if sparse_indices is not None:
+_OPERATORS = {
+    "allreduce_": "allreduce",
+    "allreduce_coalesced_": "allreduce_coalesced",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "allgather",
+    "_allgather_base_": "all_gather_single",
+    "allgather_coalesced_": "allgather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_single_coalesced",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_single_coalesced",
+    "alltoall_": "alltoall",
+    "alltoall_base_": "all_to_all_single",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv_anysource",
+}
+"""The operators, and the methods of a group that carry them out."""
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "timeout": ("timeout", _limit),
+    "async_op": ("asyncOp", bool),
+    "reduce_op": ("reduceOp", _op),
+    "root_rank": ("rootRank", int),
+    "root_tensor": ("rootTensor", int),
+    "device_ids": ("device_ids", list),
+}
+"""Arguments of operators that are fields of an option record."""
+
+
+class _Options(ours.Options):
+    """The fields of whatever record an operator's method takes."""
+
+
+def _carry_out(group: TorchGroup, name: str, method: str, arguments: dict[str, Any]) -> TorchWork | None:
+    """Carries out an operator on one of our groups.
+
+    Args:
+        group: the group.
+        name: the operator.
+        method: the method of the group.
+        arguments: the operator's other arguments, by name.
+    """
+    if arguments.pop("sparse_indices", None) is not None:
         raise UnsupportedOperationError(
             f"[rank {group.rank()}] all_reduce on {group!r}: sparse_indices are not taken; give the sparse "
             "tensor itself"
         )
-    return group.allreduce(tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op)))
-
-
-def _barrier(group: TorchGroup, _: Any, devices: Any, async_op: bool, timeout: int) -> TorchWork:
-    return group.barrier(ours.BarrierOptions(_limit(timeout), async_op, list(devices)))
-
-
-_KERNELS: dict[str, Callable[..., TorchWork | None]] = {
-    # each gets the group and the operator's other arguments; the outputs that some operators return are their
-    # first argument
-    "allreduce_": _allreduce,
-    "allreduce_coalesced_": lambda g, tensors, op, async_op, timeout: g.allreduce_coalesced(
-        tensors, ours.AllreduceOptions(_limit(timeout), async_op, _op(op))
-    ),
-    "broadcast_": lambda g, tensors, root, root_tensor, async_op, timeout: g.broadcast(
-        tensors, ours.BroadcastOptions(_limit(timeout), async_op, root, root_tensor)
-    ),
-    "reduce_": lambda g, tensors, op, root, root_tensor, async_op, timeout: g.reduce(
-        tensors, ours.ReduceOptions(_limit(timeout), async_op, _op(op), root, root_tensor)
-    ),
-    "allgather_": lambda g, outputs, inputs, async_op, timeout: g.allgather(
-        outputs, inputs, ours.AllgatherOptions(_limit(timeout), async_op)
-    ),
-    "_allgather_base_": lambda g, output, given, async_op, timeout: g.all_gather_single(
-        output, given, ours.AllgatherOptions(_limit(timeout), async_op)
-    ),
-    "allgather_coalesced_": lambda g, outputs, inputs, async_op: g.allgather_coalesced(
-        outputs, inputs, ours.AllgatherOptions(None, async_op)
-    ),
-    "allgather_into_tensor_coalesced_": lambda g, outputs, inputs, async_op: g.all_gather_single_coalesced(
-        outputs, inputs, ours.AllgatherOptions(None, async_op)
-    ),
-    "gather_": lambda g, outputs, inputs, root, async_op, timeout: g.gather(
-        outputs, inputs, ours.GatherOptions(_limit(timeout), async_op, root)
-    ),
-    "scatter_": lambda g, outputs, inputs, root, async_op, timeout: g.scatter(
-        outputs, inputs, ours.ScatterOptions(_limit(timeout), async_op, root)
-    ),
-    "reduce_scatter_": lambda g, outputs, inputs, op, async_op, timeout: g.reduce_scatter(
-        outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
-    ),
-    "_reduce_scatter_base_": lambda g, output, given, op, async_op, timeout: g.reduce_scatter_single(
-        output, given, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
-    ),
-    "reduce_scatter_tensor_coalesced_": lambda g, outputs, inputs, op, async_op, timeout: (
-        g.reduce_scatter_single_coalesced(
-            outputs, inputs, ours.ReduceScatterOptions(_limit(timeout), async_op, _op(op))
-        )
-    ),
-    "alltoall_": lambda g, outputs, inputs, async_op, timeout: g.alltoall(
-        outputs, inputs, ours.AllToAllOptions(_limit(timeout), async_op)
-    ),
-    "alltoall_base_": lambda g, output, given, out_splits, in_splits, async_op, timeout: g.all_to_all_single(
-        output, given, out_splits, in_splits, ours.AllToAllOptions(_limit(timeout), async_op)
-    ),
-    "barrier": _barrier,
-    "monitored_barrier_": lambda g, _, _devices, timeout, wait_all: g.monitored_barrier(
-        _limit(timeout), wait_all
-    ),
-    "send": lambda g, tensors, dst, tag: g.send(tensors, dst, tag),
-    "recv_": lambda g, tensors, src, tag: g.recv(tensors, src, tag),
-    "recv_any_source_": lambda g, tensors, tag: g.recv_anysource(tensors, tag),
-}
+    if name in {"barrier", "monitored_barrier_"}:
+        del arguments["tensor"]
+    if name == "monitored_barrier_":
+        group.monitored_barrier(_limit(arguments["timeout"]), arguments["wait_all_ranks"])
+        return None
+    options = _Options()
+    fields = [field for field in _FIELDS if field in arguments]
+    for field in fields:
+        to, convert = _FIELDS[field]
+        setattr(options, to, convert(arguments.pop(field)))
+    work: TorchWork = getattr(group, method)(*arguments.values(), *([options] if fields else []))
+    return work
 
 
 def _group(where: Any) -> Any:
@@ -155,15 +149,16 @@ def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> 
     return kernel
 
 
-def _runner(operator: Any, run: Callable[..., TorchWork | None]) -> Callable[[Any, list[Any]], Any]:
-    """Returns ``run`` with the result in the operator's form."""
+def _runner(operator: Any, name: str, method: str) -> Callable[[Any, list[Any]], Any]:
+    """Returns what carries an operator out on one of our groups, with the result in the operator's form."""
+    names = [argument.name for argument in operator._schema.arguments if argument.name != "process_group"]
     returns = len(operator._schema.returns)
 
     def runner(group: TorchGroup, arguments: list[Any]) -> Any:
-        work = dispatch_modes.keep_work(run(group, *arguments))
-        if work is None:
+        work = _carry_out(group, name, method, dict(zip(names, arguments, strict=True)))
+        if dispatch_modes.keep_work(work) is None:
             return None
-        boxed = work.boxed()
+        boxed = work.boxed()  # type: ignore[union-attr]
         return boxed if returns == 1 else (arguments[0], boxed)
 
     return runner
@@ -210,10 +205,10 @@ def release() -> None:
 
 def _install() -> None:
     library: Any = operators.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    for name, run in _KERNELS.items():
+    for name, method in _OPERATORS.items():
         operator = getattr(torch.ops.c10d, name).default
         place = [argument.name for argument in operator._schema.arguments].index("process_group")
-        kernel = _kernel(operator, place, _runner(operator, run))
+        kernel = _kernel(operator, place, _runner(operator, name, method))
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     functional: Any = operators.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     if hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):

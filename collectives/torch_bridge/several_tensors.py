@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from collectives.core import sparse
+from collectives.core.arguments.calls import untangled
+from collectives.core.arguments.option_records import reduction
 from collectives.core.arguments.staging import write
 from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
+from collectives.core.operations import ALL_GATHER, ALL_REDUCE, BROADCAST, Operation
 from collectives.core.process_group import ProcessGroup
-from collectives.core.types import AllgatherOptions, AllreduceOptions, BroadcastOptions
+from collectives.core.types import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOp
 from collectives.core.work import FinishingWork, Work
 from collectives.errors import UnsupportedOperationError
 
-__all__ = ["allgather", "allreduce", "broadcast"]
+__all__ = ["method_for"]
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
@@ -200,3 +205,80 @@ def _check_alike(
                 f"entry {place} {list(tensor.shape)}",
             )
     check_same_dtype(group, operation, tensors, "tensors of one call")
+
+
+def _all_reduce(
+    group: ProcessGroup,
+    tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
+    *,
+    op: Any = None,
+    tensor: Any = None,
+) -> Work:
+    about = untangled(ALL_REDUCE, opts, op, timeout=timeout)
+    reduced = ReduceOp.SUM if about["op"] is None else reduction(about["op"])
+    options = AllreduceOptions(about["timeout"], about.get("async_op", True), reduced)
+    given = tensor if tensors is None else tensors
+    if isinstance(given, (list, tuple)) and len(given) > 1:
+        return allreduce(group, given, options)
+    return sparse.allreduce(group, given[0] if isinstance(given, (list, tuple)) else given, options)
+
+
+def _broadcast(
+    group: ProcessGroup,
+    tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
+    *,
+    root: int | None = None,
+    tensor: Any = None,
+) -> Work:
+    about = untangled(BROADCAST, opts, root=root, timeout=timeout)
+    options = BroadcastOptions(
+        about["timeout"], about.get("async_op", True), about["root"], about.get("root_tensor", 0)
+    )
+    return broadcast(group, tensor if tensors is None else tensors, options)
+
+
+def _all_gather(
+    group: ProcessGroup,
+    output_tensors: Any,
+    input_tensors: Any = None,
+    opts: Any = None,
+    timeout: timedelta | None = None,
+) -> Work:
+    about = untangled(ALL_GATHER, opts, timeout=timeout)
+    options = AllgatherOptions(about["timeout"], about.get("async_op", True))
+    return allgather(group, output_tensors, input_tensors, options)
+
+
+_METHODS: dict[Operation, tuple[int, tuple[str, ...], Callable[..., Work]]] = {
+    ALL_REDUCE: (0, ("tensors", "tensor"), _all_reduce),
+    BROADCAST: (0, ("tensors", "tensor"), _broadcast),
+    ALL_GATHER: (1, ("input_tensors", "input_tensor"), _all_gather),
+}
+"""Collectives that take several tensors: where these stand, and what takes the arguments of the method."""
+
+
+def method_for(
+    group: ProcessGroup, operation: Operation, args: Sequence[Any], named: Mapping[str, Any]
+) -> Callable[..., Work] | None:
+    """Returns what carries out a collective of several tensors of this rank, or of a sparse one.
+
+    It takes the arguments of the group's method. ``None`` where that one carries the collective out.
+
+    Args:
+        group: the group.
+        operation: the collective.
+        args: positional arguments of the method of ``torch.distributed.ProcessGroup``.
+        named: keyword arguments, likewise.
+    """
+    if operation not in _METHODS:
+        return None
+    place, names, method = _METHODS[operation]
+    given = args[place] if place < len(args) else next((named[one] for one in names if one in named), None)
+    several = isinstance(given, (list, tuple)) and len(given) > 1
+    one = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    is_sparse = operation is ALL_REDUCE and isinstance(one, torch.Tensor) and one.is_sparse
+    return partial(method, group) if several or is_sparse else None

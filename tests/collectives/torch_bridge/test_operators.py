@@ -260,5 +260,5 @@ def test_no_operator_of_a_group_keeps_the_kernel_of_torch():
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("c10d::") and any(a.name == "process_group" for a in schema.arguments)
     }
-    assert set(kernels._KERNELS) == CPU_OPERATORS
+    assert set(kernels._OPERATORS) == CPU_OPERATORS
     assert takes_a_group == CPU_OPERATORS or c10d_backend.can_be_made()
