@@ -27,7 +27,7 @@ from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.backends.nccl.device import Device, Event, Stream
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
+from collectives.backends.nccl.libnccl.interface import NcclLibrary
 from collectives.backends.nccl.libnccl.symbols import Symbols
 from collectives.core.types import AllreduceOptions
 from collectives.registry.backends import GroupOptions
@@ -79,7 +79,7 @@ def measure(calls: int) -> list[Cost]:
         calls: how many of each are timed, 1 or more.
     """
     options = GroupOptions(collectives.HashStore(), 0, 1, group_name="stubbed")
-    group = ProcessGroupNCCL(options, _Library(), _Device)
+    group = ProcessGroupNCCL(options, NcclLibrary("stub", _Symbols()), _Device)
     tensor, tensors = torch.ones(8), [torch.ones(8) for _ in range(10)]
     inline = AllreduceOptions(asyncOp=False)
     ways: dict[str, Callable[[], Any]] = {
@@ -131,41 +131,28 @@ class _Symbols(Symbols):
     """NCCL's functions; a function of the C library stands for each that does nothing and returns 0."""
 
     def __init__(self) -> None:
-        super().__init__("", 22809)
+        super().__init__("")
+
+    def _version(self) -> int:
+        return 23007
 
     def _address(self, name: str) -> int:  # noqa: ARG002
         return super()._address("pthread_mutexattr_destroy")
 
-
-class _Library(NcclLibrary):
-    name: ClassVar[str] = "stub"
-
-    def __init__(self) -> None:
-        super().__init__(_Symbols())
-
-    def _unique_id(self) -> bytes:
+    def unique_id(self) -> bytes:
         return bytes(UNIQUE_ID_BYTES)
 
-    def _check_config(self, config: NcclConfig) -> None:
-        pass
+    def init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> int:  # noqa: ARG002
+        return 1
 
-    def _init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> Communicator:  # noqa: ARG002
-        return _Communicator(self._symbols, self._groups, _Communicator.handle, rank, size)
-
-
-class _Communicator(Communicator):
-    handle = 1
-
-    def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:  # noqa: ARG002
+    def async_error(self, handle: int) -> NcclError | None:  # noqa: ARG002
         return None
 
-    def _async_error(self) -> NcclError | None:
-        return None
-
-    def _abort(self) -> None:
+    def abort(self, handle: int) -> None:
         pass
 
-    _destroy = _abort
+    def destroy(self, handle: int) -> None:
+        pass
 
 
 class _Device(Device):

@@ -26,15 +26,12 @@ class Case:
         body: what each rank runs.
         judge: returns figures of how the ranks ended, or raises ``CheckFailedError``.
         leaves: whether the last rank may never end by itself.
-        each_provider: whether it is run with every provider; they differ in how groups begin and end, and
-            leave operations to the core.
     """
 
     title: str
     body: Callable[[Context], None]
     judge: Judge
     leaves: bool = False
-    each_provider: bool = False
 
 
 def answers_of(ends: Sequence[RankEnd], ranks: Sequence[int]) -> list[dict[str, Any]]:

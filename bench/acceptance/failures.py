@@ -204,13 +204,11 @@ def _memory_judge(ends: Sequence[RankEnd]) -> Mapping[str, Any]:
 
 
 CASES: Final[Mapping[str, Case]] = {
-    "killed": Case(
-        "SIGKILL", _killed, _survivors("PeerLostError", status=-signal.SIGKILL), each_provider=True
-    ),
+    "killed": Case("SIGKILL", _killed, _survivors("PeerLostError", status=-signal.SIGKILL)),
     "stopped": Case("SIGSTOP", _stopped, _survivors("CollectiveTimeoutError", status=None), leaves=True),
     "missing": Case("a rank does not come", _missing, _survivors("CollectiveTimeoutError", status=0)),
     "uncaught": Case("an uncaught exception with an open irecv", _uncaught, _uncaught_judge),
-    "live_graph": Case("exit with a live CUDA graph", _live_graph, _graph_judge, each_provider=True),
+    "live_graph": Case("exit with a live CUDA graph", _live_graph, _graph_judge),
     "live_loss": Case("exit with a loss of which nobody calls backward()", _live_loss, _exit_judge),
     "loss_in_training": Case(
         "no forward that follows a loss in backward()",
@@ -223,7 +221,7 @@ CASES: Final[Mapping[str, Case]] = {
         _survivors("PeerLostError", status=-signal.SIGKILL),
     ),
     "abort_and_make_again": Case(
-        f"{_TURNS} times abort and make again", _abort_and_make_again, _memory_judge, each_provider=True
+        f"{_TURNS} times abort and make again", _abort_and_make_again, _memory_judge
     ),
 }
 """The failures by the name of their body."""

@@ -68,10 +68,9 @@ class Plan:
 
     @property
     def providers(self) -> Sequence[str]:
-        """The providers that groups are made and ended with.
+        """The providers that are asked for values; elsewhere the first one stands for all.
 
-        Operations are issued by the core at the addresses of the library, the same with each provider: the
-        first one stands for the others where only those matter.
+        They differ in how they load NCCL, which is called in the same way after that.
         """
         return providers.PROVIDERS[:1] if self.short else providers.PROVIDERS
 
@@ -244,13 +243,7 @@ def _cases(section: str, cases: Mapping[str, Case], plan: Plan) -> Iterator[Row]
 
 def _runs(cases: Mapping[str, Case], plan: Plan) -> list[tuple[int, str, str]]:
     """Returns number of ranks, provider and name of each case that is run."""
-    return [
-        (ranks, provider, name)
-        for ranks in plan.several
-        for provider in plan.providers
-        for name, case in cases.items()
-        if case.each_provider or provider == plan.providers[0]
-    ]
+    return [(ranks, plan.providers[0], name) for ranks in plan.several for name in cases]
 
 
 def _case(plan: Plan, name: str, case: Case, provider: str, ranks: int) -> Found:

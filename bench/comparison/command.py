@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
     parser.add_argument(
         "--provider",
         choices=providers.PROVIDERS,
-        help=f"package by which the nccl backend calls NCCL (default: {providers.PROVIDER_VARIABLE}, or else "
+        help=f"package that loads NCCL for the nccl backend (default: {providers.PROVIDER_VARIABLE}, or else "
         "the first that works)",
     )
     parser.add_argument(

@@ -61,7 +61,7 @@ class Options:
         link: what each of them can send, in the units of ``tc``; ``None`` does not limit it.
         device: type of the device that the tensors are on, a name of
             :data:`~collectives.bench.core.devices.DEVICES`.
-        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+        provider: package that loads NCCL for the nccl backend; ``None`` leaves it to the environment.
         mpis: further installations of MPI, each a peer ``mpi4py:NAME``: names and folders with ``bin`` and
             ``lib``.
 
@@ -184,7 +184,7 @@ def available_backends(
         names: backends and other peers to look at, in order; ``None`` for all backends, and plain mpi4py or
             torch's NCCL.
         device: type of the tensors' device, which must be there.
-        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+        provider: package that loads NCCL for the nccl backend; ``None`` leaves it to the environment.
         mpis: folders of further installations of MPI, by name.
 
     Raises:

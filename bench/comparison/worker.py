@@ -72,7 +72,7 @@ class Workload:
         namespaces: the network namespace of each rank, where there are machines.
         device: type of the device that the tensors are on, a name of
             :data:`~collectives.bench.core.devices.DEVICES`.
-        provider: package by which the nccl backend calls NCCL; ``None`` leaves it to the environment.
+        provider: package that loads NCCL for the nccl backend; ``None`` leaves it to the environment.
     """
 
     dtype: str

@@ -89,6 +89,7 @@ class NcclDouble:
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         for name in ("stream_create", "event_create"):
             getattr(self._library, f"double_{name}").restype = ctypes.c_ssize_t
+        self._library.double_config.restype = ctypes.c_char_p
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         self._called: list[Any] = []
 
@@ -210,9 +211,6 @@ class NcclDouble:
 
     def config(self, handle: int) -> dict[str, Any]:
         """Returns the settings that a communicator was made with, by NCCL's names, but those left open."""
-        from collectives.backends.nccl.libnccl.symbols import _Config
-
-        config = _Config()
-        self._do("config", ctypes.c_void_p(handle), ctypes.byref(config))
-        values = {name: getattr(config, name) for name, _ in _Config._fields_[3:]}
-        return {name: value for name, value in values.items() if value not in (None, -(2**31))}
+        text = self._library.double_config(ctypes.c_void_p(handle)).decode(errors="replace")
+        pairs = (line.split("=", 1) for line in text.splitlines())
+        return {name: value if name.endswith("Name") else int(value) for name, value in pairs}

@@ -15,8 +15,7 @@ class NcclConfig:
 
     Also ``ProcessGroupNCCL.NCCLConfig``, as in torch, with the same names; they are given as
     ``ProcessGroupNCCL.Options(config=...)``, or set on the ``config`` of options. Read when a communicator is
-    made. What a provider or the loaded NCCL
-    cannot pass on is refused when a communicator is made: CuPy passes ``split_share`` only.
+    made, which refuses those that the loaded NCCL does not read.
 
     Attributes:
         blocking: may only be True, which is how every communicator is made here.
@@ -28,10 +27,17 @@ class NcclConfig:
         traffic_class: traffic class of the network connections (NCCL 2.26).
         comm_name: name of the communicator in NCCL's logs and traces (NCCL 2.27).
         collnet_enable: whether collectives may run in the network (NCCL 2.27).
-        cta_policy: NCCL's policy of using thread blocks: 0 default, 1 efficiency, 2 zero (NCCL 2.27).
+        cta_policy: NCCL's policy of using thread blocks: 0 default, 1 efficiency (NCCL 2.27), 2 zero
+            (NCCL 2.28).
         nvls_ctas: thread blocks of NVLink SHARP kernels (NCCL 2.27).
         n_channels_per_net_peer: network channels per peer of point-to-point messages (NCCL 2.28).
         nvlink_centric_sched: whether kernels are placed near NVLink (NCCL 2.28).
+        graph_usage_mode: use in CUDA graphs: 0 none, 1 one graph, 2 several graphs, or graphs and other
+            operations side by side, which is NCCL's default (NCCL 2.29).
+        num_rma_ctx: contexts of one-sided communication; 0 saves them, as nothing here uses it (NCCL 2.29).
+        max_p2p_peers: bound of the ranks that one exchanges messages with at the same time (NCCL 2.30).
+        graph_stream_ordering: whether NCCL orders the kernels of several communicators within a graph; where
+            it does not, the program has to. False needs a ``graph_usage_mode`` of 0 or 1 (NCCL 2.30.5).
 
     Raises:
         ValueError: ``blocking`` is False.
@@ -50,6 +56,10 @@ class NcclConfig:
     nvls_ctas: int | None = None
     n_channels_per_net_peer: int | None = None
     nvlink_centric_sched: bool | None = None
+    graph_usage_mode: int | None = None
+    num_rma_ctx: int | None = None
+    max_p2p_peers: int | None = None
+    graph_stream_ordering: bool | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "blocking" and value is not None and not value:

@@ -1,4 +1,4 @@
-"""The interface to NCCL that its providers, CuPy and pynccl, implement.
+"""NCCL's communicators and groups of calls, with the checks that NCCL leaves to its callers.
 
 A call of a collective or a message returns when it has been put on a CUDA stream. A group is a stretch of
 calls of one thread that NCCL starts together at its end (``ncclGroupStart``, ``ncclGroupEnd``).
@@ -11,10 +11,8 @@ legacy default stream. Counts are in elements. Types and reductions are NCCL's c
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar
 
 import collectives._native as _native
 from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus
@@ -27,21 +25,23 @@ _LEAVING_SECONDS = 0.05
 """How long abort lets calls leave NCCL by themselves. Longer ones are stuck, which is what abort is for."""
 
 
-class NcclLibrary(ABC):
-    """NCCL by way of one provider.
+class NcclLibrary:
+    """NCCL as one provider has loaded it.
 
     Any thread may call. A group belongs to the thread that opened it. NCCL itself forbids that several
     threads issue operations on communicators of one device at the same time: the caller sees to it.
+
+    Args:
+        name: name of the provider.
+        symbols: the loaded library's functions.
 
     Attributes:
         name: name of the provider.
         path: file of the loaded library.
     """
 
-    name: ClassVar[str]
-    path: str
-
-    def __init__(self, symbols: Symbols) -> None:
+    def __init__(self, name: str, symbols: Symbols) -> None:
+        self.name = name
         self.path = symbols.path
         self._symbols = symbols
         self._groups = symbols.groups()
@@ -60,11 +60,7 @@ class NcclLibrary(ABC):
         Raises:
             NcclError: NCCL found no usable network interface.
         """
-        return self._unique_id()
-
-    @abstractmethod
-    def _unique_id(self) -> bytes:
-        """Carries out :meth:`unique_id`."""
+        return self._symbols.unique_id()
 
     def check_config(self, config: NcclConfig) -> None:
         """Raises what :meth:`init` and splits would raise for settings; asks no other rank.
@@ -72,14 +68,11 @@ class NcclLibrary(ABC):
         To be called before ranks wait for each other: one that raises alone leaves the others in NCCL.
 
         Raises:
-            ValueError: a setting cannot be passed on, or the environment asks for non-blocking communicators.
+            ValueError: the loaded NCCL does not read a setting, or the environment asks for non-blocking
+                communicators.
         """
         _refuse_nonblocking()
-        self._check_config(config)
-
-    @abstractmethod
-    def _check_config(self, config: NcclConfig) -> None:
-        """Raises a ValueError for settings that cannot be passed on."""
+        self._symbols.check_config(config)
 
     def init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig | None = None) -> Communicator:
         """Makes a communicator on the current CUDA device.
@@ -94,8 +87,8 @@ class NcclLibrary(ABC):
             config: settings, equal on all ranks.
 
         Raises:
-            ValueError: ``unique_id``, ``size`` or ``rank`` are none, a setting cannot be passed on, or the
-                environment asks for non-blocking communicators.
+            ValueError: ``unique_id``, ``size`` or ``rank`` are none, the loaded NCCL does not read a setting,
+                or the environment asks for non-blocking communicators.
             NcclError: NCCL refused, or a group is open on this thread.
         """
         if len(unique_id) != UNIQUE_ID_BYTES:
@@ -104,11 +97,8 @@ class NcclLibrary(ABC):
             raise ValueError(f"rank must be from 0 to size - 1 = {size - 1}, but is {rank}")
         _refuse_nonblocking()
         _refuse_open(self._groups, "ncclCommInitRankConfig")
-        return self._init(unique_id, size, rank, config or NcclConfig())
-
-    @abstractmethod
-    def _init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> Communicator:
-        """Carries out :meth:`init`."""
+        handle = self._symbols.init(unique_id, size, rank, config or NcclConfig())
+        return Communicator(self._symbols, self._groups, handle, rank, size)
 
     def group_start(self) -> None:
         """Opens a group on this thread, within the one that is open if any. Does not block."""
@@ -174,12 +164,12 @@ def _refuse_nonblocking() -> None:
         blocking = True  # NCCL, too, passes over what is no number
     if not blocking:
         raise ValueError(
-            f"NCCL_COMM_BLOCKING={value} asks for communicators that are not blocking, which neither CuPy "
-            "nor pynccl can drive; unset it before NCCL is used"
+            f"NCCL_COMM_BLOCKING={value} asks for communicators that are not blocking, but only blocking "
+            "ones are made here; unset it before NCCL is used"
         )
 
 
-class Communicator(ABC):
+class Communicator:
     """One rank's end of a set of ranks on different devices.
 
     Every operation is called by all its ranks with equal counts, types, reductions and roots, in the same
@@ -231,6 +221,7 @@ class Communicator(ABC):
         self.size = size
         self._symbols = symbols
         self._groups = groups
+        self._handle = handle
         self._calls = calls = symbols.calls(handle, _refusal)
         # The core's own methods, as each frame of Python takes half a microsecond.
         self.all_reduce = calls.all_reduce
@@ -242,9 +233,9 @@ class Communicator(ABC):
         self.recv = calls.recv
 
     @property
-    @abstractmethod
     def handle(self) -> int:
         """The ``ncclComm_t``; 0 once the communicator has been ended."""
+        return self._handle
 
     def split(self, color: int, key: int, config: NcclConfig | None = None) -> Communicator | None:
         """Makes one communicator of all ranks that give the same ``color``, ordered by ``key``, then rank.
@@ -261,7 +252,7 @@ class Communicator(ABC):
             The new communicator, ``None`` with ``color=-1``.
 
         Raises:
-            ValueError: ``color`` is below -1, or a setting cannot be passed on.
+            ValueError: ``color`` is below -1, or the loaded NCCL does not read a setting.
             NcclError: NCCL refused (it needs 2.18), a group is open on this thread, or the communicator has
                 been ended.
         """
@@ -269,7 +260,11 @@ class Communicator(ABC):
             raise ValueError(f"color must be 0 or more, or -1 for no communicator, but is {color}")
         _refuse_open(self._groups, "ncclCommSplit")
         with self._entered("ncclCommSplit"):
-            return self._split(color, key, config)
+            handle = self._symbols.split(self.handle, color, key, config)
+            if not handle:
+                return None
+            rank, size = self._symbols.place(handle)
+            return Communicator(self._symbols, self._groups, handle, rank, size)
 
     def premul_sum(self, scalar: float, dtype: int) -> int:
         """Returns the code of a reduction that multiplies this rank's input by ``scalar`` and sums.
@@ -307,7 +302,7 @@ class Communicator(ABC):
         """
         try:
             with self._entered("ncclCommGetAsyncError"):
-                return self._async_error()
+                return self._symbols.async_error(self.handle)
         except NcclError:
             if self.ended:
                 return None
@@ -325,7 +320,7 @@ class Communicator(ABC):
         abort, too. A second call does nothing.
         """
         if self._calls.close(aborts=True, patience=_LEAVING_SECONDS):
-            self._abort()
+            self._symbols.abort(self._take_handle())
 
     def destroy(self) -> None:
         """Ends the communicator after its operations; called by all ranks, and may block until they do.
@@ -336,7 +331,7 @@ class Communicator(ABC):
             NcclError: NCCL refused.
         """
         if self._calls.close(aborts=False):
-            self._destroy()
+            self._symbols.destroy(self._take_handle())
 
     @contextmanager
     def _entered(self, function: str) -> Iterator[None]:
@@ -347,18 +342,7 @@ class Communicator(ABC):
         finally:
             self._calls.leave()
 
-    @abstractmethod
-    def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:
-        """Carries out :meth:`split`."""
-
-    @abstractmethod
-    def _async_error(self) -> NcclError | None:
-        """Carries out :meth:`async_error`."""
-
-    @abstractmethod
-    def _abort(self) -> None:
-        """Carries out :meth:`abort`; called once."""
-
-    @abstractmethod
-    def _destroy(self) -> None:
-        """Carries out :meth:`destroy`; called once."""
+    def _take_handle(self) -> int:
+        """Returns the handle for the call that ends the communicator, the last one that has it."""
+        handle, self._handle = self._handle, 0
+        return handle

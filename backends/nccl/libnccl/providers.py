@@ -1,4 +1,7 @@
-"""Chooses the provider of NCCL, the package that finds, loads and calls it: CuPy or pynccl."""
+"""Chooses the provider of NCCL, the package that finds and loads it: CuPy or pynccl.
+
+NCCL itself is called in the same way under both, by its C functions.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import os
 import threading
 from typing import Final
 
+from collectives.backends.nccl.libnccl.codes import version_text
 from collectives.backends.nccl.libnccl.interface import NcclLibrary
 from collectives.backends.nccl.libnccl.libnccl_file import ProviderError
+from collectives.backends.nccl.libnccl.symbols import Symbols
 from collectives.errors import DistBackendError
 
 __all__ = ["PROVIDERS", "PROVIDER_VARIABLE", "describe", "load", "unavailable"]
@@ -65,10 +70,8 @@ def describe(provider: str | None = None) -> str:
     Arguments and errors as :func:`load`.
     """
     library = load(provider)
-    number = library.version()
-    version = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
     names = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x"), "pynccl": ("pynccl",)}[library.name]
-    return f"NCCL {version} by way of {library.name} {_version_of(names)}"
+    return f"NCCL {version_text(library.version())} by way of {library.name} {_version_of(names)}"
 
 
 def _version_of(distributions: tuple[str, ...]) -> str:
@@ -94,9 +97,11 @@ def _load(name: str) -> tuple[NcclLibrary | None, str]:
     if name not in _loaded:
         module = importlib.import_module(f"collectives.backends.nccl.libnccl.{name}")
         try:
-            _loaded[name] = module.load()
+            symbols = Symbols(module.load())
+            symbols.check_complete()
         except ProviderError as error:
             return None, str(error)
+        _loaded[name] = NcclLibrary(name, symbols)
     return _loaded[name], ""
 
 

@@ -1,9 +1,7 @@
-"""NCCL by way of pynccl: its low-level bindings (``pynccl.binding.libnccl``), corrected.
+"""pynccl (``pynccl.binding.libnccl``) as the package that finds and loads NCCL.
 
-pynccl 0.1.2 passes counts as 32-bit integers, knows no error beyond status 5, and lacks settings, splits and
-own reductions. It finds and loads the library, and its functions end communicators; their status is checked
-here. Operations, and what it lacks, are called in the library that it loaded. Its higher levels
-(``pynccl.Nccl``) need a context of numba and own streams, and are not used.
+Nothing is called by its functions: those of pynccl 0.1.2 pass counts as 32-bit integers, know no error beyond
+status 5, and lack settings, splits and own reductions.
 """
 
 from __future__ import annotations
@@ -13,29 +11,23 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char, c_int
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-import collectives._native as _native
-from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclError, NcclStatus
-from collectives.backends.nccl.libnccl.config import NcclConfig
-from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.libnccl.libnccl_file import (
     ProviderError,
     find_folder,
     install_command,
     the_loaded_file,
 )
-from collectives.backends.nccl.libnccl.symbols import Symbols
 
-__all__ = ["PyncclLibrary", "load"]
+__all__ = ["load"]
 
 _VARIABLE: Final = "NUMBA_NCCLLIB"
 
 
-def load() -> PyncclLibrary:
-    """Imports pynccl and returns NCCL as it sees it.
+def load() -> str:
+    """Imports pynccl and lets it load NCCL; returns the file of that.
 
     pynccl opens the library in the folder that the environment variable NUMBA_NCCLLIB names. Where that is
     not set, it is led to the copy that this process has, or else to that of NVIDIA's wheel, or to the
@@ -58,11 +50,7 @@ def load() -> PyncclLibrary:
     file = the_loaded_file()
     if file is None:
         raise ProviderError(f"pynccl opened {api.dll._name}, which is no libnccl.so; look at {_VARIABLE}")
-    version = c_int()
-    api.dll.ncclGetVersion(byref(version))
-    symbols = Symbols(file.path, version.value)
-    symbols.check_complete()
-    return PyncclLibrary(binding, api, symbols)
+    return file.path
 
 
 def _import_binding() -> Any:
@@ -105,66 +93,3 @@ def _refuse_another(loaded: str | None) -> None:
             f"pynccl would open {chosen}, but this process has loaded {loaded}; two copies of NCCL cannot "
             f"live in one process: unset {_VARIABLE} or let it be {Path(loaded).parent}"
         )
-
-
-class PyncclLibrary(NcclLibrary):
-    """NCCL as pynccl sees it. All settings can be passed on. Made by :func:`load`."""
-
-    name: ClassVar[str] = "pynccl"
-
-    def __init__(self, binding: Any, api: Any, symbols: Symbols) -> None:
-        super().__init__(symbols)
-        self._binding = binding
-        self._functions = api.dll
-
-    def _unique_id(self) -> bytes:
-        made = self._binding.ncclUniqueId()  # four times as long as NCCL's, which fills the beginning
-        self._symbols.check(self._functions.ncclGetUniqueId(byref(made)), "ncclGetUniqueId")
-        return bytes((c_char * UNIQUE_ID_BYTES).from_buffer(made).raw)
-
-    def _check_config(self, config: NcclConfig) -> None:
-        self._symbols.check_config(config)
-
-    def _init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> Communicator:
-        handle = self._symbols.init(unique_id, size, rank, config)
-        return _PyncclCommunicator(self._functions, self._symbols, self._groups, handle, rank, size)
-
-
-class _PyncclCommunicator(Communicator):
-    def __init__(
-        self, functions: Any, symbols: Symbols, groups: _native.NcclGroups, handle: int, rank: int, size: int
-    ) -> None:
-        super().__init__(symbols, groups, handle, rank, size)
-        self._functions = functions
-        self._handle = handle
-
-    @property
-    def handle(self) -> int:
-        return self._handle
-
-    def _split(self, color: int, key: int, config: NcclConfig | None) -> Communicator | None:
-        handle = self._symbols.split(self._handle, color, key, config)
-        if not handle:
-            return None
-        rank, size = c_int(), c_int()
-        self._symbols.check(self._functions.ncclCommUserRank(handle, byref(rank)), "ncclCommUserRank")
-        self._symbols.check(self._functions.ncclCommCount(handle, byref(size)), "ncclCommCount")
-        return _PyncclCommunicator(
-            self._functions, self._symbols, self._groups, handle, rank.value, size.value
-        )
-
-    def _async_error(self) -> NcclError | None:
-        status = c_int()
-        function = "ncclCommGetAsyncError"
-        self._symbols.check(self._functions.ncclCommGetAsyncError(self._handle, byref(status)), function)
-        if status.value in (NcclStatus.SUCCESS, NcclStatus.IN_PROGRESS):
-            return None
-        return self._symbols.error(status.value, function)
-
-    def _abort(self) -> None:
-        handle, self._handle = self._handle, 0
-        self._symbols.check(self._functions.ncclCommAbort(handle), "ncclCommAbort")
-
-    def _destroy(self) -> None:
-        handle, self._handle = self._handle, 0
-        self._symbols.check(self._functions.ncclCommDestroy(handle), "ncclCommDestroy")

@@ -1,7 +1,7 @@
-"""NCCL's C functions in the library that a provider has loaded: its operations, and what the provider lacks.
+"""NCCL's C functions in the library that a provider has loaded.
 
 Signatures and the layout of ``ncclConfig_t`` are those of ``nccl.h``. The structure grows at its end: NCCL
-reads as much of it as it knows.
+reads as much of it as it knows, and as the version that stands in it had.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = ["Symbols"]
 
 _UNDEFINED: Final = -(2**31)
 _MAGIC: Final = 0xCAFEBEEF
-_CONFIG_VERSION: Final = 22800
 _HOST_IMMEDIATE: Final = 1
 _MOST_CTAS: Final = 64
 """The most thread blocks that NCCL gives a kernel."""
@@ -56,6 +55,10 @@ class _Config(Structure):
         ("nvlsCTAs", c_int),
         ("nChannelsPerNetPeer", c_int),
         ("nvlinkCentricSched", c_int),
+        ("graphUsageMode", c_int),
+        ("numRmaCtx", c_int),
+        ("maxP2pPeers", c_int),
+        ("graphStreamOrdering", c_int),
     )
 
 
@@ -72,16 +75,33 @@ _SETTINGS: Final = {
     "nvls_ctas": ("nvlsCTAs", 22700),
     "n_channels_per_net_peer": ("nChannelsPerNetPeer", 22800),
     "nvlink_centric_sched": ("nvlinkCentricSched", 22800),
+    "graph_usage_mode": ("graphUsageMode", 22900),
+    "num_rma_ctx": ("numRmaCtx", 22900),
+    "max_p2p_peers": ("maxP2pPeers", 23000),
+    "graph_stream_ordering": ("graphStreamOrdering", 23005),
 }
 """The field of each setting, and the version of NCCL that reads it first."""
 
+_CONFIG_VERSION: Final = max(since for _, since in _SETTINGS.values())
+"""The version of NCCL whose settings stand here; those of later ones keep their defaults."""
+
+_texts: dict[str, bytes] = {}
+"""Texts of settings, kept for good: NCCL reads the name of a communicator while it or a split of it lives."""
+
 _FUNCTIONS: Final[dict[str, tuple[tuple[Any, ...], int]]] = {
+    "ncclGetVersion": ((POINTER(c_int),), 21400),
+    "ncclGetUniqueId": ((POINTER(_UniqueId),), 21400),
+    "ncclCommAbort": ((c_void_p,), 21400),
+    "ncclCommDestroy": ((c_void_p,), 21400),
+    "ncclCommGetAsyncError": ((c_void_p, POINTER(c_int)), 21400),
+    "ncclCommCount": ((c_void_p, POINTER(c_int)), 21400),
+    "ncclCommUserRank": ((c_void_p, POINTER(c_int)), 21400),
     "ncclCommInitRankConfig": ((POINTER(c_void_p), c_int, _UniqueId, c_int, c_void_p), 21400),
     "ncclCommSplit": ((c_void_p, c_int, c_int, POINTER(c_void_p), c_void_p), 21800),
     "ncclRedOpCreatePreMulSum": ((POINTER(c_int), c_void_p, c_int, c_int, c_void_p), 21100),
     "ncclRedOpDestroy": ((c_int, c_void_p), 21100),
 }
-"""Argument types of each function, and the version of NCCL that has it first."""
+"""Argument types of each function, and a version of NCCL that has it."""
 
 _WAYS_OUT: Final = {
     "Duplicate GPU": "give each rank a GPU of its own, as by torch.cuda.set_device(local_rank) before the "
@@ -122,14 +142,16 @@ class Symbols:
 
     Args:
         path: file of the library, which is in this process already.
-        version: its version.
     """
 
-    def __init__(self, path: str, version: int) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.version = version
         # An object of its own, so that types set here touch nobody else's functions of the same library.
         self._library = ctypes.CDLL(path)
+        self.version = self._version()
+
+    def _version(self) -> int:
+        return self._integer("ncclGetVersion")
 
     def check_complete(self) -> None:
         """Raises unless the library has all that is needed of it.
@@ -189,6 +211,12 @@ class Symbols:
         """Raises a ValueError for settings that the library does not know."""
         self._config(config)
 
+    def unique_id(self) -> bytes:
+        """Returns the identifier of a new communicator; see ``NcclLibrary.unique_id``."""
+        made = _UniqueId()
+        self._call("ncclGetUniqueId", byref(made))
+        return bytes(made)
+
     def init(self, unique_id: bytes, size: int, rank: int, config: NcclConfig) -> int:
         """Returns the handle of a new communicator; see ``NcclLibrary.init``."""
         handle = c_void_p()
@@ -203,6 +231,26 @@ class Symbols:
         self._call("ncclCommSplit", handle, color, key, byref(made), settings)
         return made.value or 0
 
+    def place(self, handle: int) -> tuple[int, int]:
+        """Returns the rank and the size of a communicator."""
+        return self._integer("ncclCommUserRank", handle), self._integer("ncclCommCount", handle)
+
+    def async_error(self, handle: int) -> NcclError | None:
+        """Returns the asynchronous error of a communicator; see ``Communicator.async_error``."""
+        function = "ncclCommGetAsyncError"
+        status = self._integer(function, handle)
+        if status in (NcclStatus.SUCCESS, NcclStatus.IN_PROGRESS):
+            return None
+        return self.error(status, function)
+
+    def abort(self, handle: int) -> None:
+        """Ends a communicator at once; see ``Communicator.abort``."""
+        self._call("ncclCommAbort", handle)
+
+    def destroy(self, handle: int) -> None:
+        """Ends a communicator in order; see ``Communicator.destroy``."""
+        self._call("ncclCommDestroy", handle)
+
     def create_premul_sum(self, handle: int, scalar: float, dtype: int) -> int:
         """Returns the code of a new reduction; see ``Communicator.premul_sum``."""
         op = c_int()
@@ -213,6 +261,12 @@ class Symbols:
     def destroy_op(self, handle: int, op: int) -> None:
         """Gives a reduction back."""
         self._call("ncclRedOpDestroy", op, handle)
+
+    def _integer(self, name: str, *arguments: int) -> int:
+        """Returns the number that a function writes where its last argument leads."""
+        value = c_int()
+        self._call(name, *arguments, byref(value))
+        return value.value
 
     def _call(self, name: str, *arguments: Any) -> None:
         types, since = _FUNCTIONS[name]
@@ -231,19 +285,26 @@ class Symbols:
 
     def _config(self, config: NcclConfig) -> Any:
         given = config.given()
-        for name in given:
-            since = _SETTINGS[name][1]
-            if self.version < since:
-                raise ValueError(
-                    f"{name} needs NCCL {version_text(since)}, but {self.path} is NCCL "
-                    f"{version_text(self.version)}"
-                )
         made = _Config(size=ctypes.sizeof(_Config), magic=_MAGIC, version=min(_CONFIG_VERSION, self.version))
         for name, kind in _Config._fields_[3:]:
             setattr(made, name, None if kind is c_char_p else _UNDEFINED)
         made.blocking = 1
         for name, value in given.items():
-            setattr(made, _SETTINGS[name][0], value.encode() if isinstance(value, str) else int(value))
+            field, since = _SETTINGS[name]
+            if name == "cta_policy" and value not in (0, 1):
+                since = 22800  # for the zero policy
+            if self.version < since:
+                raise ValueError(
+                    f"{name}={value!r} needs NCCL {version_text(since)}, but {self.path} is NCCL "
+                    f"{version_text(self.version)}"
+                )
+            encoded = _texts.setdefault(value, value.encode()) if isinstance(value, str) else int(value)
+            setattr(made, field, encoded)
+        if given.get("graph_stream_ordering") in (False, 0) and given.get("graph_usage_mode") not in (0, 1):
+            raise ValueError(
+                "graph_stream_ordering=False needs graph_usage_mode=0 or 1; with 2, its default, NCCL keeps "
+                "the order"
+            )
         if made.minCTAs != _UNDEFINED and made.maxCTAs == _UNDEFINED:
             made.maxCTAs = max(made.minCTAs, _MOST_CTAS)  # NCCL takes no lower bound without an upper one
         return byref(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from pathlib import Path
 
@@ -275,7 +276,7 @@ def arguments(rank: int, size: int, provider: str, path: Path) -> None:
     with connected(rank, size, provider, path) as (double, library, communicator):
         assert library.name == provider
         assert library.path == str(path)
-        assert version_text(library.version()) == "2.28.9"
+        assert version_text(library.version()) == "2.30.7"
         assert len(library.unique_id()) == 128
         assert library.unique_id() != library.unique_id()
 
@@ -376,47 +377,106 @@ def test_every_status(provider: str, nccl_library: Path) -> None:
     on(provider, nccl_library, statuses, 1)
 
 
-def settings(rank: int, size: int, provider: str, path: Path) -> None:
-    everything = NcclConfig(
-        cga_cluster_size=2, min_ctas=1, max_ctas=4, net_name="Socket", split_share=True, traffic_class=3,
-        comm_name="of the test", collnet_enable=False, cta_policy=1, nvls_ctas=5, n_channels_per_net_peer=6,
-        nvlink_centric_sched=True, blocking=True,
-    )  # fmt: skip
-    if provider == "pynccl":
-        with connected(rank, size, provider, path, everything) as (double, library, communicator):
-            passed = {
-                "blocking": 1, "cgaClusterSize": 2, "minCTAs": 1, "maxCTAs": 4, "netName": b"Socket",
-                "splitShare": 1, "trafficClass": 3, "commName": b"of the test", "collnetEnable": 0,
-                "CTAPolicy": 1, "nvlsCTAs": 5, "nChannelsPerNetPeer": 6, "nvlinkCentricSched": 1,
-            }  # fmt: skip
-            assert double.config(communicator.handle) == passed
-            inherited = communicator.split(0, 0)
-            own = communicator.split(0, 0, NcclConfig(max_ctas=7))
-            assert inherited is not None
-            assert own is not None
-            assert double.config(inherited.handle) == passed
-            assert double.config(own.handle) == {"blocking": 1, "maxCTAs": 7}
-            with pytest.raises(NcclError, match="CTAs"):
-                communicator.split(0, 0, NcclConfig(max_ctas=-7))
-            lower = communicator.split(0, 0, NcclConfig(min_ctas=2))
-            assert lower is not None
-            assert double.config(lower.handle) == {"blocking": 1, "minCTAs": 2, "maxCTAs": 64}
-            lower.destroy()
-            inherited.destroy()
-            own.destroy()
-    else:
-        with connected(rank, size, provider, path, NcclConfig(split_share=True)) as (double, library, made):
-            assert double.config(made.handle)["splitShare"] == 1
-            for call in (
-                lambda: library.init(bytes(128), 1, 0, everything),
-                lambda: made.split(0, 0, everything),
-            ):
-                with pytest.raises(ValueError, match=r"only split_share.*cga_cluster_size.*PROVIDER=pynccl"):
-                    call()
+SETTINGS: dict[str, tuple[int, object, str, object]] = {
+    "cga_cluster_size": (21700, 2, "cgaClusterSize", 2),
+    "min_ctas": (21700, 1, "minCTAs", 1),
+    "max_ctas": (21700, 4, "maxCTAs", 4),
+    "net_name": (21700, "Socket", "netName", "Socket"),
+    "split_share": (21800, True, "splitShare", 1),
+    "traffic_class": (22600, 3, "trafficClass", 3),
+    "comm_name": (22700, "of the test", "commName", "of the test"),
+    "collnet_enable": (22700, False, "collnetEnable", 0),
+    "nvls_ctas": (22700, 5, "nvlsCTAs", 5),
+    "cta_policy": (22800, 2, "CTAPolicy", 2),
+    "n_channels_per_net_peer": (22800, 6, "nChannelsPerNetPeer", 6),
+    "nvlink_centric_sched": (22800, True, "nvlinkCentricSched", 1),
+    "graph_usage_mode": (22900, 1, "graphUsageMode", 1),
+    "num_rma_ctx": (22900, 0, "numRmaCtx", 0),
+    "max_p2p_peers": (23000, 7, "maxP2pPeers", 7),
+    "graph_stream_ordering": (23005, False, "graphStreamOrdering", 0),
+}
+"""The version that first takes each setting, or this value of it, and what it becomes in NCCL."""
 
 
-def test_settings(provider: str, nccl_library: Path) -> None:
-    on(provider, nccl_library, settings, 2)
+def settings(rank: int, size: int, provider: str, path: Path, version: int) -> None:
+    known = {name: row for name, row in SETTINGS.items() if row[0] <= version}
+    everything = NcclConfig(blocking=True, **{name: given for name, (_, given, _, _) in known.items()})
+    passed = {"blocking": 1, **{field: value for _, _, field, value in known.values()}}
+    NcclDouble(path).set_version(version)
+    with connected(rank, size, provider, path, everything) as (double, library, communicator):
+        assert library.version() == version
+        assert double.config(communicator.handle) == passed
+        inherited = communicator.split(0, 0)
+        own = communicator.split(0, 0, NcclConfig(max_ctas=7))
+        assert inherited is not None
+        assert own is not None
+        assert double.config(inherited.handle) == passed
+        assert double.config(own.handle) == {"blocking": 1, "maxCTAs": 7}
+        with pytest.raises(NcclError, match="CTAs"):
+            communicator.split(0, 0, NcclConfig(max_ctas=-7))
+        lower = communicator.split(0, 0, NcclConfig(min_ctas=2))
+        assert lower is not None
+        assert double.config(lower.handle) == {"blocking": 1, "minCTAs": 2, "maxCTAs": 64}
+        for name, (since, given, _, _) in SETTINGS.items():
+            if name not in known:
+                said = rf"{name}={given!r} needs NCCL {version_text(since)}, but .* {version_text(version)}"
+                with pytest.raises(ValueError, match=said):
+                    library.check_config(NcclConfig(**{name: given}))
+        for each in (lower, inherited, own):
+            each.destroy()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("version", [22005, 22707, 22809, 22907, 23004, 23007, 23203], ids=version_text)
+def test_settings(provider: str, version: int, nccl_library: Path) -> None:
+    on(provider, nccl_library, settings, 2, version)
+
+
+def values_of_settings(rank: int, size: int, provider: str, path: Path) -> None:
+    NcclDouble(path).set_version(22707)
+    with connected(rank, size, provider, path, NcclConfig(cta_policy=1)) as (double, _, communicator):
+        assert double.config(communicator.handle)["CTAPolicy"] == 1
+        with pytest.raises(ValueError, match=r"cta_policy=2 needs NCCL 2\.28\.0, but .* is NCCL 2\.27\.7"):
+            communicator.split(0, 0, NcclConfig(cta_policy=2))
+        double.set_version(23007)
+
+
+def test_a_policy_of_a_later_version(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, values_of_settings, 1)
+
+
+def orders_in_graphs(rank: int, size: int, provider: str, path: Path) -> None:
+    """NCCL takes these together, and does not do what was asked for."""
+    NcclDouble(path)
+    library = providers.load(provider)
+    for mode in (None, 2):
+        with pytest.raises(ValueError, match="graph_stream_ordering=False needs graph_usage_mode=0 or 1"):
+            library.check_config(NcclConfig(graph_stream_ordering=False, graph_usage_mode=mode))
+    library.check_config(NcclConfig(graph_stream_ordering=True))
+
+
+def test_settings_that_exclude_each_other(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, orders_in_graphs, 1)
+
+
+def named(rank: int, size: int, provider: str, path: Path) -> None:
+    """NCCL keeps no copy of the name; that of a split, too, is where the parent's was."""
+    name = f"a name of {20 + rank} letters"
+    made = connected(rank, size, provider, path, NcclConfig(comm_name="".join(name)))
+    with made as (double, _, communicator):
+        part = communicator.split(0, 0)
+        assert part is not None
+        gc.collect()
+        others = [b"x" * (len(name) + more) for more in range(-16, 17) for _ in range(1000)]
+        assert double.config(communicator.handle)["commName"] == name
+        communicator.destroy()
+        others += [b"y" * (len(name) + more) for more in range(-16, 17) for _ in range(1000)]
+        assert double.config(part.handle)["commName"] == name
+        part.destroy()
+
+
+def test_the_name_of_a_communicator_lasts(provider: str, nccl_library: Path) -> None:
+    on(provider, nccl_library, named, 2)
 
 
 def test_nonblocking_communicators_are_refused(provider: str, nccl_library: Path) -> None:

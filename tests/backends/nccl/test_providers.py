@@ -161,6 +161,6 @@ def versions(rank: int, size: int, path: Path) -> None:
     assert "is NCCL 2.7.8, but 2.14.0 is needed" in str(providers.unavailable("cupy"))
     double.set_version(22005)
     library = providers.load()
-    with pytest.raises(ValueError, match=r"traffic_class needs NCCL 2\.26\.0, but .* is NCCL 2\.20\.5"):
+    with pytest.raises(ValueError, match=r"traffic_class=1 needs NCCL 2\.26\.0, but .* is NCCL 2\.20\.5"):
         library.init(shared_id(library, rank), size, rank, NcclConfig(traffic_class=1))
     library.init(shared_id(library, rank), size, rank, NcclConfig(max_ctas=1)).abort()

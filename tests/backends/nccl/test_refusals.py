@@ -57,11 +57,11 @@ def one_gpu_of_several_hosts(rank: int, size: int, provider: str, path: Path) ->
 
 def several_versions(rank: int, size: int, provider: str, path: Path) -> None:
     double = NcclDouble(path)
-    double.set_version(22803 if rank == 2 else 22809)
+    double.set_version(23003 if rank == 2 else 23007)
     library = providers.load(provider)
     error = refusal(double, library, rank, size)
     assert error.status == NcclStatus.INVALID_USAGE
-    mine, theirs, other = (22803, 22809, 0) if rank == 2 else (22809, 22803, 2)
+    mine, theirs, other = (23003, 23007, 0) if rank == 2 else (23007, 23003, 2)
     assert error.detail.endswith(
         f"Mismatched NCCL version detected : rank {other} version {theirs} rank {rank} version {mine}"
     )
@@ -111,12 +111,12 @@ def a_pair_of_three(group: Any, path: Path) -> None:
 
 
 def of_other_versions(group: Any, path: Path) -> None:
-    load(path).set_version(22809 - group.rank())
+    load(path).set_version(23007 - group.rank())
     with pytest.raises(
         DistBackendError,
         match=r"making the communicator of ranks 0, 1 .*install the same NCCL .*"
         "Mismatched NCCL version detected : "
-        rf"rank {1 - group.rank()} version {22808 + group.rank()} rank {group.rank()} version",
+        rf"rank {1 - group.rank()} version {23006 + group.rank()} rank {group.rank()} version",
     ):
         group.allreduce(torch.ones(1))
     gate("refused", group)

@@ -55,13 +55,14 @@ def test_one_gpu_takes_little_more_than_ten_minutes() -> None:
 
 
 def test_each_section_counts() -> None:
-    whole = budget_for(plan_on(1), [*SECTIONS]).total_s
+    """Without it, all takes less, or measurements get more."""
+    whole = budget_for(plan_on(1), [*SECTIONS])
     for name in SECTIONS:
-        others = [other for other in SECTIONS if other != name]
-        assert budget_for(plan_on(1), others).total_s < whole, name
+        left = budget_for(plan_on(1), [other for other in SECTIONS if other != name])
+        assert left.total_s < whole.total_s or left.measurement_s > whole.measurement_s, name
 
 
-def test_every_provider_ends_groups_and_the_first_one_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_provider_stands_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     run = []
     monkeypatch.setattr(sections, "checked", lambda section, name, _: run.append((section, name)))
     plan = Plan("", Gpus(2), (2,), short=False)
@@ -80,10 +81,4 @@ def test_every_provider_ends_groups_and_the_first_one_does_the_rest(monkeypatch:
         }
         for section in ("streams", "failures", "bandwidth")
     }
-    assert providers == {"streams": {"cupy"}, "failures": {"cupy", "pynccl"}, "bandwidth": {"cupy"}}
-    ended = {said for _, said in run if "pynccl" in said}
-    assert ended == {
-        "SIGKILL, pynccl, 2 ranks",
-        "exit with a live CUDA graph, pynccl, 2 ranks",
-        "20 times abort and make again, pynccl, 2 ranks",
-    }
+    assert providers == {section: {"cupy"} for section in ("streams", "failures", "bandwidth")}

@@ -31,12 +31,13 @@ enum Status : int {
 
 constexpr unsigned kConfigMagic = 0xcafebeef;
 constexpr int kUndefined = INT_MIN;
+constexpr int kVersion = 23007;
 
-// ncclConfig_t of NCCL 2.28; older callers pass a shorter one.
+// ncclConfig_t of NCCL 2.30; older callers pass a shorter one.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = kConfigMagic;
-  unsigned version = 22809;
+  unsigned version = kVersion;
   int blocking = kUndefined;
   int cgaClusterSize = kUndefined;
   int minCTAs = kUndefined;
@@ -51,6 +52,10 @@ struct Config {
   int nvlsCTAs = kUndefined;
   int nChannelsPerNetPeer = kUndefined;
   int nvlinkCentricSched = kUndefined;
+  int graphUsageMode = kUndefined;
+  int numRmaCtx = kUndefined;
+  int maxP2pPeers = kUndefined;
+  int graphStreamOrdering = kUndefined;
 };
 
 struct UniqueId {
@@ -161,7 +166,7 @@ struct State {
   std::multiset<const void*> in_graphs;  // communicators that graphs hold operations of, once for each graph
   std::condition_variable graphs_changed;
   LastCall last{};
-  std::atomic<int> version{22809};
+  std::atomic<int> version{kVersion};
   std::atomic<long> gpu{0};  // that this process says it uses; 0 where each rank has one of its own
   std::atomic<bool> dry{false};
   std::atomic<int> misuses{0};

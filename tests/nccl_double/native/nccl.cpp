@@ -70,24 +70,55 @@ int issue(const char* function, const void* handle, Operation op) {
   return launch({{comm, std::move(op)}});
 }
 
-// Takes what the caller gave of a configuration, on top of the defaults or of the parent's.
+// How much of a configuration a version of NCCL knows: it grows at its end.
+std::size_t known(int version) {
+  constexpr std::pair<int, std::size_t> kEnds[] = {
+      {23005, sizeof(Config)},
+      {23000, offsetof(Config, graphStreamOrdering)},
+      {22900, offsetof(Config, maxP2pPeers)},
+      {22800, offsetof(Config, graphUsageMode)},
+      {22700, offsetof(Config, nChannelsPerNetPeer)},
+      {22600, offsetof(Config, commName)},
+      {21800, offsetof(Config, trafficClass)},
+      {21700, offsetof(Config, splitShare)},
+  };
+  for (const auto& [since, end] : kEnds) {
+    if (version >= since) return end;
+  }
+  return offsetof(Config, cgaClusterSize);
+}
+
+// Takes what the caller gave of a configuration, on top of the defaults or of the parent's: as much as both
+// the library and the version that the caller names know.
 int read_config(const Config* given, Config& config) {
   if (given == nullptr) return kSuccess;
   if (given->magic != kConfigMagic || given->size < offsetof(Config, cgaClusterSize)) {
     return fail(kInvalidArgument, "the configuration was not initialised");
   }
+  const int version = state().version;
   Config merged;
-  std::memcpy(static_cast<void*>(&merged), given, std::min(given->size, sizeof(Config)));
-  const auto positive = [](int value) { return value == kUndefined || value > 0; };
-  if (!positive(merged.minCTAs) || !positive(merged.maxCTAs) ||
+  std::memcpy(static_cast<void*>(&merged), given,
+              std::min({given->size, known(version), known(static_cast<int>(given->version))}));
+  const auto within = [](int value, int least, int most) {
+    return value == kUndefined || (value >= least && value <= most);
+  };
+  if (!within(merged.minCTAs, 1, INT_MAX) || !within(merged.maxCTAs, 1, INT_MAX) ||
       merged.minCTAs > merged.maxCTAs ||  // also where the upper bound is undefined
-      (merged.cgaClusterSize != kUndefined && (merged.cgaClusterSize < 0 || merged.cgaClusterSize > 8))) {
+      !within(merged.cgaClusterSize, 0, 8)) {
     return fail(kInvalidArgument, "the configuration has an invalid number of CTAs or cluster size");
   }
-  // The texts belong to the caller; a communicator keeps copies for good, as there are few.
-  for (const char** text : {&merged.netName, &merged.commName}) {
-    if (*text) *text = strdup(*text);
+  if (!within(merged.splitShare, 0, 1) || !within(merged.collnetEnable, 0, 1) ||
+      !within(merged.CTAPolicy, 0, version < 22800 ? 1 : 3) || !within(merged.nvlsCTAs, 1, INT_MAX) ||
+      !within(merged.nChannelsPerNetPeer, 1, 64) || !within(merged.nvlinkCentricSched, 0, 1) ||
+      !within(merged.graphUsageMode, 0, 2) || !within(merged.numRmaCtx, 0, INT_MAX) ||
+      !within(merged.maxP2pPeers, 1, INT_MAX) || !within(merged.graphStreamOrdering, 0, 1)) {
+    return fail(kInvalidArgument, "the configuration has an invalid attribute value");
   }
+  if (merged.graphStreamOrdering == 0 && (merged.graphUsageMode == 2 || merged.graphUsageMode == kUndefined)) {
+    merged.graphStreamOrdering = 1;
+  }
+  // Of this text NCCL has a copy of its own; that of commName stays the caller's.
+  if (merged.netName) merged.netName = strdup(merged.netName);
   config = merged;
   return kSuccess;
 }
@@ -458,12 +489,40 @@ int double_communicators() {
   return static_cast<int>(state().communicators.size());
 }
 
-// Copies the configuration that a communicator was made with. Returns 0, or 4 where there is none.
-int double_config(const void* handle, Config* config) {
+// Returns the configuration that a communicator was made with, but what was left open: a line for each
+// attribute, good until this thread's next call. The texts are those that stand there now.
+const char* double_config(const void* handle) {
+  thread_local std::string text;
+  text.clear();
   int status = kSuccess;
   const CommunicatorPtr comm = find("double_config", handle, status);
-  if (comm) *config = comm->config;
-  return status;
+  if (!comm) return text.c_str();
+  const Config& config = comm->config;
+  const auto number = [&](const char* name, int value) {
+    if (value != kUndefined) text += std::string(name) + "=" + std::to_string(value) + "\n";
+  };
+  const auto words = [&](const char* name, const char* value) {
+    if (value) text += std::string(name) + "=" + value + "\n";
+  };
+  number("blocking", config.blocking);
+  number("cgaClusterSize", config.cgaClusterSize);
+  number("minCTAs", config.minCTAs);
+  number("maxCTAs", config.maxCTAs);
+  words("netName", config.netName);
+  number("splitShare", config.splitShare);
+  number("trafficClass", config.trafficClass);
+  words("commName", config.commName);
+  number("collnetEnable", config.collnetEnable);
+  number("CTAPolicy", config.CTAPolicy);
+  number("shrinkShare", config.shrinkShare);
+  number("nvlsCTAs", config.nvlsCTAs);
+  number("nChannelsPerNetPeer", config.nChannelsPerNetPeer);
+  number("nvlinkCentricSched", config.nvlinkCentricSched);
+  number("graphUsageMode", config.graphUsageMode);
+  number("numRmaCtx", config.numRmaCtx);
+  number("maxP2pPeers", config.maxP2pPeers);
+  number("graphStreamOrdering", config.graphStreamOrdering);
+  return text.c_str();
 }
 
 }  // extern "C"
