@@ -1,9 +1,9 @@
 """The communicators of a group: how they are made and split.
 
-Collectives use one communicator of all ranks for each device. Messages use two for each pair of ranks that
-exchange any, one for each direction, so that a message waits only for earlier ones of the same direction, and
-no other rank takes part in making them. All are made when first used, that of all ranks at once where the
-process is bound to a device. Both ends of a message choose the same one, whatever was made before.
+Collectives use one communicator of all ranks for each device. Messages use one for each pair of ranks that
+exchange any, which no other rank takes part in making, or one for each direction where the user asks for it.
+All are made when first used, that of all ranks at once where the process is bound to a device. Both ends of a
+message choose the same one, whatever was made before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from collectives.backends.nccl.device import Device, Stream
 from collectives.backends.nccl.ends import Ends
-from collectives.backends.nccl.libnccl.codes import NcclDataType, NcclError
+from collectives.backends.nccl.libnccl.codes import UNIQUE_ID_BYTES, NcclDataType, NcclError
 from collectives.backends.nccl.libnccl.config import NcclConfig
 from collectives.backends.nccl.libnccl.interface import Communicator, NcclLibrary
 from collectives.backends.nccl.options import Options
@@ -56,7 +56,7 @@ class StreamedCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The communicators with another rank; in each, rank 0 is the sender and rank 1 the receiver."""
+    """The communicators with another rank, one for both directions or two; the lower rank is 0 in each."""
 
     outgoing: StreamedCommunicator
     incoming: StreamedCommunicator
@@ -110,7 +110,7 @@ class Communicators:
             return found
         with self._making.setdefault("all", threading.Lock()):
             if device not in self._all_ranks:
-                (made,) = self._make(device, "all", range(self._size), 1, limit)
+                (made,) = self._make(device, "all", range(self._size), limit)
                 self._all_ranks[device] = self._with_stream(device, made)
             return self._all_ranks[device]
 
@@ -121,7 +121,7 @@ class Communicators:
         limit: timedelta,
         connecting: Callable[[], AbstractContextManager[object]],
     ) -> Pair:
-        """Returns the communicators with another rank; the first call blocks until that one calls.
+        """Returns what carries messages to and from another rank; the first call blocks until that one calls.
 
         Args:
             device: the device.
@@ -137,9 +137,11 @@ class Communicators:
         key = f"pair/{ranks[0]}:{ranks[1]}"
         with self._making.setdefault(key, threading.Lock()):
             if (device, peer) not in self._pairs:
-                from_low, from_high = self._make(device, key, ranks, 2, limit)
-                made = [self._with_stream(device, one) for one in (from_low, from_high)]
-                pair = Pair(*(made if self._rank == ranks[0] else reversed(made)))
+                made = self._make(device, key, ranks, limit, 2 if self._options.duplex_messages else 1)
+                directions = [self._with_stream(device, one) for one in made]
+                from_low, from_high = directions[0], directions[-1]
+                low = self._rank == ranks[0]
+                pair = Pair(from_low, from_high) if low else Pair(from_high, from_low)
                 with connecting():
                     self._connect(device, pair)
                 self._pairs[device, peer] = pair
@@ -188,11 +190,12 @@ class Communicators:
         that both sent first would wait for each other. One byte each way, in one group, does it before.
         """
         out, into = pair.outgoing, pair.incoming
+        peer = 1 - out.communicator.rank
         with device.issuing.turn(out, into), device.activate():
             given, got = (device.empty(one.stream, 1, torch.uint8) for one in (out, into))
             with self._library.group():
-                out.communicator.send(given.data_ptr(), 1, _BYTE, 1, out.handle)
-                into.communicator.recv(got.data_ptr(), 1, _BYTE, 0, into.handle)
+                out.communicator.send(given.data_ptr(), 1, _BYTE, peer, out.handle)
+                into.communicator.recv(got.data_ptr(), 1, _BYTE, peer, into.handle)
             device.drop(out.stream, [given])
             device.drop(into.stream, [got])
 
@@ -209,9 +212,9 @@ class Communicators:
         return StreamedCommunicator(communicator, stream, device.handle(stream))
 
     def _make(
-        self, device: Device, key: str, ranks: Sequence[int], count: int, limit: timedelta
+        self, device: Device, key: str, ranks: Sequence[int], limit: timedelta, count: int = 1
     ) -> list[Communicator]:
-        """Makes ``count`` communicators of the same ranks; the n-th begins with the n-th rank."""
+        """Makes ``count`` communicators of the same ranks."""
         ranks = list(ranks)
         what = f"making the communicator of ranks {', '.join(map(str, ranks))} on {device.device}"
         if device.capturing():
@@ -219,21 +222,22 @@ class Communicators:
             raise connects_in_capture(f"{self._where} {what}")
         self._refuse()
         self._check(self._options.config, what)
-        size = len(ranks)
 
         def identifiers() -> bytes:
             return b"".join(self._library.unique_id() for _ in range(count))
 
         value = self._rendezvous.broadcast(key, ranks, what, limit, identifiers)
-        width = len(value) // count
+        width = UNIQUE_ID_BYTES
+        if len(value) != count * width:
+            raise DistBackendError(
+                f"{self._where} {what}: rank {ranks[0]} makes {len(value) // width}, but this one {count}; "
+                "let duplex_messages be the same on all ranks"
+            )
         own = ranks.index(self._rank)
         made = []
         try:
-            for shift in range(count):
-                identifier = value[shift * width : (shift + 1) * width]
-                init = partial(
-                    self._library.init, identifier, size, (own - shift) % size, self._options.config
-                )
+            for identifier in (value[n * width :][:width] for n in range(count)):
+                init = partial(self._library.init, identifier, len(ranks), own, self._options.config)
                 new = self._in_time(device, init, what, ranks, limit)
                 assert new is not None  # noqa: S101
                 made.append(self._keep(device, new))

@@ -45,6 +45,13 @@ _TOLD_SECONDS = 3.0
 _STORE_SECONDS = 1.0
 """How long the store may take for a question about the other ranks: time limits must not wait for it."""
 
+_MESSAGES = frozenset({"send", "recv"})
+
+_MEETING_MESSAGES = (
+    "; messages of both directions that wait for each other belong in batch_isend_irecv, or need the option "
+    "duplex_messages"
+)
+
 _BROKEN_LINKS = frozenset({NcclStatus.REMOTE_ERROR, NcclStatus.SYSTEM_ERROR, NcclStatus.TIMEOUT})
 """What NCCL says when another rank is gone."""
 
@@ -142,9 +149,10 @@ class Failures:
             return
         operation = pending.limited
         missing, elsewhere = self._ranks_elsewhere(operation)
+        hint = _MEETING_MESSAGES if operation.name in _MESSAGES else ""
         expired = CollectiveTimeoutError(
             f"{self._where} {operation}: passed its time limit of {operation.timeout.total_seconds():g} s. "
-            f"{elsewhere}",
+            f"{elsewhere}{hint}",
             missing[0] if missing else -1,
             missing_ranks=missing,
             **operation.about,

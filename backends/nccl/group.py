@@ -47,10 +47,12 @@ class ProcessGroupNCCL(ProcessGroup):
     synchronous one (``asyncOp=False``) runs on the current stream itself. A barrier's ``wait`` blocks the
     host. Tensors are kept until the streams have passed the operation, so they may be dropped at any time.
 
-    **Messages** between two ranks wait only for earlier ones of the same direction. The first between two
-    ranks blocks both hosts until both have called one, in either direction. Those around a ring of more ranks
-    belong in ``batch_isend_irecv``. There are no tags and no receives from any rank; a message to the own
-    rank must be sent before it is received, or in the same batch.
+    **Messages** between two ranks wait for earlier ones between them, as NCCL carries out the operations of a
+    communicator one after the other: those of both directions, or around a ring, belong in
+    ``batch_isend_irecv``. With ``Options(duplex_messages=True)`` they wait only for earlier ones of the same
+    direction. The first between two ranks blocks both hosts until both have called one, in either direction.
+    There are no tags and no receives from any rank; a message to the own rank must be sent before it is
+    received, or in the same batch.
 
     **Together.** Operations of a batch, or of a coalescing manager, are one launch with one Work: it fails as
     a whole as soon as one of them passes its time limit.
@@ -146,7 +148,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     @property
     def needs_batches(self) -> bool:
-        """``True``: the first message between two ranks waits for the other one."""
+        """``True``: a message waits for earlier ones of its ranks, and the first one for the other rank."""
         return True
 
     def name(self) -> str:
@@ -223,13 +225,13 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:  # noqa: ARG002 - there are none
         operation = self._operation("send", 0, [tensor], self._timeout, f"to rank {dst}")
-        add_calls = partial(nccl_calls.send, tensor=tensor, peer=1)
+        add_calls = partial(nccl_calls.send, tensor=tensor)
         request = Request(operation, self._devices[tensor.device], add_calls, (), peer=dst, message=tensor)
         return self._enqueuer.submit(request)
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:  # noqa: ARG002 - there are none
         operation = self._operation("recv", 0, [tensor], self._timeout, f"from rank {src}")
-        add_calls = partial(nccl_calls.receive, tensor=tensor, peer=0)
+        add_calls = partial(nccl_calls.receive, tensor=tensor)
         device = self._devices[tensor.device]
         request = Request(operation, device, add_calls, [tensor], peer=src, source=src, message=tensor)
         return self._enqueuer.submit(request)

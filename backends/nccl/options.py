@@ -21,8 +21,10 @@ class Options:
 
     Attributes:
         is_high_priority_stream: whether communication runs on streams that the device prefers.
-        config: settings of the communicators; what the provider cannot pass on to NCCL is refused when a
+        config: settings of the communicators; those that the loaded NCCL does not read are refused when a
             communicator is made.
+        duplex_messages: whether the messages of two ranks wait only for earlier ones of the same direction,
+            which takes a second communicator for each pair of ranks, with its memory.
         provider: ``"cupy"`` or ``"pynccl"``; ``None`` for the one that ``COLLECTIVES_NCCL_PROVIDER`` names,
             and without it the first that works.
         blocking_wait: whether ``wait()`` blocks the host until the operation is done, so that its error is
@@ -34,6 +36,7 @@ class Options:
     config: NcclConfig = field(default_factory=NcclConfig)
     provider: str | None = None
     blocking_wait: bool | None = None
+    duplex_messages: bool = False
 
     @property
     def waits_block(self) -> bool:

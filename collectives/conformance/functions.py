@@ -73,6 +73,12 @@ class Call:
         op: torch_dist.ReduceOp = getattr(torch_dist.ReduceOp, self.op.name)
         return op
 
+    @property
+    def needs_batches(self) -> bool:
+        """Whether messages that all ranks send before they receive may wait for each other, as NCCL's do."""
+        assert torch_dist.group.WORLD is not None  # noqa: S101
+        return torch_dist.group.WORLD._get_backend(torch.device(self.device)).supports_coalescing
+
     def differs(self, got: torch.Tensor, inputs: list[torch.Tensor]) -> str | None:
         """Compares with the reduction of the ranks' inputs; backends may round and order as they like.
 
@@ -225,11 +231,15 @@ def _send_recv_tagged(call: Call) -> Differences:
 
 def _messages(call: Call, tag_of: Callable[[int], int]) -> Differences:
     following, previous = (call.rank + 1) % call.size, (call.rank - 1) % call.size
+    receives_first = bool(call.rank % 2) and call.needs_batches
     for turn, count, layout, _ in call.cases():
         output = call.blank(count, layout)
         tag = tag_of(turn)
+        if receives_first:
+            torch_dist.recv(output.tensor, previous, tag=tag)
         outgoing = torch_dist.isend(call.place(call.of(call.rank, count), layout).tensor, following, tag=tag)
-        torch_dist.recv(output.tensor, previous, tag=tag)
+        if not receives_first:
+            torch_dist.recv(output.tensor, previous, tag=tag)
         _done(outgoing)
         yield same(output.tensor, call.of(previous, count))
         yield _margin(output)

@@ -158,7 +158,7 @@ class BackendInterface(ABC):
 
     @property
     def needs_batches(self) -> bool:
-        """Whether messages that ranks call one by one, around a ring, may wait for each other for ever.
+        """Whether messages that ranks call one by one, all sending first, may wait for each other for ever.
 
         Those of a batch start together, and never do.
         """

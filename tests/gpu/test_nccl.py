@@ -114,12 +114,12 @@ def movements(group: ProcessGroup) -> None:
     group.allreduce_coalesced(tensors).wait()
     assert all((tensor == size).all() for tensor in tensors)
     got, partner = torch.zeros(1000, device="cuda"), me ^ 1
-    # Both directions at once, sent first on both ranks, also before they are connected. Around a ring of more
-    # ranks, which are not, each would wait for the next one.
-    for _ in range(2 if partner < size else 0):
-        sent = group.send(got, partner)
-        group.recv(got.clone(), partner).wait()
-        sent.wait()
+    # One after the other. Sent first on all ranks, also around a ring, each would wait for the next one.
+    for sender in sorted((me, partner)) if partner < size else ():
+        if sender == me:
+            group.send(got, partner).wait()
+        else:
+            group.recv(got.clone(), partner).wait()
     after, before = (me + 1) % size, (me - 1) % size
     with group._together():
         group.send(torch.full((1000,), float(me), device="cuda"), after)

@@ -65,7 +65,7 @@ class Request:
 
 
 _Placed = dict[StreamedCommunicator, list[Request]]
-"""The requests of each direction, by where they go."""
+"""The requests by where they go."""
 
 
 class Enqueuer:
@@ -237,7 +237,7 @@ class Enqueuer:
                 raise connects_in_capture(
                     f"{self._owner.where()} {requests[0].operation}: the connections that it has to make"
                 )
-            placed[chosen] = requests
+            placed[chosen] = placed[chosen] + requests if chosen in placed else requests
         return placed
 
     def _order(self, item: tuple[_Direction, list[Request]]) -> tuple[int, int]:

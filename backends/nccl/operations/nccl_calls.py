@@ -335,16 +335,16 @@ COLLECTIVES: Mapping[Operation, Callable[..., None]] = {
 """What adds the copies and calls of each collective to a sequence."""
 
 
-def send(seq: CallSequence, tensor: torch.Tensor, peer: int) -> None:
-    """Sends a tensor; an empty one as a byte, so that it, too, arrives when it was sent."""
+def send(seq: CallSequence, tensor: torch.Tensor) -> None:
+    """Sends a tensor within a pair; an empty one as a byte, so that it, too, arrives when it was sent."""
     given = seq.source(tensor) if tensor.numel() else seq.temporary(1)
-    _send(seq, given.data_ptr(), byte_count(given), peer)
+    _send(seq, given.data_ptr(), byte_count(given), 1 - seq.communicator.rank)
 
 
-def receive(seq: CallSequence, tensor: torch.Tensor, peer: int) -> None:
-    """Receives a tensor."""
+def receive(seq: CallSequence, tensor: torch.Tensor) -> None:
+    """Receives a tensor within a pair."""
     into = seq.target(tensor) if tensor.numel() else seq.temporary(1)
-    _receive(seq, into.data_ptr(), byte_count(into), peer)
+    _receive(seq, into.data_ptr(), byte_count(into), 1 - seq.communicator.rank)
 
 
 def _send(seq: CallSequence, pointer: int, count: int, peer: int) -> None:

@@ -422,11 +422,13 @@ def test_a_rank_is_set_up_wrongly(nccl_library: Path) -> None:
 
 def connect(group: Any) -> list[Any]:
     group.allreduce(torch.ones(1)).wait()
-    group.send(torch.ones(1), 1 - group.rank())
-    group.recv(torch.ones(1), 1 - group.rank()).wait()
+    with group._together():
+        group.send(torch.ones(1), 1 - group.rank())
+        received = group.recv(torch.ones(1), 1 - group.rank())
+    received.wait()
     group.barrier().wait()
     opened: list[Any] = group._communicators.ends.open()
-    assert len(opened) == 3
+    assert len(opened) == 2
     return opened
 
 
@@ -438,7 +440,7 @@ def aborted_together(group: Any, path: Path) -> None:
         assert not any(work.is_completed() for work in works)
     group.abort()
     assert load(path).communicators() == 0, "one was left behind"
-    assert [one.handle for one in opened] == [0] * 3
+    assert [one.handle for one in opened] == [0] * 2
     gate("aborted", group)
 
 
@@ -498,10 +500,13 @@ def dropped(group: Any, path: Path) -> None:
 
     other = make_group(path, "cupy", rank, size, torch_dist.PrefixStore("other", store), group_name="other")
     other.allreduce(torch.ones(1)).wait()
-    other.send(torch.ones(2), (rank + 1) % size)
-    other.recv(torch.ones(2), (rank - 1) % size).wait()
+    with other._together():
+        other.send(torch.ones(2), (rank + 1) % size)
+        received = other.recv(torch.ones(2), (rank - 1) % size)
+    received.wait()
     other.barrier().wait()
-    assert double.communicators() == 3
+    assert double.communicators() == 2
+    del received
     del other
     assert eventually(lambda: gc.collect() >= 0 and double.communicators() == 0)
     group.allreduce(torch.ones(1)).wait()

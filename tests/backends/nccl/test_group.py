@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,11 +12,12 @@ import pytest
 import torch
 from conformance import test_forms, test_movement, test_reductions, test_works
 from conformance.oracle import NcclReport, values
+from harness import run_ranks
 from nccl_double.device import DoubleDevice
-from nccl_double.groups import load, run_over_double
+from nccl_double.groups import load, make_group, run_over_double
 from nccl_double.ranks import PROVIDERS
 
-from collectives import ProcessGroup, ReduceOp, UnsupportedOperationError
+from collectives import DistError, ProcessGroup, ReduceOp, UnsupportedOperationError
 from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.core.types import (
     AllreduceCoalescedOptions,
@@ -69,12 +71,11 @@ def test_conformance(nccl_library: Path, provider: str, size: int, part: int) ->
     run_over_double(conformance, size, nccl_library, part, provider=provider, timeout=100)
 
 
-def messages(group: ProcessGroup) -> None:
+def in_both_directions(group: ProcessGroup, path: Path) -> None:
+    """At once, whichever each rank calls first."""
     me, size = group.rank(), group.size()
-    after, before = (me + 1) % size, (me - 1) % size
-
-    # In both directions at once, whichever each rank calls first.
     others = [rank for rank in range(size) if rank != me]
+    before = load(path).communicators()
     for first in ("send", "recv"):
         outputs = {rank: torch.empty(1009) for rank in others}
         works = []
@@ -89,6 +90,68 @@ def messages(group: ProcessGroup) -> None:
             work.wait()
         for rank in others:
             assert torch.equal(outputs[rank], values(torch.float32, rank, 1009, salt=me))
+    assert load(path).communicators() == before + 2 * len(others)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_in_both_directions_at_once(nccl_library: Path, size: int) -> None:
+    options = {"pg_options": ProcessGroupNCCL.Options(duplex_messages=True)}
+    run_over_double(in_both_directions, size, nccl_library, nccl_library, options=options)
+
+
+def one_after_the_other(group: ProcessGroup, path: Path) -> None:
+    """One communicator is enough for a batch of both directions, and for each direction in turn."""
+    double, me, peer = load(path), group.rank(), 1 - group.rank()
+    got = torch.zeros(3)
+    with group._together():
+        group.send(torch.full((3,), float(me)), peer)
+        received = group.recv(got, peer)
+    received.wait()
+    assert got.tolist() == [float(peer)] * 3
+    for sender in range(2):
+        if sender == me:
+            group.send(torch.full((3,), 5.0 + me), peer).wait()
+        else:
+            group.recv(got, peer).wait()
+            assert got.tolist() == [5.0 + peer] * 3
+    assert double.communicators() == 1
+
+
+def test_one_communicator_for_the_messages_of_two_ranks(nccl_library: Path) -> None:
+    run_over_double(one_after_the_other, 2, nccl_library, nccl_library)
+
+
+def both_send_first(group: ProcessGroup) -> str:
+    """What the option is for."""
+    sent = group.send(torch.ones(3), 1 - group.rank())
+    group.recv(torch.ones(3), 1 - group.rank())
+    with pytest.raises(DistError) as caught:
+        sent.wait(timedelta(seconds=20))
+    return str(caught.value)
+
+
+def test_messages_that_wait_for_each_other(nccl_library: Path) -> None:
+    """The error names the way out, on the rank that is first to give up."""
+    said = run_over_double(both_send_first, 2, nccl_library, options={"timeout": timedelta(seconds=3)})
+    assert any("batch_isend_irecv, or need the option duplex_messages" in each for each in said), said
+
+
+def unlike(rank: int, size: int, path: Path) -> None:
+    options = ProcessGroupNCCL.Options(duplex_messages=rank == 0)
+    group = make_group(path, "cupy", rank, size, pg_options=options, timeout=timedelta(seconds=2))
+    said = "making" if rank == 0 else "rank 0 makes 2, but this one 1; let duplex_messages be the same"
+    with pytest.raises(DistError, match=said):
+        group.send(torch.ones(1), 1 - rank)
+    group.abort()
+
+
+def test_ranks_that_chose_differently(nccl_library: Path) -> None:
+    run_ranks(unlike, 2, nccl_library, isolated=True)
+
+
+def messages(group: ProcessGroup) -> None:
+    me, size = group.rank(), group.size()
+    after, before = (me + 1) % size, (me - 1) % size
 
     # Many on their way keep their order; an empty one arrives, too.
     with group._together():
@@ -230,10 +293,8 @@ def chosen(group: ProcessGroup, path: Path, config: dict[str, Any], high_priorit
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_options_reach_nccl(nccl_library: Path, provider: str) -> None:
     config = ProcessGroupNCCL.NCCLConfig(split_share=True)
-    passed: dict[str, Any] = {"splitShare": 1}
-    if provider == "pynccl":  # the other passes on no more
-        config.max_ctas, config.net_name = 3, "Socket"
-        passed |= {"maxCTAs": 3, "netName": b"Socket"}
+    config.max_ctas, config.net_name = 3, "Socket"
+    passed = {"splitShare": 1, "maxCTAs": 3, "netName": "Socket"}
     for priority, given, expected in ((True, config, passed), (False, ProcessGroupNCCL.NCCLConfig(), {})):
         options = ProcessGroupNCCL.Options(is_high_priority_stream=priority, config=given)
         run_over_double(

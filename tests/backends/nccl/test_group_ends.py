@@ -43,7 +43,7 @@ def warnings() -> Iterator[list[str]]:
 
 
 def another(group: Any, path: Path, name: str) -> Any:
-    """Returns a group of the same ranks that has a communicator of all of them and two for each pair."""
+    """Returns a group of the same ranks that has a communicator of all of them and one for each pair."""
     rank, size = group.rank(), group.size()
     store = torch_dist.PrefixStore(name, group.get_group_store())
     made = make_group(path, "cupy", rank, size, store, group_name=name)

@@ -17,6 +17,7 @@ from nccl_double.device import DoubleDevice, pool_stream
 from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
+from collectives.backends.nccl import ProcessGroupNCCL
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
 
@@ -378,14 +379,17 @@ def streams(group: ProcessGroup) -> None:
         body(group)
 
 
+DUPLEX = {"pg_options": ProcessGroupNCCL.Options(duplex_messages=True)}
+
+
 def test_order_on_streams(nccl_library: Path) -> None:
-    run_over_double(streams, 2, nccl_library)
+    run_over_double(streams, 2, nccl_library, options=DUPLEX)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_streams_that_run_in_other_orders(nccl_library: Path, seed: int) -> None:
-    run_over_double(streams, 2, nccl_library, seed=seed)
+    run_over_double(streams, 2, nccl_library, options=DUPLEX, seed=seed)
 
 
 def held(group: ProcessGroup, path: Path) -> tuple[int, list[int]]:
@@ -435,8 +439,6 @@ def every_wait_blocks(group: ProcessGroup, blocks: bool) -> None:
      (None, True, True)],
 )  # fmt: skip
 def test_blocking_wait(nccl_library: Path, variable: str | None, chosen: bool | None, blocks: bool) -> None:
-    from collectives.backends.nccl.options import Options
-
-    options = {"pg_options": Options(blocking_wait=chosen)}
+    options = {"pg_options": ProcessGroupNCCL.Options(blocking_wait=chosen)}
     env = {"TORCH_NCCL_BLOCKING_WAIT": variable}
     run_over_double(every_wait_blocks, 2, nccl_library, blocks, options=options, env=env)
