@@ -8,7 +8,7 @@ import torch
 
 from collectives.ddp.reducer.buckets import layout
 
-__all__ = ["Partition", "flatten_parameters"]
+__all__ = ["FlatParameters", "Partition"]
 
 
 class Partition:
@@ -45,19 +45,43 @@ class Partition:
         return owners
 
 
-def flatten_parameters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Moves parameters into one flat tensor for each device, in place, and returns those.
+class FlatParameters:
+    """Parameters that lie in one flat tensor for each device and data type.
 
     Values, shapes and strides stay; ``.data`` of each parameter becomes a view.
+
+    Attributes:
+        flats: the flat tensors.
+
+    Args:
+        parameters: the parameters.
     """
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        by_device.setdefault(parameter.device, []).append(parameter)
-    flats = []
-    for device, together in by_device.items():
-        flat = torch.empty(sum(p.numel() for p in together), dtype=together[0].dtype, device=device)
-        for parameter, view in zip(together, layout(together, flat), strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
-        flats.append(flat)
-    return flats
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        kinds: dict[Hashable, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self.flats: list[torch.Tensor] = []
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for together in kinds.values():
+            flat = together[0].new_empty(sum(parameter.numel() for parameter in together))
+            self.flats.append(flat)
+            self._places += zip(together, layout(together, flat), strict=True)
+        self.put_back()
+
+    def put_back(self) -> bool:
+        """Moves those parameters back that a program has given other memory.
+
+        Returns:
+            Whether all are in their places now; one of another shape, data type or device does not fit.
+        """
+        fits = True
+        for parameter, view in self._places:
+            if parameter.is_set_to(view):
+                continue
+            if (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device):
+                view.copy_(parameter.detach())
+                parameter.data = view
+            else:
+                fits = False
+        return fits

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collectives import ProcessGroup
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.join.join import Join, Joinable, JoinHook
-from collectives.ddp.optim.partition import Partition, flatten_parameters
+from collectives.ddp.optim.partition import FlatParameters, Partition
 from collectives.ddp.optim.shards import gather_shards
 from collectives.ddp.sync.broadcast import CoalescedBroadcast
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
@@ -52,8 +52,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the optimizer to wrap; called with this rank's part of ``params``.
         process_group: the ranks; ``None`` for the default group.
         parameters_as_bucket_view: whether the parameters of a rank are moved into one tensor, at the first
-            step, and ``.data`` become views of it: one message for each rank then, without copies. Otherwise
-            parameters of less than 1 MiB are copied together to be sent.
+            step, and ``.data`` become views of it: one message for each rank then, without copies. Those that
+            a program gives other memory are moved back at the next step. Otherwise parameters of less than 1
+            MiB are copied together to be sent.
         overlap_with_ddp: whether the update is done by a communication hook of DistributedDataParallel during
             the backward pass, made by :func:`~collectives.ddp.hooks.ddp_zero_hook.hook_with_zero_step`;
             :meth:`step` then does nothing. For optimizers whose update of one parameter does not depend on
@@ -104,7 +105,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         super().__init__(params if isinstance(params, torch.Tensor) else list(params), defaults)
         _check_kinds(self.param_groups)
-        self._device: torch.device = self._parameters()[0].device
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self._agree(self.param_groups)
@@ -112,6 +112,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._owners: dict[torch.Tensor, int] = {}
         self._global_state: dict[int, Any] | None = None
         self._messages: list[CoalescedBroadcast] | None = None
+        self._flattened: list[FlatParameters] = []
         self._trained: list[bool] = []
         self._has_state = False  # on any rank; this one may own nothing
         self.has_hook = False
@@ -121,8 +122,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         self._take_options()
-        self.state = self.optim.state
         self._ready = True
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer, which is this rank's shard."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._ready:  # torch's constructor sets it, too
+            self.optim.state = state
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters()[0].device
 
     # ---- parameters and ranks ----------------------------------------------------------------------------
 
@@ -273,39 +287,65 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _step(self, **kwargs: Any) -> Any:
         self._has_state = True
-        messages = self._current_messages()  # before the step, as they may move the parameters
+        self._check_owners()
         self._give_options()
         try:
             result = self.optim.step(**kwargs)
         except Exception:
-            _send(messages)
+            self.send_parameters()
             raise
         self._take_options()
-        _send(messages)
+        self.send_parameters()
         return result
 
     def send_parameters(self) -> None:
         """Gives all ranks the parameters of their owners; called by all of them. Blocks. For hooks."""
         _send(self._current_messages())
 
+    @torch.no_grad()
     def _current_messages(self) -> Sequence[CoalescedBroadcast]:
-        """Returns a message of each rank's parameters."""
+        """Returns a message of each rank's parameters, wherever these lie by now."""
         trained = self._trainable()
+        for flattened in self._flattened:
+            if not flattened.put_back():
+                self._messages = None
         if self._messages is None or trained != self._trained:
             self._messages = self._make_messages()
             self._trained = trained
         return self._messages
 
+    def _check_owners(self) -> None:
+        """Checks that no parameter has come into the groups by itself, which no rank would update.
+
+        Raises:
+            ValueError: one has.
+        """
+        if all(map(self._owners.__contains__, self._parameters())):
+            return
+        place, index = next(
+            (place, index)
+            for place, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter not in self._owners
+        )
+        raise ValueError(
+            f"[rank {self.process_group.rank()}] parameter {index} of group {place} is another one than was "
+            "dealt out to the ranks; add parameters by add_param_group(), or make the optimizer again"
+        )
+
     def _trainable(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters()]
 
-    @torch.no_grad()
     def _make_messages(self) -> list[CoalescedBroadcast]:
         messages = []
+        self._flattened = []
         for rank in range(self.process_group.size()):
             own = [p for p in self._parameters() if p.requires_grad and self._owners[p] == rank]
-            tensors = flatten_parameters(own) if self.parameters_as_bucket_view else own
-            messages.append(CoalescedBroadcast(self.process_group, tensors, rank))
+            if self.parameters_as_bucket_view:
+                flattened = FlatParameters(own)
+                self._flattened.append(flattened)
+                own = flattened.flats
+            messages.append(CoalescedBroadcast(self.process_group, own, rank))
         return messages
 
     @torch.no_grad()
@@ -402,7 +442,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         form = self.optim.state_dict()["param_groups"]
         self.optim.load_state_dict({"state": shard, "param_groups": form})
         self._take_options()
-        self.state = self.optim.state
         self._global_state = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _ALIGNMENT = 16
 """Tensors begin at multiples of so many bytes within a message; no data type has wider elements."""
 
 
-_FORM = attrgetter("dtype", "shape")
+_FORM = attrgetter("dtype", "shape", "device")
 
 
 class FlatBroadcast:
