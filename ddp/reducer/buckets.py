@@ -295,7 +295,7 @@ class Bucket:
                 f"{self.buffer.dtype} on {self.buffer.device}, as the bucket's, but its tensor is of "
                 f"{result.dtype} on {result.device}"
             )
-        if result.data_ptr() != self.buffer.data_ptr():
+        if not result.is_set_to(self.buffer):
             self.buffer.copy_(result)
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, names: Sequence[str], *, last: bool) -> None:
         self._bucket = bucket
-        self._buffer = bucket.buffer
+        self._buffer = bucket.buffer.view_as(bucket.buffer)  # the hook may give it other memory
         self._names = list(names)
         self._last = last
 

@@ -297,3 +297,58 @@ def test_a_gradient_in_the_place_of_another_one_is_refused_by_name(exchanged) ->
         assert len(messages) == 1
         assert "rank 1" in messages[0]
         assert "0.weight" in messages[0]
+
+
+def move_buffer(group, bucket):
+    buffer = bucket.buffer()
+    buffer.data = buffer.data.clone()
+    return allreduce_hook(group, bucket)
+
+
+def move_gradients(group, bucket):
+    for gradient in bucket.gradients():
+        gradient.data = gradient.data.clone()
+    return allreduce_hook(group, bucket)
+
+
+def moved_by_a_hook(group, hook, view):
+    ours, naive = pair(group, gradient_as_bucket_view=view)
+    ours.register_comm_hook(group, hook)
+    same = []
+    for step in range(3):
+        for model in (ours, naive):
+            model.zero_grad()
+            model(data(group.rank(), step)).square().sum().backward()
+        naive_average(naive.parameters(), group)
+        same.append(equal(grads(ours.module), grads(naive)))
+    return same
+
+
+@VIEWS
+@pytest.mark.parametrize("hook", [move_buffer, move_gradients], ids=lambda hook: hook.__name__)
+def test_a_communication_hook_may_give_its_tensors_other_memory(hook, view) -> None:
+    for results in run_ranks(moved_by_a_hook, 2, hook, view, backend="host"):
+        assert results == [True] * 3
+
+
+def repeat_one(group, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer()[:1].expand(bucket.buffer().shape))
+    return future
+
+
+def repeated(group):
+    ours, _ = pair(group)
+    ours.register_comm_hook(group, repeat_one)
+    try:
+        ours(data(group.rank())).square().sum().backward()
+    except GradientSyncError as error:
+        return "refers to a single memory location" in str(error) or str(error)
+    return (
+        len({grad for gradient in grads(ours.module).values() for grad in gradient.flatten().tolist()}) == 1
+    )
+
+
+def test_a_communication_hook_may_return_a_view_of_its_buffer_in_other_strides() -> None:
+    for result in run_ranks(repeated, 2, backend="host"):
+        assert result is True
