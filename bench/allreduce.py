@@ -12,8 +12,7 @@ import argparse
 
 from collectives.bench.comparison import command as comparison
 from collectives.bench.comparison.command import READING
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.measurement import Options, measure
 
 __all__ = ["Options", "add_arguments", "measure", "run"]
 

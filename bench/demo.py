@@ -25,10 +25,8 @@ import torch
 
 import collectives
 from collectives.backends.round_robin import round_robin_process_groups
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import Options
-from collectives.bench.comparison.plot import plot
-from collectives.bench.comparison.table_columns import report_lines
+from collectives.bench.comparison.measurement import Options, measure
+from collectives.bench.comparison.records import plot, report_lines
 from collectives.bench.core.arguments import add_ranks, at_least, parse_sizes_argument, show_progress
 from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import usable_cores

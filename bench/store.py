@@ -32,10 +32,9 @@ from collectives.bench.core.arguments import (
     parse_names,
     show_progress,
 )
-from collectives.bench.core.charts import Chart, Curve
 from collectives.bench.core.groups import LOCALHOST, TIMEOUT
 from collectives.bench.core.machine import describe_machine
-from collectives.bench.core.records import BaseReport
+from collectives.bench.core.records import BaseReport, Chart, Curve
 from collectives.bench.core.text import Column, table_lines
 from collectives.ranks.processes import RankFailedError, SpawnedRanks, commands
 from collectives.secret import provided

@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING
 # found where it is installed.
 __path__ = extend_path(__path__, __name__)
 
-from collectives.api.barriers import (
-    barrier,
-    monitored_barrier,
-)
 from collectives.api.coalescing import (
     _coalescing_manager,
     _CoalescingManager,
@@ -28,14 +24,19 @@ from collectives.api.collectives import (
     all_gather_single,
     all_to_all,
     all_to_all_single,
+    barrier,
     broadcast,
     gather,
+    monitored_barrier,
     scatter,
 )
 from collectives.api.debug import (
     DebugLevel,
     breakpoint,  # noqa: A004 - the name of torch.distributed
+    dump_flight_record,
+    flight_record,
     get_debug_level,
+    prometheus_text,
     set_debug_level,
     set_debug_level_from_env,
 )
@@ -47,9 +48,17 @@ from collectives.api.deprecated import (
     all_reduce_coalesced,
     reduce_op,
 )
-from collectives.api.device_meshes import DeviceMesh, init_device_mesh
-from collectives.api.flight_record import dump_flight_record, flight_record, prometheus_text
-from collectives.api.groups import new_group
+from collectives.api.groups import (
+    SHRINK_ABORT,
+    SHRINK_DEFAULT,
+    DeviceMesh,
+    init_device_mesh,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
+)
 from collectives.api.init_and_destroy import destroy_process_group, init_process_group
 from collectives.api.objects import (
     all_gather_object,
@@ -73,12 +82,6 @@ from collectives.api.reductions import (
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
-)
-from collectives.api.shrinking import SHRINK_ABORT, SHRINK_DEFAULT, shrink_group
-from collectives.api.subgroups import (
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    split_group,
 )
 from collectives.api.world_state import (
     GroupMember,

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from collectives.bench.core.arguments import telling_how_long
-from collectives.bench.core.charts import Chart, Curve
-from collectives.bench.core.records import BaseReport, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Curve, Timing, curve_of
 
 __all__ = ["CheckFailedError", "CheckSkippedError", "Found", "Report", "Row", "Verdict", "checked"]
 

@@ -11,12 +11,10 @@ from collectives.bench import ddp, nccl_host_cost
 from collectives.bench.acceptance.platform import Platform
 from collectives.bench.acceptance.report import CheckFailedError, Found, Row, checked
 from collectives.bench.comparison.goals import check, parse_goal
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.measurement import Options, measure
 from collectives.bench.comparison.records import Record
 from collectives.bench.core.devices import DEVICES
-from collectives.bench.core.sizes import format_bytes, parse_sizes
-from collectives.bench.core.text import number_of_ranks
+from collectives.bench.core.text import format_bytes, number_of_ranks, parse_sizes
 
 __all__ = ["bandwidth_rows", "host_cost_rows", "models_of", "training_rows"]
 

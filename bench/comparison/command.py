@@ -8,13 +8,10 @@ from pathlib import Path
 
 from collectives.backends.algorithms import ALGORITHMS
 from collectives.backends.nccl.libnccl import providers
-from collectives.bench.comparison import verification
+from collectives.bench.comparison import operations
 from collectives.bench.comparison.goals import goal_lines, parse_goal
-from collectives.bench.comparison.measurement import measure
-from collectives.bench.comparison.options import DTYPES, Options
-from collectives.bench.comparison.plot import plot
-from collectives.bench.comparison.records import Record
-from collectives.bench.comparison.table_columns import brief_line, report_lines
+from collectives.bench.comparison.measurement import DTYPES, Options, measure
+from collectives.bench.comparison.records import Record, brief_line, plot, report_lines
 from collectives.bench.core.arguments import (
     add_files,
     add_iterations,
@@ -30,8 +27,7 @@ from collectives.bench.core.arguments import (
 )
 from collectives.bench.core.devices import DEVICES
 from collectives.bench.core.namespaces import NamespacesUnavailableError
-from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.text import header_lines, skipped_lines
+from collectives.bench.core.text import header_lines, parse_sizes, skipped_lines
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 from collectives.ranks.processes import RankFailedError
@@ -119,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser, sizes: str, budget_s: float) 
         "--dtype", choices=DTYPES, default="float32", metavar="TYPE", help="data type (default: %(default)s)"
     )
     parser.add_argument(
-        "--op", choices=verification.REDUCTIONS, default="sum", help="reduction (default: %(default)s)"
+        "--op", choices=operations.REDUCTIONS, default="sum", help="reduction (default: %(default)s)"
     )
     add_iterations(parser, "calls of each peer at each size", None, "2 to 5, as the budget allows")
     parser.add_argument(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from collectives.bench.comparison.operations import OPERATIONS
 from collectives.bench.comparison.records import KINDS, Record
-from collectives.bench.core.sizes import format_bytes, parse_bytes
+from collectives.bench.core.text import format_bytes, parse_bytes
 
 __all__ = ["Check", "Goal", "check", "goal_lines", "parse_goal"]
 

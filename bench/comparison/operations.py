@@ -10,21 +10,26 @@ counts. An odd rank out is idle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
-
-from collectives.bench.comparison import verification
 
 __all__ = [
     "ADD",
     "OPERATIONS",
+    "REDUCTIONS",
     "ROOT",
     "Operation",
     "bus_factor",
+    "count_wrong",
+    "expected",
     "input_values",
     "partner",
+    "resting",
     "rounded_count",
+    "source",
     "wanted_values",
 ]
 
@@ -127,7 +132,7 @@ def input_values(
 ) -> torch.Tensor:
     """Returns a rank's input for an array of ``count`` elements."""
     op = _pattern(operation, redop)
-    return verification.source(op, dtype, operation.input_count(count, rank, ranks), rank, ranks)
+    return source(op, dtype, operation.input_count(count, rank, ranks), rank, ranks)
 
 
 def wanted_values(
@@ -141,23 +146,92 @@ def wanted_values(
     if name == "reduce" and rank != ROOT:
         return None
     if name in {"all_reduce", "reduce"}:
-        return verification.expected(op, dtype, count, ranks)
+        return expected(op, dtype, count, ranks)
     if name == "reduce_scatter":
-        return verification.expected(op, dtype, part, ranks, rank * part)
+        return expected(op, dtype, part, ranks, rank * part)
     if operation.output_count(count, rank, ranks) == 0:
         return torch.empty(0, dtype=dtype)
     if name == "broadcast":
-        return verification.source(op, dtype, count, ROOT, ranks)
+        return source(op, dtype, count, ROOT, ranks)
     if name == "scatter":
-        return verification.source(op, dtype, part, ROOT, ranks, rank * part)
+        return source(op, dtype, part, ROOT, ranks, rank * part)
     if name == "sendrecv":
-        return verification.source(op, dtype, count, rank ^ 1, ranks)
+        return source(op, dtype, count, rank ^ 1, ranks)
     if name == ADD.name:
-        return verification.source(op, dtype, count, rank, ranks)
+        return source(op, dtype, count, rank, ranks)
     begin = rank * part if name == "all_to_all" else 0
-    return torch.cat([verification.source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
+    return torch.cat([source(op, dtype, part, other, ranks, begin) for other in range(ranks)])
 
 
 def _pattern(operation: Operation, redop: str) -> str:
     """Returns the name of the reduction whose formula gives the values."""
     return redop if operation.reduces else "max"  # many different values
+
+
+PERIOD = 251
+
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+"""Names of the reductions with a formula."""
+
+_MERGE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def _values(op: str, rank: int, size: int) -> torch.Tensor:
+    """Returns one period of rank's values as int64."""
+    # Scattered by a multiplicative hash, so that over no number of ranks the result is the same everywhere.
+    scattered = torch.arange(1, PERIOD + 1) * (2 * rank + 3) * 40503 >> 5
+    if op == "sum":
+        return scattered % 3
+    if op == "avg":  # multiples of size, so that the mean is a whole number
+        return scattered % 3 * size
+    if op == "product":
+        return scattered % 2 + 1
+    return scattered % 11
+
+
+def _tiled(period: torch.Tensor, count: int, begin: int) -> torch.Tensor:
+    rolled = period.roll(-(begin % PERIOD))
+    return rolled.repeat(-(-count // PERIOD))[:count].contiguous()
+
+
+def source(op: str, dtype: torch.dtype, count: int, rank: int, size: int, begin: int = 0) -> torch.Tensor:
+    """Returns ``count`` elements of a rank's input; a shorter input is the front of a longer one.
+
+    Args:
+        op: a name of :data:`REDUCTIONS`.
+        dtype: data type of the tensor.
+        count: number of elements.
+        rank: whose input.
+        size: number of ranks.
+        begin: position of the first element.
+    """
+    return _tiled(_values(op, rank, size).to(dtype), count, begin)
+
+
+def expected(op: str, dtype: torch.dtype, count: int, size: int, begin: int = 0) -> torch.Tensor:
+    """Returns the reduction of all ranks' inputs from element ``begin``, computed in int64, rounded once."""
+    total = reduce(_MERGE[op], (_values(op, rank, size) for rank in range(size)))
+    if op == "avg":
+        total //= size
+    return _tiled(total.to(dtype), count, begin)
+
+
+def resting(op: str) -> int:
+    """Returns a number that the reduction leaves as it is when all ranks hold it."""
+    return 0 if op in {"sum", "avg", "bxor"} else 1
+
+
+def count_wrong(result: torch.Tensor, wanted: torch.Tensor) -> int:
+    """Returns how many elements are not bitwise-equal numbers; a NaN is always wrong."""
+    if torch.equal(result, wanted):
+        return 0
+    return int(torch.ne(result, wanted).sum())

@@ -15,7 +15,7 @@ import torch
 
 import collectives
 from collectives.backends.nccl.libnccl import providers
-from collectives.bench.comparison import torch_peer, verification
+from collectives.bench.comparison import operations, torch_peer
 from collectives.bench.comparison.operations import ADD, OPERATIONS, Operation, input_values, wanted_values
 from collectives.bench.comparison.peers import Bind, add_zero, group_peer, split_name, why_not
 from collectives.bench.core.barrier import SpinBarrier
@@ -159,7 +159,7 @@ class _Values:
 
     def count_wrong(self, result: torch.Tensor) -> int:
         """Returns how many elements of a result are wrong."""
-        return 0 if self.wanted is None else verification.count_wrong(result, self.wanted)
+        return 0 if self.wanted is None else operations.count_wrong(result, self.wanted)
 
 
 class Worker:
@@ -255,7 +255,7 @@ class Worker:
             for given, result in pairs:
                 wrong += values.count_wrong(result)
                 if given is not result:
-                    wrong += verification.count_wrong(given, values.given)
+                    wrong += operations.count_wrong(given, values.given)
         return durations, wrong
 
     def _run_hot(
@@ -263,7 +263,7 @@ class Worker:
     ) -> tuple[list[int], list[int], list[int], int]:
         given, result = self._pair(operation, batch.count, self._hot)
         if operation.reduces and operation.in_place:  # a value that stays as it is over any number of calls
-            rest = torch.full_like(values.given, verification.resting(self._workload.redop))
+            rest = torch.full_like(values.given, operations.resting(self._workload.redop))
             values = _Values(rest, None if values.wanted is None else rest)
         given.copy_(values.given)
         call = self._bind(operation, batch, given, result)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 
 from collectives.bench.core.page import write_page
 from collectives.bench.core.records import BaseReport, write_json
-from collectives.bench.core.sizes import parse_sizes
-from collectives.bench.core.text import header_lines
+from collectives.bench.core.text import header_lines, parse_sizes
 from collectives.cli import CommandError
 from collectives.cli.mpi_job import usual_ranks
 
@@ -92,7 +91,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes_argument(text: str) -> tuple[int, ...]:
-    """Returns the sizes of a command-line argument, as :func:`~collectives.bench.core.sizes.parse_sizes`."""
+    """Returns the sizes of a command-line argument, as :func:`~collectives.bench.core.text.parse_sizes`."""
     try:
         return tuple(parse_sizes(text))
     except ValueError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from collectives.bench.core.charts import Chart, Curve
+from collectives.bench.core.records import Chart, Curve
 
 __all__ = ["draw", "image", "made_with"]
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.bench.core.charts import Chart
-from collectives.bench.core.records import BaseReport
+from collectives.bench.core.records import BaseReport, Chart
 
 __all__ = ["write_page"]
 

@@ -17,8 +17,8 @@ import torch
 
 import collectives
 from collectives.backends.nccl.device import why_no_cuda
-from collectives.bench.comparison import verification
-from collectives.bench.comparison.options import available_backends
+from collectives.bench.comparison import operations
+from collectives.bench.comparison.measurement import available_backends
 from collectives.bench.core.groups import initialize, parent_store
 from collectives.bench.core.machine import describe_machine, mpi_file, mpi_version
 from collectives.bench.core.records import Skipped
@@ -188,9 +188,9 @@ def _reduce(rank: int, connection: Connection, backend: str, port: int) -> None:
     initialize(rank, 2, port, backend)
     wrong = 0
     for count in SMOKE_COUNTS:
-        tensor = verification.source("sum", torch.float32, count, rank, 2)
+        tensor = operations.source("sum", torch.float32, count, rank, 2)
         collectives.all_reduce(tensor)
-        wrong += verification.count_wrong(tensor, verification.expected("sum", torch.float32, count, 2))
+        wrong += operations.count_wrong(tensor, operations.expected("sum", torch.float32, count, 2))
     estimate = advice.estimate_all_reduce()
     collectives.barrier()
     collectives.destroy_process_group()

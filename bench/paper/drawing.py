@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from collectives.bench.core import image
-from collectives.bench.core.charts import Chart, Curve
+from collectives.bench.core.records import Chart, Curve
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.iterations import PHASES
 from collectives.bench.paper.tables import usual_samples

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from collectives.bench.core.charts import Chart
-from collectives.bench.core.records import BaseReport, Timing, curve_of
+from collectives.bench.core.records import BaseReport, Chart, Timing, curve_of
 from collectives.bench.core.text import Column, number_of_ranks, or_dash, skipped_lines, table_lines
 from collectives.bench.training.ddp_peers import BASELINE, Peer
 

@@ -1,4 +1,4 @@
-"""Debugging: how much to check and to say, and a breakpoint on one rank.
+"""Debugging: how much to check and to say, flight records of all groups, and a breakpoint on one rank.
 
 The environment is that of ``torch.distributed``: ``TORCH_DISTRIBUTED_DEBUG`` is ``OFF`` (default), ``INFO``
 or ``DETAIL``; ``TORCH_CPP_LOG_LEVEL`` and the level together choose what the logger ``collectives`` lets
@@ -7,20 +7,37 @@ through; ``TORCH_SHOW_CPP_STACKTRACES=1`` logs the call stack where ranks call d
 
 from __future__ import annotations
 
+import bdb
+import ctypes
 import enum
+import functools
 import logging
 import os
+import pdb  # noqa: T100 - the class, not a breakpoint left behind
 import sys
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 from collectives.api.world_state import default_group
 from collectives.core.process_group import ProcessGroup
+from collectives.core.recording import dump
 from collectives.core.types import BarrierOptions
 from collectives.logs import Log
 
-__all__ = ["DebugLevel", "breakpoint", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+__all__ = [
+    "DebugLevel",
+    "Debugger",
+    "breakpoint",
+    "dump_flight_record",
+    "flight_record",
+    "get_debug_level",
+    "prometheus_text",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
 
 log = Log()
 logger = log.logger
@@ -146,10 +163,108 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     if group.rank() != rank:
         group.barrier(BarrierOptions(limit, False)).wait()
         return
-    from collectives.api.breakpoints import Debugger
+    from collectives.api.debug import Debugger
 
     debugger = Debugger()
     debugger.message(f"[rank {rank}] breakpoint; the other ranks wait until 'continue'")
     debugger.stop_at(caller)
     group.barrier(BarrierOptions(limit, False)).wait()
     debugger.follow(caller)
+
+
+def flight_record() -> dict[str, Any]:
+    """Returns the last operations of all groups of this process, as plain data.
+
+    Each process asks for itself; nothing is sent, and running operations go on meanwhile.
+
+    Returns:
+        ``rank``, ``process``, ``host``; ``monotonic_ns`` and ``time_ns``, both clocks at this moment; and
+        ``groups``, each with its ``name``, ``backend``, ``rank``, ``global_ranks``, ``stats`` and
+        ``operations``. An operation has a ``state``: ``pending``, ``done`` or ``failed``; ``began_ns`` and
+        ``ended_ns`` count on the monotonic clock. ``site`` is the source line that issued it, where that is
+        known: of collectives that ``host`` carries out in the background, or waits in for long. Of ``nccl``
+        an operation ends when its group looks, which is at the next operation or within 0.1 s.
+
+    Example:
+        With 2 ranks::
+
+            group = collectives.new_group(backend="gloo")
+            collectives.all_reduce(torch.ones(4), group=group)
+            last = collectives.flight_record()["groups"][-1]["operations"][-1]
+            last["name"], last["shape"], last["state"]  # 'all_reduce', [4], 'done'
+    """
+    return dump.snapshot("the program asked")
+
+
+def dump_flight_record(path: str | Path | None = None) -> Path:
+    """Writes the flight record of this process as JSON, for ``collectives trace``.
+
+    Args:
+        path: the file; ``None`` for what ``COLLECTIVES_FLIGHT_RECORD_FILE`` begins with, the rank and
+            ``.json``. A file that is there is replaced as a whole.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: there is no path, neither here nor in the environment.
+        OSError: the file cannot be written.
+    """
+    return dump.dump(path, "the program asked")
+
+
+def prometheus_text() -> str:
+    """Returns the counts of all groups of this process in the text format of Prometheus.
+
+    Returns:
+        Lines with what :meth:`ProcessGroup.stats` has, as ``collectives_operations_total``,
+        ``collectives_bytes_total``, ``collectives_errors_total`` and ``collectives_seconds_total``, by group,
+        backend, rank and operation.
+    """
+    return dump.prometheus_text()
+
+
+@functools.cache
+def _terminal() -> TextIO:
+    """Opens the terminal once, so that what one stop has read ahead is there for the next."""
+    return Path("/dev/stdin").open()
+
+
+class Debugger(pdb.Pdb):
+    """A debugger that reads the terminal, of which ``multiprocessing`` deprives its children."""
+
+    def interaction(self, *args: Any, **kwargs: Any) -> None:
+        """Talks to the user; also where stepping stops."""
+        before = sys.stdin
+        sys.stdin = _terminal()
+        try:
+            super().interaction(*args, **kwargs)
+        finally:
+            sys.stdin = before
+
+    def stop_at(self, frame: FrameType) -> None:
+        """Talks to the user in ``frame``, and returns when the user lets the program go on.
+
+        Raises:
+            bdb.BdbQuit: the user quits.
+        """
+        self.reset()
+        self.interaction(frame, None)
+        if sys.version_info < (3, 13):
+            # Keeps what the user assigned to local variables; newer frames do that by themselves.
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        if self.quitting:
+            raise bdb.BdbQuit
+
+    def follow(self, frame: FrameType) -> None:
+        """Goes on stepping from ``frame`` where the user asked for that; the caller must return at once."""
+        if self.stoplineno == -1 and not self.breaks:
+            return
+        if self.stoplineno != -1:
+            self.set_next(frame)
+        below: FrameType | None = frame
+        while below is not None:
+            below.f_trace = self.trace_dispatch
+            self.botframe = below
+            below = below.f_back
+        sys.settrace(self.trace_dispatch)

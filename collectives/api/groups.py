@@ -1,4 +1,4 @@
-"""Makes groups of some of the world's ranks: ``new_group``, and what all ways to a group share."""
+"""Groups of some of the world's ranks: made, split, shrunk, and as device meshes."""
 
 from __future__ import annotations
 
@@ -7,30 +7,46 @@ import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from collectives.api.coalescing import drop_deferred
 from collectives.api.debug import checked
+from collectives.api.init_method import close_store
 from collectives.api.world_state import (
     NON_GROUP_MEMBER,
     default_group,
+    get_process_group_ranks,
+    is_member,
     record_of,
     register,
     world,
 )
 from collectives.core.arguments.validation import seconds
+from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
-from collectives.errors import DistBackendError
+from collectives.errors import DistBackendError, DistNetworkError
 from collectives.logs import Log
 from collectives.registry import backends as registry
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import BackendConfig, default_timeout
 from collectives.store import PrefixStore
 from collectives.store.joining.group_rendezvous import join_group
+from collectives.store.joining.world_rendezvous import KEYS
 
 __all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "DeviceMesh",
+    "init_device_mesh",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
 ]
 
 log = Log()
@@ -305,3 +321,366 @@ def check_usable(config: BackendConfig, options: Any) -> None:
     unknown = [name for name in options if name not in names]
     if unknown:
         raise ValueError(f"pg_options are for {unknown}, but the group's backends are {names}")
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup, list[ProcessGroup]]:
+    """Splits a group into groups of neighbouring ranks; called by ALL ranks of the default group.
+
+    Args:
+        group_size: number of ranks of each; must divide the size of ``group``. ``None`` for the number of
+            CUDA devices.
+        group: the group to split; ``None`` for the default group.
+        timeout: as for :func:`new_group`.
+        backend: as for :func:`new_group`.
+        pg_options: as for :func:`new_group`.
+        group_desc: as for :func:`new_group`.
+
+    Returns:
+        The group of this rank, and the list of all groups, in which those of other ranks are
+        ``NON_GROUP_MEMBER``.
+
+    Raises:
+        ValueError: ``group_size`` is not positive or does not divide the number of ranks.
+
+    Example:
+        With 2 ranks::
+
+            mine, both = collectives.new_subgroups(group_size=1)
+            collectives.all_reduce(torch.ones(2), group=mine)  # this rank alone: [1.0, 1.0]
+    """
+    ranks = get_process_group_ranks(group)
+    where = f"[rank {default_group().rank()}] new_subgroups"
+    if group_size is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"{where}: group_size must be given, because there are no CUDA devices to count")
+        group_size = torch.cuda.device_count()
+    if group_size <= 0:
+        raise ValueError(f"{where}: group_size must be positive, but is {group_size}")
+    if len(ranks) % group_size:
+        raise ValueError(
+            f"{where}: group_size is {group_size}, which does not divide the {len(ranks)} ranks of the group"
+        )
+    return new_subgroups_by_enumeration(
+        [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)],
+        timeout,
+        backend,
+        pg_options,
+        group_desc,
+    )
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup, list[ProcessGroup]]:
+    """Makes several groups that share no rank; called by ALL ranks of the default group.
+
+    Args:
+        ranks_per_subgroup_list: for each group, the ranks of its members in the default group.
+        timeout: as for :func:`new_group`.
+        backend: as for :func:`new_group`.
+        pg_options: as for :func:`new_group`.
+        group_desc: as for :func:`new_group`.
+
+    Returns:
+        The group of this rank (``None`` where it is in none) and the list of all groups.
+
+    Raises:
+        ValueError: the list is empty, or a rank is named twice.
+
+    Example:
+        With 2 ranks::
+
+            mine, groups = collectives.new_subgroups_by_enumeration([[1, 0]])
+            mine.size()  # 2
+    """
+    rank = default_group().rank()
+    if not ranks_per_subgroup_list:
+        raise ValueError(f"[rank {rank}] new_subgroups_by_enumeration: the list of groups is empty")
+    seen: dict[int, Sequence[int]] = {}
+    for ranks in ranks_per_subgroup_list:
+        for r in ranks:
+            if r in seen:
+                raise ValueError(
+                    f"[rank {rank}] new_subgroups_by_enumeration: rank {r} is in {list(seen[r])} and in "
+                    f"{list(ranks)}"
+                )
+            seen[r] = ranks
+    groups = [
+        new_group(ranks, timeout, backend, pg_options, group_desc=group_desc)
+        for ranks in ranks_per_subgroup_list
+    ]
+    own: Any = next((group for group in groups if is_member(group)), None)
+    return own, groups
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Splits a group into groups that share no rank; called by all ranks of ``parent_pg`` only.
+
+    Args:
+        parent_pg: the group to split; ``None`` for the default group.
+        split_ranks: for each new group, ranks counted within ``parent_pg``; equal on all ranks.
+        timeout: as for :func:`new_group`.
+        pg_options: options of the backend itself.
+        group_desc: free text; ``None`` for one made from the parent's.
+        backend: the parts ``"<device>:<backend>,..."`` of the parent's backend to keep; ``None`` for all.
+
+    Returns:
+        The new group of this rank; ``None`` where it is in none.
+
+    Raises:
+        ValueError: ranks are not in the parent, or named twice; ``backend`` is not part of the parent's.
+        CollectiveMismatchError: members ask for different groups.
+        PeerLostError: a member has died, and the default group's backend knows it.
+
+    Example:
+        With 2 ranks::
+
+            part = collectives.split_group(split_ranks=[[0], [1]])
+            part.size()  # 1 on both
+    """
+    with world.lock:
+        world.refuse_in_child("split_group")
+        parent = default_group() if parent_pg is None else parent_pg
+        record = record_of(parent)
+        where = f"[rank {parent.rank()}] split_group on {parent.describe()}"
+        if not split_ranks:
+            raise ValueError(f"{where}: split_ranks must be given, a list of lists of ranks of this group")
+        named = [r for part in split_ranks for r in part]
+        if not all(split_ranks):
+            raise ValueError(f"{where}: a group has at least one rank, but split_ranks is {split_ranks}")
+        if len(set(named)) != len(named):
+            raise ValueError(f"{where}: a rank is named twice in split_ranks {split_ranks}")
+        if not all(0 <= r < parent.size() for r in named):
+            raise ValueError(
+                f"{where}: split_ranks is {split_ranks}, but the ranks are 0 to {parent.size() - 1}"
+            )
+        config = record.config if backend is None else _part_of(record.config, backend, where)
+        limit = limit_of(timeout, config.names())
+        mine = next((sorted(part) for part in split_ranks if parent.rank() in part), [])
+        members = tuple(record.ranks[r] for r in mine)
+        name = f"{record.name}.split"
+        turn = local_turn(name)
+        join_group(
+            world.store,
+            f"make/{name}{turn}",
+            default_group().rank(),
+            members,
+            f"split {split_ranks} on {config!r}",
+            limit,
+            default_group().lost_ranks,
+            record.ranks,
+        )
+        if not mine:
+            decline_group(parent, config, pg_options)
+            return None
+        return make_group(
+            config,
+            f"{name}{turn}.{mine[0]}",
+            mine.index(parent.rank()),
+            members,
+            timeout,
+            desc=group_desc or f"{parent.group_desc}:split:{turn}",
+            options=pg_options,
+            device=world.device,
+            parent=parent,
+        )
+
+
+def _part_of(config: BackendConfig, backend: str, where: str) -> BackendConfig:
+    part = BackendConfig(backend)
+    whole = config.get_device_backend_map()
+    for device, name in part.get_device_backend_map().items():
+        if whole.get(device) != name:
+            raise ValueError(f"{where}: backend asks for {name} on {device}, but this group has {config!r}")
+    return part
+
+
+SHRINK_DEFAULT = 0
+"""For :func:`shrink_group`: another group than the default one goes on beside the new one."""
+
+SHRINK_ABORT = 1
+"""For :func:`shrink_group`: the group is aborted first, as where a rank has died in an operation of it."""
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any | None = None,
+) -> ProcessGroup:
+    """Makes a group of a group's ranks without some; called by all that are left, and by them only.
+
+    Where the default group shrinks, the new one takes its place, ranks count anew, and all other groups are
+    aborted. If the rank that served the store is left out, the first of the others serves a new one, empty.
+    Another group can shrink only while the store is there.
+
+    Args:
+        ranks_to_exclude: ranks of the group that are left out, such as those that have died.
+        group: the group; ``None`` for the default group.
+        shrink_flags: :data:`SHRINK_DEFAULT` or :data:`SHRINK_ABORT`.
+        pg_options: as for :func:`init_process_group`.
+
+    Returns:
+        The new group, with the ranks that are left in their order, and the time limit of the old one.
+
+    Raises:
+        TypeError: the ranks are no list of int.
+        ValueError: they are none, all, named twice or not in the group, or the flags are unknown.
+        RuntimeError: this rank is among them.
+        DistStoreError: a rank that is left did not come in time; names it.
+        PeerLostError: a rank that is left is known to have died; exclude it, too.
+        DistNetworkError: the store went with a rank that is not excluded, or serves another group only.
+    """
+    with world.lock:
+        world.refuse_in_child("shrink_group")
+        old, default = (default_group() if group is None else group), default_group()
+        record = record_of(old)
+        _check(old, ranks_to_exclude, shrink_flags)
+        check_usable(record.config, pg_options)
+        members = [rank for place, rank in enumerate(record.ranks) if place not in ranks_to_exclude]
+        if shrink_flags == SHRINK_ABORT:
+            abort_all([old])
+        name = f"{record.name}.shrunk"
+        name += str(local_turn(f"{name} to {members}"))
+        request = f"group {name} of ranks {members} on {record.config!r}"
+        here, replaces, standby = default.rank(), old is default, world.standby
+        store, moved = world.store, None
+        if replaces and standby is not None and standby.leaves_with(members):
+            moved = standby.next_store(here, members, old.timeout, default.lost_ranks)
+            store = PrefixStore(KEYS, moved)
+        try:
+            join_group(
+                store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members
+            )
+        except DistNetworkError as error:
+            if replaces:
+                raise
+            raise DistNetworkError(
+                f"[rank {here}] shrink_group on {old.describe()}: the store is gone; shrink the default "
+                "group first, which serves a new one, and make this group in it"
+            ) from error
+        made = make_group(
+            record.config,
+            name,
+            members.index(here),
+            range(len(members)) if replaces else members,
+            old.timeout,
+            desc=old.group_desc,
+            options=pg_options,
+            device=world.device,
+            base=store,
+        )
+        if replaces:
+            _replace_world(made, PrefixStore(f"after/{name}", store), moved)
+            if standby is not None:
+                standby.go_on(members)
+        return made
+
+
+def _replace_world(made: ProcessGroup, store: Any, moved: Any) -> None:
+    """Ends all groups but the one that was just made, which becomes the default group.
+
+    Args:
+        made: the group.
+        store: what becomes the world's store.
+        moved: the new base of it, if it has one.
+    """
+    for ended in [group for group in world.records if group is not made]:
+        drop_deferred(ended)
+        del world.records[ended]
+        abort_all([ended])
+    world.default = made
+    if moved is not None:
+        if world.owns_store:
+            close_store(world.base)
+        world.base, world.owns_store = moved, True
+    # Names of groups are counted by the members that are left, and apart from those of the old world.
+    world.store = store
+    world.created, world.local_turns = 1, {}
+
+
+def _check(group: ProcessGroup, excluded: list[int], flags: int) -> None:
+    where = f"[rank {group.rank()}] shrink_group on {group.describe()}"
+    if not isinstance(excluded, list):
+        raise TypeError(f"{where}: ranks_to_exclude must be a list of int, but is {excluded!r}")
+    for rank in excluded:
+        if not isinstance(rank, int):
+            raise TypeError(f"{where}: ranks_to_exclude must be a list of int, but is {excluded!r}")
+        if not 0 <= rank < group.size():
+            raise ValueError(
+                f"{where}: ranks_to_exclude has {rank}, but the ranks are 0 to {group.size() - 1}"
+            )
+    if len(set(excluded)) != len(excluded):
+        raise ValueError(f"{where}: ranks_to_exclude names a rank twice: {excluded}")
+    if not 0 < len(excluded) < group.size():
+        raise ValueError(
+            f"{where}: ranks_to_exclude must be some of the {group.size()} ranks, but not all: {excluded}"
+        )
+    if flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ValueError(
+            f"{where}: shrink_flags is {flags!r}, but must be SHRINK_DEFAULT (0) or SHRINK_ABORT (1)"
+        )
+    if group.rank() in excluded:
+        raise RuntimeError(
+            f"{where}: this rank is in ranks_to_exclude {excluded}; only those that are left call this"
+        )
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: dict[Any, Any] | None = None,
+) -> DeviceMesh:
+    """Makes torch's mesh over the world of ``torch.distributed``; called by all ranks, and blocks for them.
+
+    A mesh looks its groups up in ``torch.distributed``. So the program begins with
+    ``torch.distributed.init_process_group("collectives")``, or tells torch of its world by
+    :func:`collectives.register_world_with_torch`; the functions of this package take the groups of that
+    world, too.
+
+    Args:
+        device_type: type of the devices, such as ``"cpu"``.
+        mesh_shape: number of ranks along each dimension; the same on all ranks, as are the others.
+        mesh_dim_names: names of the dimensions.
+        backend_override: by dimension, or its name: the backend of its groups, their options, or both.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: the default group of ``torch.distributed`` is none of this package.
+    """
+    if not torch.distributed.is_initialized():
+        _refuse("which is not initialised", "first, or collectives.register_world_with_torch()")
+    if group_behind(torch.distributed.group.WORLD) is None:
+        _refuse(f"which was initialised with {torch.distributed.get_backend()!r}", "instead")
+    return device_mesh.init_device_mesh(
+        device_type, mesh_shape, mesh_dim_names=mesh_dim_names, backend_override=backend_override
+    )
+
+
+def _refuse(state: str, when: str) -> NoReturn:
+    raise ValueError(
+        f"device meshes run on the world of torch.distributed, {state}: call "
+        f'torch.distributed.init_process_group("collectives") {when}'
+    )

@@ -20,8 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from collectives.cli import CommandError
-from collectives.cli.flight_files import FlightFile, Group, Operation, clock_offsets, read_files
-from collectives.cli.torch_flight_records import write_for_torch
+from collectives.cli.flight_files import (
+    FlightFile,
+    Group,
+    Operation,
+    clock_offsets,
+    read_files,
+    write_for_torch,
+)
 from collectives.errors import ranks_in_words
 from collectives.registry.capability_table import Table, plain_text
 

@@ -9,8 +9,7 @@ import bench_bodies  # noqa: F401 - registers backends
 import pytest
 
 from collectives.bench.comparison import measurement
-from collectives.bench.comparison.measurement import MAX_CALLS, MIN_CALLS
-from collectives.bench.comparison.options import DTYPES, Options, available_backends
+from collectives.bench.comparison.measurement import DTYPES, MAX_CALLS, MIN_CALLS, Options, available_backends
 from collectives.bench.comparison.records import Record, Report, read_report
 from collectives.bench.core import text
 from collectives.bench.core.machine import bind_to_core, cores_of_ranks

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from collectives.bench import demo
-from collectives.bench.comparison import options
+from collectives.bench.comparison import measurement
 from collectives.bench.comparison.records import Record, Report, read_report
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.records import Skipped, Timing
@@ -135,7 +135,7 @@ def test_the_demo(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(demo, "SWEEP_BUDGET_S", 0.5)
     names = ("gloo", "host", "round_robin")  # not those that other tests register in this process alone
-    monkeypatch.setattr(options, "backend_names", lambda: names)
+    monkeypatch.setattr(measurement, "backend_names", lambda: names)
     threads = torch.get_num_threads()
     try:
         status = main(["demo", "--sizes", "8,64K", "--out", str(tmp_path / "new")])

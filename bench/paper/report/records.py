@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from collectives.bench.core.charts import Chart
-from collectives.bench.core.records import BaseReport
+from collectives.bench.core.records import BaseReport, Chart
 from collectives.bench.paper.cells import Measured
 from collectives.bench.paper.drawing import figure_charts
 from collectives.bench.paper.report.kept import KeptFigure

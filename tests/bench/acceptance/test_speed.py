@@ -11,7 +11,7 @@ from nccl_double.platform import DoublePlatform
 from collectives.bench import ddp
 from collectives.bench.acceptance import speed
 from collectives.bench.acceptance.report import Row, Verdict
-from collectives.bench.comparison.options import Options
+from collectives.bench.comparison.measurement import Options
 from collectives.bench.comparison.records import Record, Report
 from collectives.bench.core.records import Skipped, Timing
 from collectives.bench.nccl_host_cost import Cost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.bench.comparison import verification
+from collectives.bench.comparison import operations
 from collectives.bench.comparison import worker as worker_module
 from collectives.bench.comparison.operations import OPERATIONS, input_values, wanted_values
 from collectives.bench.comparison.peers import add_zero
@@ -52,7 +52,7 @@ def turn(cold, hot, loop=0, *, count=COUNT, name="peer", operation="all_reduce")
 def test_cold_calls_get_fresh_input_in_other_memory():
     peer = Recorder()
     result = player(peer).run(turn(7, 0))
-    wanted = verification.source("sum", torch.float32, COUNT, 0, 1)
+    wanted = operations.source("sum", torch.float32, COUNT, 0, 1)
     assert len(set(peer.places)) == 7
     assert all(torch.equal(given, wanted) for given in peer.inputs)
     assert len(result.cold_ns) == 7
@@ -202,7 +202,7 @@ def test_operations_with_an_input_and_an_output(operation):
 
 def test_output_is_wiped_before_every_cold_call():
     result = player(lambda *_: lambda: None, operation="all_gather").run(turn(3, 0, operation="all_gather"))
-    zeros = int((verification.source("max", torch.float32, COUNT, 0, 1) == 0).sum())
+    zeros = int((operations.source("max", torch.float32, COUNT, 0, 1) == 0).sum())
     assert result.cold_wrong == 3 * (COUNT - zeros)
 
 

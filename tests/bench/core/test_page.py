@@ -9,10 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from collectives.bench.comparison.records import Record, Report
-from collectives.bench.core.charts import Chart, Curve
 from collectives.bench.core.machine import describe_machine
 from collectives.bench.core.page import write_page
-from collectives.bench.core.records import Skipped, Timing
+from collectives.bench.core.records import Chart, Curve, Skipped, Timing
 
 pytest.importorskip("plotly")
 

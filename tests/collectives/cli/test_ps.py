@@ -18,7 +18,7 @@ from harness import current_store, run_ranks
 import collectives as dist
 from collectives import _native
 from collectives.cli import main
-from collectives.cli.segments import running_jobs
+from collectives.cli.ps import running_jobs
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

@@ -17,8 +17,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 import collectives as dist
 from collectives.cli import main
-from collectives.cli.flight_files import clock_offsets, read_files
-from collectives.cli.torch_flight_records import write_for_torch
+from collectives.cli.flight_files import clock_offsets, read_files, write_for_torch
 from collectives.cli.trace import chrome_trace
 from collectives.core.types import AllreduceOptions
 

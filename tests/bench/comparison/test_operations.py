@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 
-from collectives.bench.comparison import verification
+from collectives.bench.comparison import operations
 
 COUNT = 600  # more than two periods
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64)
@@ -26,50 +26,50 @@ REFERENCE = {
 
 
 def test_every_operation_has_a_reference():
-    assert set(REFERENCE) == set(verification.REDUCTIONS)
+    assert set(REFERENCE) == set(operations.REDUCTIONS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", verification.REDUCTIONS)
+@pytest.mark.parametrize("op", operations.REDUCTIONS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_expected_is_the_reduction_of_the_sources(op, dtype, size):
-    inputs = [verification.source(op, dtype, COUNT, rank, size).tolist() for rank in range(size)]
+    inputs = [operations.source(op, dtype, COUNT, rank, size).tolist() for rank in range(size)]
     kind = int if op in {"band", "bor", "bxor"} else lambda value: value
     wanted = [REFERENCE[op]([kind(value) for value in values]) for values in zip(*inputs, strict=True)]
-    assert verification.expected(op, dtype, COUNT, size).tolist() == wanted
+    assert operations.expected(op, dtype, COUNT, size).tolist() == wanted
 
 
-@pytest.mark.parametrize("op", verification.REDUCTIONS)
+@pytest.mark.parametrize("op", operations.REDUCTIONS)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_every_input_differs_from_the_others_and_from_the_result(op, size):
-    tensors = [verification.source(op, torch.float32, COUNT, rank, size) for rank in range(size)]
-    tensors.append(verification.expected(op, torch.float32, COUNT, size))
+    tensors = [operations.source(op, torch.float32, COUNT, rank, size) for rank in range(size)]
+    tensors.append(operations.expected(op, torch.float32, COUNT, size))
     assert len({tuple(tensor.tolist()) for tensor in tensors}) == size + 1
 
 
-@pytest.mark.parametrize("op", verification.REDUCTIONS)
+@pytest.mark.parametrize("op", operations.REDUCTIONS)
 @pytest.mark.parametrize("shift", [2**i for i in range(9)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_a_part_at_a_wrong_place_is_seen(op, shift, size):
-    wanted = verification.expected(op, torch.float32, 2048, size)
-    assert verification.count_wrong(wanted.roll(shift), wanted) > 0
+    wanted = operations.expected(op, torch.float32, 2048, size)
+    assert operations.count_wrong(wanted.roll(shift), wanted) > 0
 
 
-@pytest.mark.parametrize("op", verification.REDUCTIONS)
+@pytest.mark.parametrize("op", operations.REDUCTIONS)
 def test_resting_value_rests(op):
-    rest = verification.resting(op)
+    rest = operations.resting(op)
     assert REFERENCE[op]([rest] * 3) == rest
 
 
 def test_shorter_input_is_the_front_of_a_longer_one():
-    longer = verification.source("sum", torch.int32, COUNT, 1, 3)
-    assert torch.equal(verification.source("sum", torch.int32, 7, 1, 3), longer[:7])
+    longer = operations.source("sum", torch.int32, COUNT, 1, 3)
+    assert torch.equal(operations.source("sum", torch.int32, 7, 1, 3), longer[:7])
 
 
 def test_count_wrong():
     wanted = torch.arange(5.0)
-    assert verification.count_wrong(wanted.clone(), wanted) == 0
+    assert operations.count_wrong(wanted.clone(), wanted) == 0
     result = wanted.clone()
     result[1], result[3] = 9, math.nan
-    assert verification.count_wrong(result, wanted) == 2
-    assert verification.count_wrong(torch.empty(0), torch.empty(0)) == 0
+    assert operations.count_wrong(result, wanted) == 2
+    assert operations.count_wrong(torch.empty(0), torch.empty(0)) == 0
