@@ -113,8 +113,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     base, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     base.set_timeout(timeout)
     name, desc, record = (kwargs.pop(field, None) for field in _FIELDS)
-    number = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
-    store = PrefixStore(f"{KEYS}/{number}", base)
+    digits, store = join_world(PrefixStore(KEYS, base), rank, size, backend, timeout)
     if backend in _factories:
         return _factories[backend](store, rank, size, timeout, place, **kwargs)
     return registry.create_group(
@@ -124,7 +123,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
             rank=rank,
             size=size,
             timeout=timeout,
-            group_name=f"dist2.{number}" if name is None else str(name),
+            group_name=f"dist2.{digits}" if name is None else str(name),
             group_desc="" if desc is None else str(desc),
             global_ranks=tuple(range(size)),
             device_id=place,

@@ -47,7 +47,7 @@ def derived_key(purpose: str) -> bytes | None:
         return None
     # HKDF (RFC 5869) with one block of output.
     extracted = hmac.digest(b"collectives", secret, hashlib.sha256)
-    return hmac.digest(extracted, purpose.encode() + b"\x01", hashlib.sha256)
+    return hmac.digest(extracted, purpose.encode(errors="surrogateescape") + b"\x01", hashlib.sha256)
 
 
 def is_insecure() -> bool:

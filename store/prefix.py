@@ -33,18 +33,25 @@ class PrefixStore(Store):
     Args:
         prefix: name of the part.
         store: any :class:`torch.distributed.Store`, one of torch's own too.
+        scope: what :attr:`scope` begins with; ``None`` for that of the underlying store, and the prefix.
     """
 
-    def __init__(self, prefix: str, store: TorchStore) -> None:
+    def __init__(self, prefix: str, store: TorchStore, scope: str | None = None) -> None:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix must be a str, not {type(prefix).__name__}: {prefix!r}")
         if not isinstance(store, TorchStore):
             raise TypeError(f"store must be a torch.distributed.Store, not {type(store).__name__}: {store!r}")
         self._prefix = prefix
+        self._scope = f"{getattr(store, 'scope', '')}{prefix}/" if scope is None else f"{scope}/"
         # Not torch's type from here on: its type stubs lack half of the methods.
         self._store = cast("Any", store)
         self._passed_on: timedelta = self._store.timeout
         super().__init__(self._passed_on)
+
+    @property
+    def scope(self) -> str:
+        """What is put before a key in the proof of a record: its world, as far as known, and all prefixes."""
+        return self._scope
 
     @property
     def underlying_store(self) -> TorchStore:
@@ -86,7 +93,7 @@ class PrefixStore(Store):
         return f"PrefixStore({self._prefix!r}, {self._store!r})"
 
     def _clone(self) -> PrefixStore:
-        return PrefixStore(self._prefix, self._store.clone())
+        return PrefixStore(self._prefix, self._store.clone(), self._scope.removesuffix("/"))
 
     @contextlib.contextmanager
     def _own_errors(self) -> Iterator[None]:

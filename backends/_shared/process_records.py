@@ -18,7 +18,7 @@ from collectives.backends._shared.exit_reasons import Departure
 from collectives.errors import DistError, DistStoreError, PeerLostError
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import Life, ProcessIdentity, current_process
-from collectives.store.records import demand, read, written
+from collectives.store.records import demand, fetch, publish, read
 
 __all__ = ["Liveness"]
 
@@ -50,8 +50,7 @@ class Liveness:
         self._records: dict[int, tuple[bytes, ProcessIdentity | None]] = {}
         own = current_process()
         if own.start:  # without /proc nobody is ever found dead
-            key = f"process/{rank}"
-            store.set(key, written(own.to_bytes().hex(), key))
+            publish(store, f"process/{rank}", own.to_bytes().hex())
 
     def publish_exit(self, reason: DistError | None) -> None:
         """Tells the others that this rank leaves; a store that no longer answers is not an error here."""
@@ -63,26 +62,25 @@ class Liveness:
 
     def _publish(self, key: str, departure: Departure) -> None:
         rank, reason = departure
-        record = written([rank, None if reason is None else record_of(reason)], key)
+        record = [rank, None if reason is None else record_of(reason)]
 
-        def publish() -> None:
+        def tell() -> None:
             with contextlib.suppress(Exception):
-                self._store.set(key, record)
+                publish(self._store, key, record)
                 self._store.set(_ANY_DEPARTURE, "1")
 
-        thread = threading.Thread(target=publish, name="exit reason", daemon=True)
+        thread = threading.Thread(target=tell, name="exit reason", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # at the interpreter's end no thread begins
-            publish()
+            tell()
         else:
             thread.join(_PUBLISH_SECONDS)
 
     def withdraw(self) -> None:
         """Withdraws the own record: from now on the end of this process is no loss."""
         with contextlib.suppress(Exception):
-            key = f"process/{self._rank}"
-            self._store.set(key, written(None, key))
+            publish(self._store, f"process/{self._rank}", None)
 
     def find_lost(self) -> Departure | None:
         """Returns a rank that is gone, ``None`` where none is found; within 0.3 s."""
@@ -132,7 +130,7 @@ class Liveness:
         several = keys and self._store.has_extended_api()
         values = self._store.multi_get(keys) if several else map(self._store.get, keys)
         for rank, key, value in zip(ranks, keys, values, strict=True):
-            self._records[rank] = bytes(value), _process(bytes(value), key)
+            self._records[rank] = bytes(value), self._process(key, bytes(value))
 
     def _ended(self) -> Iterator[Departure]:
         for rank, (record, process) in sorted(self._records.items()):
@@ -146,22 +144,21 @@ class Liveness:
         except Exception:  # noqa: BLE001 - the store went with a rank
             return True
 
+    def _process(self, key: str, record: bytes) -> ProcessIdentity | None:
+        """Returns the process of a record; ``None`` for one withdrawn, or that is not as ranks publish it."""
+        try:
+            return read(self._store, key, record, _identity)
+        except (DistStoreError, struct.error):
+            return None
+
     def _read(self, key: str) -> Departure | None:
-        return read(self._store.get(key), key, _departure) if self._store.check([key]) else None
+        return fetch(self._store, key, _departure) if self._store.check([key]) else None
 
 
 def _departure(record: Any) -> Departure:
     """Checks what a rank published."""
     demand(isinstance(record, list) and len(record) == 2 and type(record[0]) is int, f"{record!r}")
     return Departure(record[0], None if record[1] is None else error_of(record[1]))
-
-
-def _process(record: bytes, key: str) -> ProcessIdentity | None:
-    """Returns the process of a record; ``None`` for one that was withdrawn, or is not as ranks publish it."""
-    try:
-        return read(record, key, _identity)
-    except (DistStoreError, struct.error):
-        return None
 
 
 def _identity(record: Any) -> ProcessIdentity:

@@ -49,6 +49,7 @@ from collectives.core.work import CoalescedWork, CompletedWork, FinishingWork, W
 from collectives.errors import DistBackendError, DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
 from collectives.registry.backends import GroupOptions
+from collectives.store import PrefixStore
 
 __all__ = ["ProcessGroupGloo", "capabilities", "create", "option_names", "unavailable"]
 
@@ -129,7 +130,7 @@ class ProcessGroupGloo(ProcessGroup):
         super().__init__(**options.membership())
         chosen = gloo_options(options)
         self._contexts = max(1, len(chosen._devices))
-        self._liveness = Liveness(c10d.PrefixStore("liveness", options.store), self._rank, self._size)
+        self._liveness = Liveness(PrefixStore("liveness", options.store), self._rank, self._size)
         self._torch = TorchGroup(connect(options, chosen, self._contexts, self.where()))
         self._liveness.read_records()
         self._operations = Operations(self.flight_record)

@@ -10,7 +10,7 @@ from collectives.backends.gloo.options import connects_on_demand
 from collectives.errors import DistBackendError
 from collectives.registry.backends import GroupOptions
 from collectives.store.prefix import PrefixStore
-from collectives.store.records import as_bytes, as_text, read, written
+from collectives.store.records import as_bytes, as_text, fetch_all, publish, read, written
 
 __all__ = ["connect"]
 
@@ -26,10 +26,10 @@ class _ProvedStore(PrefixStore):
         return False
 
     def _set(self, key: str, value: bytes) -> None:
-        super()._set(key, written(value.hex(), self._key(key)).encode())
+        super()._set(key, written(self, key, value.hex()).encode())
 
     def _get(self, key: str, limit: float) -> bytes:
-        return read(super()._get(key, limit), self._key(key), as_bytes)
+        return read(self, key, super()._get(key, limit), as_bytes)
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
         return [self._get(key, limit) for key in keys]
@@ -39,7 +39,7 @@ class _ProvedStore(PrefixStore):
             self._set(key, value)
 
     def _clone(self) -> PrefixStore:
-        return _ProvedStore(self._prefix, self._store.clone())
+        return _ProvedStore(self._prefix, self._store.clone(), self.scope.removesuffix("/"))
 
 
 def connect(options: GroupOptions, chosen: Any, devices: int, where: str) -> Any:
@@ -110,14 +110,12 @@ def _exchange(options: GroupOptions, subject: str, value: str) -> list[str]:
     keys = [f"{subject}/{rank}" for rank in range(options.size)]
     store: Any = options.store
     store.wait(keys, options.timeout)
-    return [read(store.get(key), key, as_text) for key in keys]
+    return fetch_all(store, keys, as_text)
 
 
 def _publish(options: GroupOptions, subject: str, value: str) -> None:
     """Says something on a subject, under this rank's number."""
-    key = f"{subject}/{options.rank}"
-    store: Any = options.store
-    store.set(key, written(value, key))
+    publish(options.store, f"{subject}/{options.rank}", value)
 
 
 def _agree_on_devices(options: GroupOptions, count: int) -> None:

@@ -1,7 +1,9 @@
-"""By which key the ranks of a host group recognise each other between machines."""
+"""By which key the ranks of a host group recognise each other."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 
 from collectives.errors import DistNetworkError
@@ -39,10 +41,12 @@ def random_key() -> str:
 
 
 def group_key(attempt: str, published: str) -> bytes:
-    """Returns the key of a group.
+    """Returns the key of a group, which no other one has, whatever lies in the store.
 
     Args:
-        attempt: what tells this group, and this attempt to form it, from all others.
+        attempt: what tells this group, and this attempt to form it, from all others: its scope and name.
         published: of :func:`random_key`, on rank 0.
     """
-    return derived_key(f"mesh {attempt}") or bytes.fromhex(published)
+    purpose = f"mesh {attempt}"
+    text = purpose.encode(errors="surrogateescape")
+    return derived_key(purpose) or hmac.digest(bytes.fromhex(published), text, hashlib.sha256)

@@ -7,9 +7,12 @@ The others publish their locations. Once every rank has connected or published o
 who may share memory with whom, and how many ranks each one's host runs. The lowest rank of each further
 machine, its leader, does for its ranks what rank 0 did for its own; a rank that cannot attach is a machine
 of its own. Then every rank listens for connections and publishes where, rank 0 publishes all addresses, and
-the leaders connect. Both ends of each connection prove that they know the group's key, which comes from the
-job's secret. Without one it is random and goes through the store, ranks take no connection of another user,
-and ranks on several systems refuse to form a group. The last rank that reads the addresses deletes them.
+the leaders connect. The last rank that reads the addresses deletes them.
+
+Both ends of each connection, that of a unix socket too, prove that they know the group's key, which comes
+from the job's secret and from what tells this group from all others. Without a secret, rank 0 publishes
+random digits instead, ranks take no connection of another user, and ranks on several systems refuse to form
+a group.
 
 Whoever fails says why in the store; nobody waits in vain. The death of a rank is noticed by those that it was
 connected with: on its machine by the end of its process or its connection, elsewhere because nothing listens
@@ -19,6 +22,7 @@ there any more. They name it in the store. A rank that dies before can only be m
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -46,9 +50,10 @@ from collectives.errors import (
     PeerLostError,
     ranks_in_words,
 )
+from collectives.secret import SECRET
 from collectives.store.error_records import error_of, record_of
 from collectives.store.process import system
-from collectives.store.records import Checked, as_text
+from collectives.store.records import Checked
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.waiting import delete_keys, wait_for_keys
 
@@ -103,6 +108,19 @@ def form(
     return group
 
 
+def _new_address() -> str:
+    """Returns a name for a unix socket that nobody has, and nobody else can guess."""
+    return f"collectives-{secrets.token_hex(16)}"
+
+
+def _unproved(rank: int) -> str:
+    return (
+        f"rank {rank} and this rank have not proved to each other that they are of one group: they differ "
+        f"in the number of ranks or in the job's secret ({SECRET}), or another process has come as this "
+        "rank, or somebody else writes to the store"
+    )
+
+
 class _Attempt:
     """One rank's side of forming a group."""
 
@@ -114,6 +132,7 @@ class _Attempt:
         self.began = time.monotonic()
         self.deadline = self.began + timeout.total_seconds()
         self.label = label
+        self.key = b""
         self.several = False
         self.tuning: dict[str, int] = {}
         self.members: _native.Membership | None = None
@@ -126,10 +145,11 @@ class _Attempt:
 
     def invite(self) -> _native.Membership:
         """Rank 0: makes the memory of its machine and hands it to all who can attach it."""
-        host = _native.BootstrapLeader(list(range(self.size)), self.size)
+        address, published = _new_address(), random_key()
+        self.key = group_key(self.keys.name_after(address), published)
+        host = _native.BootstrapLeader(address, list(range(self.size)), self.size, self.key)
         self.tuning = tuning_for(self.size)
-        invitation = {"place": place(), "system": system(), "address": host.address}
-        self.keys.name_after(host.address)
+        invitation = {"place": place(), "system": system(), "address": address, "key": published}
         self.keys.set(_ADDRESS, invitation)
         locations = self._gather(host)
         self.several = bool(locations)
@@ -155,7 +175,7 @@ class _Attempt:
         if "failed" in first:
             self.heard = first["failed"]
             raise error_of(self.heard)
-        self.keys.name_after(first["address"])
+        self.key = group_key(self.keys.name_after(first["address"]), first["key"])
         own = place()
         if own == first["place"]:
             membership = self._join(0, first["address"])
@@ -177,14 +197,15 @@ class _Attempt:
         if members[0] != self.rank:
             key = self.keys.name("leader", members[0])
             self._await([key], members[:1], "did not publish its address")
-            membership = self._join(members[0], self.keys.get(key, as_text))
+            membership = self._join(members[0], self.keys.get(key, records.address))
             if membership is not None:
                 return membership
             self.keys.announce("apart", {"rank": self.rank})
             members = [self.rank]
-        host = _native.BootstrapLeader(members, self.size)
+        address = _new_address()
+        host = _native.BootstrapLeader(address, members, self.size, self.key)
         if len(members) > 1:
-            self.keys.set_own(self.keys.name("leader", self.rank), host.address)
+            self.keys.set_own(self.keys.name("leader", self.rank), address)
             self._until(lambda: self._still_missing(host, "apart", self._apart), "did not come")
         return self._share(host)
 
@@ -228,7 +249,7 @@ class _Attempt:
     def _join(self, leader: int, address: str) -> _native.Membership | None:
         """Attaches the memory of a leader; ``None`` where that is not possible from here."""
         try:
-            guest = _native.BootstrapFollower(address, self.rank, self.size, self._left())
+            guest = _native.BootstrapFollower(address, leader, self.rank, self.size, self.key, self._left())
         except PeerLostError as error:
             raise DistNetworkError(
                 f"cannot join rank {leader}, which has died, or whose address in the store is left over from "
@@ -238,7 +259,10 @@ class _Attempt:
         except DistBackendError:  # another user, who gets no descriptor from us and gives us none
             return None
         self.deadline += _GRACE_S
+        proved = False
         try:
+            self._until(lambda: [] if guest.proved(_SLICE_S) else [leader], "did not answer", connected=True)
+            proved = True
             self._until(
                 lambda: [] if guest.answered(_SLICE_S) else [leader], "did not answer", connected=True
             )
@@ -252,13 +276,13 @@ class _Attempt:
         except PeerLostError as error:
             if error.rank >= 0:  # from elsewhere
                 raise
-            self._lose_leader(guest, leader)
+            self._lose_leader(guest, leader, proved)
             raise PeerLostError(f"rank {leader} has died while the group was formed", leader) from error
         if self.several:
             self._register(membership, leader)
         return membership
 
-    def _lose_leader(self, guest: _native.BootstrapFollower, leader: int) -> None:
+    def _lose_leader(self, guest: _native.BootstrapFollower, leader: int, proved: bool) -> None:
         """Returns once the leader, who has closed the connection, is dead; raises what it says otherwise."""
         end = time.monotonic() + READERS_S
         while not guest.leader_ended:
@@ -266,7 +290,7 @@ class _Attempt:
                 self._check_failures()
             if time.monotonic() >= end:
                 text = f"rank {leader} has closed its connection while the group was formed, and not said why"
-                raise DistNetworkError(text, leader)
+                raise DistNetworkError(text if proved else _unproved(leader), leader)
             time.sleep(_FIRST_SLICE_S)
 
     # ---- who reaches whom ------------------------------------------------------------------------------
@@ -287,7 +311,7 @@ class _Attempt:
             self._await(keys, range(self.size), "did not register")
             ranks = self.keys.get_all(keys, self._listener)
             self._check_interfaces(ranks)
-            self.keys.set(self.keys.name("addresses"), records.address_book(ranks, random_key()))
+            self.keys.set(self.keys.name("addresses"), records.address_book(ranks))
         else:
             self._await(
                 [self.keys.name("addresses")],
@@ -297,7 +321,7 @@ class _Attempt:
             )
         world = self.keys.get(self.keys.name("addresses"), partial(records.addresses, size=self.size))
         self.keys.delete_own()
-        if self.keys.ask("add", self.keys.name("readers"), 1) == self.size:
+        if self.keys.asked.add(self.keys.name("readers"), 1) == self.size:
             names = ("elsewhere", "apart", "plan", "listener/0", "addresses", "readers")
             delete_keys(self.keys.store, map(self.keys.name, names))
         machines, places = world["machines"], world["places"]
@@ -307,7 +331,7 @@ class _Attempt:
             world["hosts"],
             listeners,
             places,
-            group_key(self.keys.prefix, world["key"]),
+            self.key,
             own_user_only(),
             chosen.chosen,
             plan["ranks_on_host"][self.rank],
@@ -326,7 +350,7 @@ class _Attempt:
     def _watch_rank_0(self, leader: int) -> None:
         """Tries whether rank 0 still listens, where this rank does not see its process."""
         known = self.listeners.places
-        if leader != 0 and 0 not in known and self.keys.ask("check", [self.keys.name("listener", 0)]):
+        if leader != 0 and 0 not in known and self.keys.asked.check([self.keys.name("listener", 0)]):
             known[0] = self.keys.get(self.keys.name("listener", 0), self._listener)["places"]
         self.listeners.check([0], self.began)
 
@@ -390,8 +414,8 @@ class _Attempt:
             return []
 
         def who() -> list[int]:
-            ask = self.keys.ask
-            return [rank for key, rank in zip(keys, owners, strict=True) if not ask("check", [key])]
+            here = self.keys.asked.check
+            return [rank for key, rank in zip(keys, owners, strict=True) if not here([key])]
 
         self.began = time.monotonic()
         self._until(missing, what, who=who)
@@ -443,7 +467,7 @@ class _Attempt:
 
     def _published_failure(self) -> Checked | None:
         """Returns the record of the failure that a rank has published."""
-        if not self.keys.prefix or not self.keys.ask("check", [self.keys.name("failed")]):
+        if not self.keys.prefix or not self.keys.asked.check([self.keys.name("failed")]):
             return self.heard
         return self.keys.get(self.keys.name("failed"), records.failure)
 
@@ -464,7 +488,7 @@ class _Attempt:
             elif self.rank == 0 and not published:
                 self.keys.set(_ADDRESS, {"failed": record})
             if published or self.keys.prefix or self.rank == 0:
-                await_readers(self.keys.ask, self.keys.name("failure read"), self.size, error_of(record))
+                await_readers(self.keys.asked, self.keys.name("failure read"), self.size, error_of(record))
         return error_of(record)
 
     def _record(self, error: DistError | StoreLostError) -> Checked:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from collectives.backends.host.rendezvous_failures import StoreLostError
-from collectives.store.joining.announcements import Announcements, get_all, next_key
-from collectives.store.records import Checked, read, written
+from collectives.backends.host.rendezvous_failures import AskedStore
+from collectives.store.joining.announcements import Announcements, next_key
+from collectives.store.records import Checked, fetch, fetch_all, publish
 from collectives.store.waiting import delete_keys
 
 __all__ = ["RendezvousKeys"]
@@ -24,38 +24,37 @@ class RendezvousKeys:
 
     Attributes:
         store: it.
+        asked: it; each call raises :class:`~.rendezvous_failures.StoreLostError` where it fails.
         prefix: with which keys of this attempt begin; empty as long as that is not known.
     """
 
     def __init__(self, store: Any, size: int) -> None:
         self.store = store
+        self.asked = AskedStore(store)
         self._size = size
         self.prefix = ""
         self._own: list[str] = []
         self._announcements: Announcements | None = None
 
-    def name_after(self, address: str) -> None:
-        """Gives this attempt its own keys, so that nothing left by another one is taken for its own."""
-        self.prefix = "host/" + address.split(" ", maxsplit=1)[0]
+    def name_after(self, address: str) -> str:
+        """Gives this attempt its own keys, so that nothing left by another one is taken for its own.
+
+        Args:
+            address: of rank 0, which it has made for this attempt.
+
+        Returns:
+            What tells this attempt from all others, of other groups and worlds too.
+        """
+        self.prefix = f"host/{address}"
+        return f"{self.asked.scope}{self.prefix}"
 
     def name(self, name: str, number: int | None = None) -> str:
         """Returns a key of this attempt."""
         return f"{self.prefix}/{name}" + ("" if number is None else f"/{number}")
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """Calls the store.
-
-        Raises:
-            StoreLostError: it fails.
-        """
-        try:
-            return getattr(self.store, what)(*arguments)
-        except Exception as error:
-            raise StoreLostError(str(error)) from error
-
     def set(self, key: str, value: Any) -> None:
         """Publishes a record."""
-        self.ask("set", key, written(value, key))
+        publish(self.asked, key, value)
 
     def set_own(self, key: str, value: Any) -> None:
         """Publishes a record that this rank deletes by :meth:`delete_own`."""
@@ -64,15 +63,15 @@ class RendezvousKeys:
 
     def get(self, key: str, check: Callable[[Any], _T]) -> _T:
         """Returns a record, checked; waits for it."""
-        return read(self.ask("get", key), key, check)
+        return fetch(self.asked, key, check)
 
     def get_all(self, keys: list[str], check: Callable[[Any], _T]) -> list[_T]:
         """Returns records, checked; waits for them."""
-        return get_all(self.ask, keys, check)
+        return fetch_all(self.asked, keys, check)
 
     def announce(self, name: str, record: Any) -> None:
         """Publishes a record under the next number of a name, for who calls :meth:`new`."""
-        self.set_own(next_key(self.ask, self.name(name)), record)
+        self.set_own(next_key(self.asked, self.name(name)), record)
 
     def new(self, name: str, check: Callable[[Any], Checked]) -> list[Checked]:
         """Returns what ranks have announced under a name since the last call, checked; does not wait.
@@ -85,8 +84,8 @@ class RendezvousKeys:
             DistStoreError: there are more announcements than ranks.
         """
         if self._announcements is None:
-            self._announcements = Announcements(self.name(name), self._size)
-        return list(self._announcements.new(self.ask, check).values())
+            self._announcements = Announcements(self.asked, self.name(name), self._size)
+        return list(self._announcements.new(check).values())
 
     def delete_own(self) -> None:
         """Deletes what this rank has published by :meth:`set_own` and :meth:`announce`."""

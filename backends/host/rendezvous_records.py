@@ -12,6 +12,7 @@ from collectives.store.process import kernel_of
 from collectives.store.records import Checked, demand, fields
 
 __all__ = [
+    "address",
     "address_book",
     "addresses",
     "apart",
@@ -24,14 +25,27 @@ __all__ = [
 ]
 
 _KEY = re.compile("([0-9a-f]{64})?")
+_ADDRESS = re.compile("[a-z0-9-]{1,100}")
 _MOST_PORTS = 2**16
 
 
 def invitation(record: Any) -> Checked:
-    """Checks rank 0's record: where it runs, on which system, its unix socket; or why it failed."""
+    """Checks rank 0's record: where it runs, on which system, its unix socket, the digits of the group's key.
+
+    Instead, it may say why it failed. The digits are left out where the job has a secret.
+    """
     if isinstance(record, dict) and "failed" in record:
         return {"failed": failure(record["failed"])}
-    return fields(record, place=str, system=str, address=str)
+    found = fields(record, place=str, system=str, address=str, key=str)
+    address(found["address"])
+    demand(_KEY.fullmatch(found["key"]) is not None, "a key of another length")
+    return found
+
+
+def address(record: Any) -> str:
+    """Checks the unix socket of a machine's leader."""
+    demand(isinstance(record, str) and _ADDRESS.fullmatch(record) is not None, f"the address {record!r}")
+    return str(record)
 
 
 def location(record: Any, size: int) -> Checked:
@@ -89,12 +103,11 @@ def listener(record: Any, size: int) -> Checked:
     return found
 
 
-def address_book(ranks: Sequence[Checked], key: str) -> Checked:
+def address_book(ranks: Sequence[Checked]) -> Checked:
     """Returns what :func:`addresses` takes: lists, so that each rank checks those of many with few calls.
 
     Args:
         ranks: the listeners of all ranks, equally many addresses of each.
-        key: the group's key.
     """
     leaders = [one["leader"] for one in ranks]
     places = [place for one in ranks for place in one["places"]]
@@ -103,19 +116,16 @@ def address_book(ranks: Sequence[Checked], key: str) -> Checked:
         "hosts": [ranks[leader]["host"] for leader in dict.fromkeys(leaders)],
         "addresses": [address for address, _ in places],
         "ports": [port for _, port in places],
-        "key": key,
     }
 
 
 def addresses(record: Any, size: int) -> Checked:
-    """Checks who leads each rank, the machines' hosts, the listeners of all ranks and the group's key.
+    """Checks who leads each rank, the machines' hosts and the listeners of all ranks.
 
     Returns:
-        ``machines``, the ranks of each; ``hosts``, one for each; ``places`` of each rank; and the ``key``,
-        which is empty where the job has a secret.
+        ``machines``, the ranks of each; ``hosts``, one for each; and ``places`` of each rank.
     """
-    found = fields(record, leaders=list, hosts=list, addresses=list, ports=list, key=str)
-    demand(_KEY.fullmatch(found["key"]) is not None, "a key of another length")
+    found = fields(record, leaders=list, hosts=list, addresses=list, ports=list)
     machines: dict[int, list[int]] = {}
     for rank, leader in enumerate(found["leaders"]):
         machines.setdefault(_rank(leader, size), []).append(rank)
@@ -136,7 +146,6 @@ def addresses(record: Any, size: int) -> Checked:
         "machines": list(machines.values()),
         "hosts": hosts,
         "places": [places[at : at + lanes] for at in range(0, len(places), lanes)],
-        "key": found["key"],
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from collectives.backends.mpi.libmpi import Library, job_size_error
 from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
 from collectives.registry.backends import GroupOptions
-from collectives.store.records import Checked, demand, fields, read, written
+from collectives.store.records import Checked, demand, fetch_all, fields, publish
 
 __all__ = ["make_communicators"]
 
@@ -64,7 +64,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
     }
     store = options.store
     keys = [f"mpi/{rank}" for rank in range(options.size)]
-    store.set(keys[options.rank], written(mine, keys[options.rank]))
+    publish(store, keys[options.rank], mine)
     began = time.monotonic()
     try:
         store.wait(keys, options.timeout)
@@ -78,7 +78,7 @@ def _world_ranks(library: Library, options: GroupOptions, where: str) -> list[in
             missing[0],
             missing_ranks=missing,
         ) from error
-    published = [read(store.get(key), key, _process) for key in keys]
+    published = fetch_all(store, keys, _process)
     for rank, other in enumerate(published):
         for what in ("library", "world", "job"):
             if other[what] != mine[what]:

@@ -42,7 +42,7 @@ from collectives.errors import (
     PeerLostError,
     ranks_in_words,
 )
-from collectives.store.records import as_text, read, written
+from collectives.store.records import as_text, fetch, publish
 
 __all__ = ["Engine"]
 
@@ -308,8 +308,7 @@ class Engine:
 
     def _publish_waiting(self, work: MPIWork) -> None:
         with contextlib.suppress(Exception):
-            key = f"waiting/{self._rank}"
-            self._store.set(key, written(work.operation.short, key))
+            publish(self._store, f"waiting/{self._rank}", work.operation.short)
 
     def _expire(self, work: MPIWork) -> None:
         operation = work.operation
@@ -332,7 +331,7 @@ class Engine:
         try:
             for rank in others:
                 if self._store.check([key := f"waiting/{rank}"]):
-                    waiting[rank] = read(self._store.get(key), key, as_text)
+                    waiting[rank] = fetch(self._store, key, as_text)
         except Exception as error:  # noqa: BLE001 - the store went with a rank, or somebody else writes to it
             return [], f"Nothing is known of the other ranks, as the group's store does not say: {error}"
         known = [f"rank {rank} waited last in {name}" for rank, name in waiting.items()]

@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch.distributed as torch_distributed
-
 from collectives.backends._shared.bounded_calls import BoundedCalls
 from collectives.backends._shared.exit_reasons import (
     Departure,
@@ -30,7 +28,8 @@ from collectives.backends._shared.process_records import Liveness
 from collectives.backends.nccl.libnccl.codes import NcclError, NcclStatus
 from collectives.backends.nccl.operations.in_flight import PendingOperation
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistError, GroupAbortedError
-from collectives.store.records import as_text, read, written
+from collectives.store.prefix import PrefixStore
+from collectives.store.records import as_text, fetch, publish
 
 __all__ = ["Failures"]
 
@@ -79,9 +78,8 @@ class Failures:
         where: str,
         ending: Callable[[DistError], AbstractContextManager[None]],
     ) -> None:
-        prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
         self._store = store
-        self._liveness = Liveness(prefix("liveness", store), rank, size)
+        self._liveness = Liveness(PrefixStore("liveness", store), rank, size)
         self._rank = rank
         self._size = size
         self._where = where
@@ -162,9 +160,9 @@ class Failures:
     def publish_waiting(self, pending: PendingOperation | None) -> None:
         """Tells the others which operation of this rank is slow, or that none is any more."""
         key = f"waiting/{self._rank}"
-        record = written("" if pending is None else str(pending.operation), key)
+        text = "" if pending is None else str(pending.operation)
         with contextlib.suppress(Exception):
-            self._ask(lambda: self._store.set(key, record))
+            self._ask(lambda: publish(self._store, key, text))
 
     def check_peers(self, pending: PendingOperation | None, needed: Collection[int]) -> None:
         """Breaks the group if another rank is gone or has given up.
@@ -227,7 +225,7 @@ class Failures:
             text = ""
             with contextlib.suppress(Exception):
                 if self._store.check([key := f"waiting/{rank}"]):
-                    text = read(self._store.get(key), key, as_text)
+                    text = fetch(self._store, key, as_text)
             if tells and text.partition(" (")[0] != operation.short:
                 missing.append(rank)
             lines.append(

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from collectives.errors import CollectiveTimeoutError, DistBackendError, ranks_in_words
-from collectives.store.records import as_bytes, as_text, demand, read, written
+from collectives.store.records import as_bytes, as_text, demand, fetch, publish
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["Rendezvous"]
@@ -93,7 +93,7 @@ class Rendezvous:
                 self._wait(key, ranks, what, limit)
             elif self._refused:
                 return None
-            if missing := read(self._store.get(f"{key}/end"), f"{key}/end", _missing):
+            if missing := fetch(self._store, f"{key}/end", _missing):
                 raise CollectiveTimeoutError(
                     f"{self._where} {what}: {ranks_in_words(missing)} did not come within another rank's "
                     "time limit; let all ranks call the operation again, or raise the limit for ranks that "
@@ -101,7 +101,7 @@ class Rendezvous:
                     missing[0],
                     missing_ranks=missing,
                 )
-        made, why = read(self._store.get(f"{key}/value"), f"{key}/value", _made)
+        made, why = fetch(self._store, f"{key}/value", _made)
         if why:
             raise DistBackendError(
                 f"{self._where} {what}: rank {ranks[0]} could not begin it: {why}", ranks[0]
@@ -109,19 +109,19 @@ class Rendezvous:
         return made
 
     def _publish(self, key: str, what: str, make: Callable[[], bytes]) -> None:
-        def publish(made: bytes, why: str) -> None:
-            self._store.set(f"{key}/value", written([made.hex(), why], f"{key}/value"))
+        def tell(made: bytes, why: str) -> None:
+            publish(self._store, f"{key}/value", [made.hex(), why])
 
         try:
-            publish(make(), "")
+            tell(make(), "")
         except Exception as error:
-            publish(b"", str(error) or type(error).__name__)
+            tell(b"", str(error) or type(error).__name__)
             self._end(key, [])
             raise DistBackendError(f"{self._where} {what}: {error}") from error
 
     def _end(self, key: str, missing: list[int]) -> None:
         """Tells those that wait that all ranks have come, or for which one of them has given up to wait."""
-        self._store.set(f"{key}/end", written(missing, f"{key}/end"))
+        publish(self._store, f"{key}/end", missing)
 
     def _wait(self, key: str, ranks: Sequence[int], what: str, limit: timedelta) -> None:
         deadline = time.monotonic() + limit.total_seconds()

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 
 from collectives import ProcessGroup, Work
 from collectives.backends._shared.exit_reasons import refuse_broken
@@ -34,6 +33,7 @@ from collectives.errors import (
     PeerLostError,
 )
 from collectives.registry.backends import GroupOptions, capabilities_of, create_group, decline_group
+from collectives.store import PrefixStore
 
 __all__ = [
     "ProcessGroupRoundRobin",
@@ -76,7 +76,7 @@ def create(options: GroupOptions) -> ProcessGroupRoundRobin:
     try:
         for lane, (backend, own) in enumerate(lanes_of(options_of(options.pg_options, where), where)):
             made = GroupOptions(
-                store=torch_distributed.PrefixStore(f"lane{lane}", options.store),  # type: ignore[attr-defined]
+                store=PrefixStore(f"lane{lane}", options.store),
                 rank=options.rank,
                 size=options.size,
                 timeout=options.timeout,
@@ -177,8 +177,7 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         _check(groups)
         first = groups[0]
         if store is None and first.get_group_store() is not None:
-            prefix: Any = torch_distributed.PrefixStore  # type: ignore[attr-defined]
-            store = prefix("round_robin", first.get_group_store())
+            store = PrefixStore("round_robin", first.get_group_store())
         super().__init__(
             first.rank(),
             first.size(),

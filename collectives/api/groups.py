@@ -565,7 +565,7 @@ def shrink_group(
         store, moved = world.store, None
         if replaces and standby is not None and standby.leaves_with(members):
             moved = standby.next_store(here, members, old.timeout, default.lost_ranks)
-            store = PrefixStore(KEYS, moved)
+            store = PrefixStore(KEYS, moved, scope=f"{store.scope}next")
         try:
             join_group(
                 store, f"make/{name}", here, members, request, old.timeout, default.lost_ranks, members

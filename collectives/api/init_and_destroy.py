@@ -28,8 +28,7 @@ from collectives.core.forwarding import group_behind
 from collectives.core.process_group import ProcessGroup
 from collectives.logs import Log
 from collectives.registry.names import Backend, BackendConfig
-from collectives.store import PrefixStore
-from collectives.store.joining.world_rendezvous import KEYS, leave_world, wait_for_leavers
+from collectives.store.joining.world_rendezvous import leave_world, wait_for_leavers
 
 __all__ = ["destroy_process_group", "init_process_group"]
 
@@ -109,11 +108,10 @@ def init_process_group(
         check_usable(config, pg_options)
         try:
             url = choose_init_method(config, init_method, rank, world_size) if store is None else ""
-            base, rank, world_size, number, world.standby = join_default_group(
+            base, rank, world_size, world.store, world.standby = join_default_group(
                 store, url, rank, world_size, limit, repr(config)
             )
             world.base = base
-            world.store = PrefixStore(f"{KEYS}/{number}", base)
             world.owns_store = store is None
             world.device = device
             world.pid = os.getpid()

@@ -74,11 +74,11 @@ def choose_init_method(config: BackendConfig, init_method: str | None, rank: int
 
 def join_default_group(
     store: Any, init_method: str, rank: int, size: int, limit: timedelta, backend: str
-) -> tuple[Any, int, int, int, Standby]:
+) -> tuple[Any, int, int, PrefixStore, Standby]:
     """Finds the other ranks and joins a new world.
 
     Returns:
-        The store, this rank, the number of ranks, the number of the world, and who serves the store next.
+        The store, this rank, the number of ranks, the world's part of the store, and who serves it next.
     """
     if store is not None:
         return store, rank, size, *_join(store, rank, size, backend, limit)
@@ -101,10 +101,10 @@ def join_default_group(
         time.sleep(_RETRY_SECONDS)
 
 
-def _join(store: Any, rank: int, size: int, backend: str, limit: timedelta) -> tuple[int, Standby]:
+def _join(store: Any, rank: int, size: int, backend: str, limit: timedelta) -> tuple[PrefixStore, Standby]:
     standby = Standby(store)
     try:
-        return join_world(PrefixStore(KEYS, store), rank, size, backend, limit, standby), standby
+        return join_world(PrefixStore(KEYS, store), rank, size, backend, limit, standby)[1], standby
     except BaseException:
         standby.close()
         raise

@@ -36,7 +36,7 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.logs import Log
-from collectives.store.records import demand, fields, read, written
+from collectives.store.records import demand, fetch, fetch_all, fields, publish
 from collectives.store.waiting import wait_for_keys
 
 __all__ = ["CheckedGroup"]
@@ -143,7 +143,7 @@ class CheckedGroup(ForwardingGroup):
         turn = next(self._turns)
         keys = [f"check/{turn}/{r}" for r in range(self._size)]
         mine = {"function": operation, **about}
-        self._store.set(keys[self._rank], written([mine, _call_site()], keys[self._rank]))
+        publish(self._store, keys[self._rank], [mine, _call_site()])
         limit = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + limit.total_seconds()
         left = limit
@@ -153,7 +153,7 @@ class CheckedGroup(ForwardingGroup):
             left = timedelta(seconds=deadline - time.monotonic())
             if left <= timedelta():
                 self._report_missing(turn, keys, mine, limit)
-        table = [read(self._store.get(key), key, _call) for key in keys]
+        table = fetch_all(self._store, keys, _call)
         if turn:
             # All ranks have come to this turn, so none reads the turn before. Not all stores delete.
             with contextlib.suppress(DistStoreError, RuntimeError):
@@ -180,9 +180,7 @@ class CheckedGroup(ForwardingGroup):
         lines = []
         for r in missing:
             before = f"check/{turn - 1}/{r}"
-            last = (
-                read(self._store.get(before), before, _call) if turn and self._store.check([before]) else None
-            )
+            last = fetch(self._store, before, _call) if turn and self._store.check([before]) else None
             lines.append(
                 f"  rank {r}: "
                 + (f"last called {_in_words(last[0])} at {last[1]}" if last else "called nothing yet")

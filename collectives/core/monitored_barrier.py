@@ -16,7 +16,6 @@ from collectives.errors import (
     ranks_in_words,
 )
 from collectives.store.joining.meeting import meet
-from collectives.store.waiting import delete_keys
 
 __all__ = ["monitored_barrier"]
 
@@ -57,6 +56,3 @@ def monitored_barrier(group: Membership, timeout: timedelta | None, wait_all_ran
         raise DistNetworkError(f"{where}: {error}", **about) from error
     if found is not None:
         raise type(found)(f"[rank {group.rank()}] {found}", **found.details())
-    if turn and group.rank() == 0:  # all have come to this one, so that none reads the one before
-        before = f"monitored_barrier/{turn - 1}"
-        delete_keys(store, [f"{before}/outcome", f"{before}/arrived"])

@@ -19,14 +19,14 @@ from collectives.registry.backends import GroupOptions, create_group, why_unavai
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import DistributedBackendOptions
 from collectives.store import PrefixStore
-from collectives.store.joining.world_rendezvous import KEYS, join_world
+from collectives.store.joining.world_rendezvous import KEYS, forget_joining, join_world
 from collectives.torch_bridge import c10d_backend
 from collectives.torch_bridge import operators as kernels
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.nan_check import NanCheckedGroup
 from collectives.torch_bridge.nan_check import wanted as nan_check_wanted
 
-__all__ = ["GroupThatExists", "create", "independent_options"]
+__all__ = ["GroupThatExists", "create", "create_independent"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -45,7 +45,7 @@ class GroupThatExists:
 def create(
     name: str, backend: str, options: Any, pg_options: Any, fixed: Mapping[str, Any] = _NOTHING
 ) -> TorchGroup:
-    """Returns a group for torch; called by all its members.
+    """Returns a group for torch; called by all its members, blocks until all have come.
 
     A ``ProcessGroup`` of Python serves Python callers without a way through C++. What C++ looks up beside it
     is a ``Backend`` of Python where torch lets us make one, and our kernels where not.
@@ -59,8 +59,57 @@ def create(
         fixed: fields of those options that the name stands for.
 
     Raises:
-        ValueError: ``pg_options`` say something else than the name.
+        ValueError: ``pg_options`` say something else than the name; or members disagree about the backend or
+            their number, or two of them claim one rank.
+        DistStoreError: members did not come in time; names them.
     """
+    if isinstance(pg_options, GroupThatExists):
+        return _create(name, backend, options, pg_options, fixed)
+    # Records of a group prove nothing in another one, which may form at once.
+    group = f"{backend} group {options.group_id}"
+    members = options.global_ranks_in_group
+    base = PrefixStore(KEYS, options.store, scope=f"{group} of {members}")
+    rank, size = options.group_rank, options.group_size
+    _, store = join_world(base, rank, size, backend, options.timeout, what=group)
+    forget_joining(base, size)
+    return _create(name, backend, options, pg_options, fixed, store)
+
+
+def create_independent(
+    name: str,
+    backend: str,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    device: torch.device,
+    pg_options: Any = None,
+    fixed: Mapping[str, Any] = _NOTHING,
+) -> TorchGroup:
+    """Returns a group for torch that is in no world; called by all its ranks, blocks until all have come.
+
+    Args:
+        name: as of :func:`create`.
+        backend: as of :func:`create`.
+        store: a store that all ranks reach, of several such groups one after the other.
+        rank: this process's rank.
+        size: number of ranks.
+        timeout: time limit for ranks to come and of operations.
+        device: device of the tensors.
+        pg_options: as of :func:`create`.
+        fixed: as of :func:`create`.
+    """
+    digits, store = join_world(
+        PrefixStore(KEYS, store), rank, size, backend, timeout, what=f"{backend} group"
+    )
+    options = DistributedBackendOptions(store, rank, size, timeout, f"dist2.{digits}", [], device)
+    return _create(name, backend, options, pg_options, fixed, store)
+
+
+def _create(
+    name: str, backend: str, options: Any, pg_options: Any, fixed: Mapping[str, Any], store: Any = None
+) -> TorchGroup:
+    """Returns a group for torch whose ranks have come; arguments as of :func:`create`, and its own store."""
     size = options.group_size
     # Newer versions hand on torch's own group, which this one stands for; others bind this one later.
     replaced = getattr(options, "process_group", None)
@@ -68,7 +117,7 @@ def create(
     if existing is not None:
         pg_options = None
     about = GroupOptions(
-        store=options.store,
+        store=options.store if store is None else store,
         rank=options.group_rank,
         size=size,
         timeout=options.timeout,
@@ -140,25 +189,6 @@ def _part(
         split_from=getattr(group.inner, "inner", group.inner),  # of one that checks its operations
     )
     return _group(name, backend, about)
-
-
-def independent_options(
-    backend: str, store: Any, rank: int, size: int, timeout: timedelta, device: torch.device
-) -> DistributedBackendOptions:
-    """Waits until all ranks of a group that is in no world are here; returns what :func:`create` takes.
-
-    Args:
-        backend: name in the registry.
-        store: a store that all ranks reach, of several such groups one after the other.
-        rank: this process's rank.
-        size: number of ranks.
-        timeout: time limit for ranks to come and of operations.
-        device: device of the tensors.
-    """
-    number = join_world(PrefixStore(KEYS, store), rank, size, backend, timeout)
-    return DistributedBackendOptions(
-        PrefixStore(f"{KEYS}/{number}", store), rank, size, timeout, f"dist2.{number}", [], device
-    )
 
 
 def _make(backend: str, options: GroupOptions) -> ProcessGroup:

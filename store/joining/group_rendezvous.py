@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
-from collectives.store.records import as_text, demand, read, written
+from collectives.store.records import as_text, demand, fetch, publish, read, written
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
 __all__ = ["join_group"]
@@ -56,7 +56,7 @@ def join_group(
     try:
         conflict = _conflict(store, f"{key}/first", rank, request)
         if conflict:
-            store.set(f"{key}/conflict", written(conflict, f"{key}/conflict"))
+            publish(store, f"{key}/conflict", conflict)
             if members:
                 _decide(store, f"{key}/outcome/{part}", conflict)
         elif rank in members:
@@ -97,14 +97,14 @@ def _request(record: Any) -> tuple[int, str]:
 
 def _conflict(store: Any, key: str, rank: int, request: str) -> str:
     """Returns how this rank's request differs from that of the first rank, if it does."""
-    mine = written([rank, request], key)
+    mine = written(store, key, [rank, request])
     try:
         first = store.compare_set(key, "", mine)
     except (NotImplementedError, AttributeError):
         # A user's store may lack compare_set. Then ranks that ask for different groups run into the time
         # limit instead.
         return ""
-    other, asked = read(first, key, _request)
+    other, asked = read(store, key, first, _request)
     if asked == request:
         return ""
     return f"rank {other} asks for {asked}, but rank {rank} for {request}"
@@ -142,17 +142,16 @@ def _join_members(
     while not wait_for_keys(store, [outcome], min(_LOST_CHECK, _left(end))):
         _refuse_lost(rank, members, lost_ranks)
         if store.check([f"{key}/conflict"]):  # of a rank that takes itself for no member
-            conflict = f"{key}/conflict"
-            _decide(store, outcome, read(store.get(conflict), conflict, as_text))
+            _decide(store, outcome, fetch(store, f"{key}/conflict", as_text))
         elif time.monotonic() >= end:
             _refuse_missing(store, key, rank, members, timeout, outcome)
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
-    return read(store.get(outcome), outcome, as_text)
+    return fetch(store, outcome, as_text)
 
 
 def _decide(store: Any, key: str, outcome: str) -> None:
     """Publishes what members come to, unless one has done so: all go by the first word."""
-    value = written(outcome, key)
+    value = written(store, key, outcome)
     try:
         store.compare_set(key, "", value)
     except (NotImplementedError, AttributeError):  # then there are no conflicts

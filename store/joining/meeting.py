@@ -11,7 +11,7 @@ import torch.distributed as _torch_distributed
 
 from collectives.errors import DistError, DistNetworkError
 from collectives.store.error_records import error_of, record_of
-from collectives.store.records import read, written
+from collectives.store.records import demand, fetch, fetch_all, publish, written
 from collectives.store.waiting import delete_keys, wait_for_keys
 
 __all__ = ["decide", "meet"]
@@ -36,7 +36,8 @@ def meet(
 
     Whoever sees the last rank come, a rank dead, or its own limit passed, writes the outcome; the first word
     counts, for ranks that come later too. All wait for that one key, so that what each asks does not grow
-    with their number.
+    with their number. The last one looks for the records of all, since anybody may count on, and the last
+    one to leave deletes the keys.
 
     Args:
         store: the ranks' store.
@@ -49,21 +50,25 @@ def meet(
 
     Raises:
         DistNetworkError: the store failed, and no rank is seen to have died with it.
+        DistStoreError: somebody else writes to the store.
     """
     outcome = f"{key}/outcome"
     end = time.monotonic() + limit.total_seconds()
     try:
-        store.set(f"{key}/here/{rank}", "")
-        if int(store.add(f"{key}/arrived", 1)) == len(ranks):
+        publish(store, f"{key}/here/{rank}", rank)
+        if int(store.add(f"{key}/arrived", 1)) >= len(ranks) and not _absent(store, key, ranks):
             decide(store, outcome, None)
         while not wait_for_keys(store, [outcome], _until(end)):
             if lost := sorted({*lost_ranks()}.intersection(ranks)):
                 decide(store, outcome, record_of(why(lost, True)))
             elif time.monotonic() >= end:
-                absent = [one for one in ranks if not store.check([f"{key}/here/{one}"])]
+                absent = _absent(store, key, ranks)
                 decide(store, outcome, record_of(why(absent, False)) if absent else None)
-        delete_keys(store, [f"{key}/here/{rank}"])
-        return read(store.get(outcome), outcome, _outcome)
+        found = fetch(store, outcome, _outcome)
+        if int(store.add(f"{key}/left", 1)) == len(ranks):
+            here = [f"{key}/here/{one}" for one in ranks]
+            delete_keys(store, [*here, outcome, f"{key}/arrived", f"{key}/left"])
+        return found
     except _torch_distributed.DistNetworkError as error:
         # It may have gone with the rank that kept it, whose end shows a little later.
         end = time.monotonic() + _LOSS_LIMIT_S
@@ -77,11 +82,24 @@ def meet(
 
 def decide(store: Any, key: str, outcome: Any) -> None:
     """Publishes what ranks come to, unless one has done so: all go by the first word."""
-    value = written(outcome, key)
+    value = written(store, key, outcome)
     try:
         store.compare_set(key, "", value)
     except (NotImplementedError, AttributeError):  # a user's store may lack it
         store.set(key, value)
+
+
+def _absent(store: Any, key: str, ranks: Sequence[int]) -> list[int]:
+    """Returns the ranks of which there is no record that they have come."""
+    keys = {one: f"{key}/here/{one}" for one in ranks}
+    here = [*ranks] if store.check([*keys.values()]) else [one for one in ranks if store.check([keys[one]])]
+    came = fetch_all(store, [keys[one] for one in here], _rank)
+    return [one for one in ranks if one not in came]
+
+
+def _rank(record: Any) -> int:
+    demand(type(record) is int, f"{record!r} instead of a rank")
+    return int(record)
 
 
 def _outcome(record: Any) -> DistError | None:

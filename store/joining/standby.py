@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from collectives.errors import DistError, DistNetworkError, DistStoreError, PeerLostError
@@ -22,6 +23,7 @@ from collectives.store.records import Checked, demand, fields
 from collectives.store.tcp import TCPStore
 from collectives.store.tcp.interfaces import choose_addresses
 from collectives.store.tcp.listen import is_loopback, open_listeners
+from collectives.store.tcp.proof import UnprovedError
 
 __all__ = ["Standby", "offer", "succession"]
 
@@ -46,6 +48,7 @@ class Standby:
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         self.server = -1
+        self._scope = ""
         self._addresses: list[list[Any]] = []
         self._served: TCPStore | None = None
         self._listener: socket.socket | None = None
@@ -61,14 +64,15 @@ class Standby:
         place = [] if self._listener is None else list(self._listener.getsockname()[:2])
         return {"serves": self.serves, "standby": place}
 
-    def learn(self, server: int, addresses: list[list[Any]]) -> None:
+    def learn(self, scope: str, server: int, addresses: list[list[Any]]) -> None:
         """Takes what all ranks have offered.
 
         Args:
+            scope: of the world's store; both ends of a connection to the next one prove it.
             server: the rank that serves the store; -1 for none.
             addresses: where each rank would serve; nothing where it would not.
         """
-        self.server, self._addresses = server, addresses
+        self._scope, self.server, self._addresses = scope, server, addresses
         if server < 0:
             self._close_listener()
 
@@ -100,17 +104,11 @@ class Standby:
                 self.server,
             )
         host, port = self._addresses[server]
+        store = partial(_NextStore, self._scope, host, port, wait_for_workers=False)
         if server != rank:
-            return _connect(rank, server, host, port, timeout, lost_ranks)
+            return _connect(rank, server, store, timeout, lost_ranks)
         if self._served is None and self._listener is not None:
-            self._served = TCPStore(
-                host,
-                port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=self._listener.detach(),
-            )
+            self._served = store(is_master=True, timeout=timeout, master_listen_fd=self._listener.detach())
         if self._served is None:
             raise DistStoreError(f"[rank {rank}] the standby of the store has been closed", rank)
         return self._served
@@ -135,6 +133,21 @@ class Standby:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+class _NextStore(TCPStore):
+    """A store whose server and clients prove to each other that they are of one world, and which place it is.
+
+    Args:
+        scope: of the world's store.
+        host: name or address of the server.
+        port: its port.
+        options: further arguments of :class:`~collectives.TCPStore`.
+    """
+
+    def __init__(self, scope: str, host: str, port: int, **options: Any) -> None:
+        self._purpose = f"store {scope}{host}:{port}"
+        super().__init__(host, port, **options)
 
 
 def offer(record: Any) -> Checked:
@@ -177,8 +190,7 @@ def _listen(store: TCPStore) -> socket.socket:
 def _connect(
     rank: int,
     server: int,
-    host: str,
-    port: int,
+    store: Callable[..., TCPStore],
     timeout: timedelta,
     lost_ranks: Callable[[], Sequence[int]],
 ) -> TCPStore:
@@ -187,13 +199,13 @@ def _connect(
     while True:
         left = max(end - time.monotonic(), 0.001)
         try:
-            store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=min(limit, left)))
+            connected = store(timeout=timedelta(seconds=min(limit, left)))
         except DistNetworkError as error:
             failed: DistError = error
             cause = error.__cause__
         else:
-            store.set_timeout(timeout)
-            return store
+            connected.set_timeout(timeout)
+            return connected
         # It has listened since the world began.
         refused = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
         if refused or server in lost_ranks():
@@ -202,7 +214,7 @@ def _connect(
                 "died or left, too; exclude it as well",
                 server,
             ) from failed
-        if not isinstance(cause, OSError):
+        if not isinstance(cause, OSError) or isinstance(cause, UnprovedError):
             raise failed
         if time.monotonic() >= end:
             raise DistStoreError(

@@ -108,6 +108,9 @@ class TCPStore(Store):
         DistStoreError: not all workers came in time.
     """
 
+    _purpose = "store"
+    """What the key is for by which server and clients recognise each other."""
+
     def __init__(
         self,
         host_name: str,
@@ -130,7 +133,7 @@ class TCPStore(Store):
             raise ValueError("TCPStore world size cannot be 0; None means that it is not fixed")
         self._host = host_name
         self._use_libuv = bool(use_libuv)
-        trust = _trust()
+        trust = _trust(self._purpose)
         self._server = (
             _start_server(host_name, port, multi_tenant, master_listen_fd, trust) if is_master else None
         )
@@ -415,11 +418,11 @@ class TCPStore(Store):
         return int(count or b"0")  # which the server has taken this caller out of
 
 
-def _trust() -> Trust:
+def _trust(purpose: str) -> Trust:
     """Returns who may come in, and where this process may go, by the environment."""
     if is_insecure():
         return Trust()
-    key = derived_key("store")
+    key = derived_key(purpose)
     return Trust(key, own_user_only=key is None)
 
 

@@ -18,7 +18,7 @@ from collectives.backends._shared.exit_reasons import Departure
 from collectives.backends._shared.process_records import Liveness
 from collectives.store import PrefixStore
 from collectives.store.process import current_process
-from collectives.store.records import written
+from collectives.store.records import publish
 
 
 def ended_process() -> int:
@@ -58,8 +58,7 @@ def test_liveness(monkeypatch: pytest.MonkeyPatch, secret: str | None) -> None:
 
     def set_record(rank: int, **different: Any) -> None:
         record = replace(current_process(), **different)
-        key = f"process/{rank}"
-        store.set(f"x/{key}", written(record.to_bytes().hex(), key))
+        publish(PrefixStore("x", store), f"process/{rank}", record.to_bytes().hex())
 
     # An exit reason is known of ranks of other machines too.
     ranks[3].publish_exit(GroupAbortedError("went home", 3))

@@ -213,8 +213,14 @@ void bind_bootstrap(nb::module_& module) {
       "single_rank_membership", [] { return new Membership(single_rank_membership()); },
       nb::rv_policy::take_ownership);
   nb::class_<BootstrapLeader>(module, "BootstrapLeader")
-      .def(nb::init<std::vector<int>, int>(), nb::arg("members"), nb::arg("size"))
-      .def_prop_ro("address", [](const BootstrapLeader& leader) { return leader.address(); })
+      .def(
+          "__init__",
+          [](BootstrapLeader* leader, const std::string& name, std::vector<int> members, int size,
+             const nb::bytes& key) {
+            new (leader)
+                BootstrapLeader(name, std::move(members), size, std::string(key.c_str(), key.size()));
+          },
+          nb::arg("name"), nb::arg("members"), nb::arg("size"), nb::arg("key"))
       .def(
           "accept",
           [](BootstrapLeader& leader, double seconds) {
@@ -250,11 +256,21 @@ void bind_bootstrap(nb::module_& module) {
   nb::class_<BootstrapFollower>(module, "BootstrapFollower")
       .def(
           "__init__",
-          [](BootstrapFollower* follower, const std::string& address, int rank, int size, double seconds) {
+          [](BootstrapFollower* follower, const std::string& name, int leader, int rank, int size,
+             const nb::bytes& key, double seconds) {
+            std::string known(key.c_str(), key.size());
             const ReleasedLock released;
-            new (follower) BootstrapFollower(address, rank, size, deadline_in(seconds));
+            new (follower)
+                BootstrapFollower(name, leader, rank, size, std::move(known), deadline_in(seconds));
           },
-          nb::arg("address"), nb::arg("rank"), nb::arg("size"), nb::arg("seconds"))
+          nb::arg("name"), nb::arg("leader"), nb::arg("rank"), nb::arg("size"), nb::arg("key"),
+          nb::arg("seconds"))
+      .def(
+          "proved",
+          [](BootstrapFollower& follower, double seconds) {
+            return without_gil([&] { return follower.proved(deadline_in(seconds)); });
+          },
+          nb::arg("seconds"))
       .def_prop_ro("leader_ended", &BootstrapFollower::leader_ended)
       .def(
           "answered",

@@ -108,6 +108,7 @@ Handshake::Status Handshake::step(int socket) {
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status::goes_on;
       if (got <= 0) {
+        ended_ = true;
         error_ = got < 0 ? errno : 0;
         return Status::refused;
       }

@@ -55,7 +55,9 @@ class Handshake {
   // The hello that has come, without its nonce; believed once the status is `asks`.
   std::string_view hello() const noexcept;
 
-  // Of the connection that ended under a handshake that was refused; 0 where the other end closed it.
+  // Whether the connection has ended under a handshake that was refused, and of what error; 0 where the other
+  // end closed it.
+  bool ended() const noexcept { return ended_; }
   int error() const noexcept { return error_; }
 
  private:
@@ -74,6 +76,7 @@ class Handshake {
   std::string input_;
   std::size_t expected_ = 0;
   bool greeted_ = true;
+  bool ended_ = false;
   int error_ = 0;
 };
 

@@ -8,35 +8,32 @@
 #include <array>
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "common/error.hpp"
 #include "memory/copy_once.hpp"
 #include "memory/event.hpp"
-#include "security/group_secret.hpp"
 #include "sockets/unix_socket.hpp"
+#include "state/hello.hpp"
 #include "state/process_state.hpp"
 
 namespace collectives {
 namespace {
 
-// A connection that says no hello for this long comes from no rank of the group.
-constexpr Nanoseconds kHelloLimit = 2 * kSecond;
+// Connections that may wait for their proof; the one that came first gives way to the next.
+constexpr std::size_t kMostNewcomers = 256;
+constexpr int kNewcomer = -1;  // instead of a rank
 
-enum class Step : std::uint32_t { hello = 1, welcome = 2, processes = 3, attached = 4, go = 5 };
+enum class Step : std::uint32_t { process = 1, welcome = 2, processes = 3, attached = 4, go = 5 };
 
 struct Message {
   std::uint64_t magic = kMagic;
   std::uint64_t version = kLayoutVersion;
-  Step step = Step::hello;
-  std::int32_t rank = 0;
-  std::int32_t size = 0;
+  Step step = Step::process;
   std::uint32_t count = 0;           // processes: how many follow; welcome: how many will follow in all
   std::uint32_t spans_machines = 0;  // welcome: whether there are other machines
-  std::uint32_t reserved = 0;
-  char secret[kGroupSecretCharacters] = {};
   std::int32_t ranks[kMostDescriptors] = {};  // processes: whose descriptors these are
 };
 
@@ -49,19 +46,21 @@ Descriptor own_process() {
 #endif
 }
 
-void check_user(const Descriptor& socket) {
+// Why memory is not shared with the process at the other end.
+std::optional<std::string> complaint_about_user(const Descriptor& socket) {
   const uid_t peer = peer_user(socket);
-  if (peer != ::geteuid()) {
-    throw Error(ErrorKind::backend, "the process at the other end runs as user " + std::to_string(peer) +
-                                        ", this one as " + std::to_string(::geteuid()) +
-                                        "; only processes of one user share memory");
-  }
+  if (peer == ::geteuid()) return std::nullopt;
+  return "the process at the other end runs as user " + std::to_string(peer) + ", this one as " +
+         std::to_string(::geteuid()) + "; only processes of one user share memory";
+}
+
+[[noreturn]] void throw_closed() {
+  throw Error(ErrorKind::peer_lost, "the peer closed the connection while the group was formed");
 }
 
 Received expect(const Descriptor& socket, Step step, Message& message, Nanoseconds deadline) {
   Received received = receive_message(socket, &message, sizeof(message), deadline);
-  if (received.bytes == 0)
-    throw Error(ErrorKind::peer_lost, "the peer closed the connection while the group was formed");
+  if (received.bytes == 0) throw_closed();
   if (received.bytes != sizeof(message) || message.magic != kMagic || message.step != step) {
     throw Error(ErrorKind::network, "unexpected message while the group was formed");
   }
@@ -81,15 +80,13 @@ void commit_own(const Segment& segment, const SegmentLayout& layout, int rank) {
 
 }  // namespace
 
-BootstrapLeader::BootstrapLeader(std::vector<int> members, int size)
+BootstrapLeader::BootstrapLeader(const std::string& name, std::vector<int> members, int size, std::string key)
     : members_(std::move(members)),
       size_(size),
       tuning_(default_tuning(size)),
-      secret_(make_group_secret()),
+      key_(std::move(key)),
       followers_(static_cast<std::size_t>(size)),
       layout_(shape_for(size)) {
-  const std::string name = "collectives-" + make_group_secret();
-  address_ = name + " " + secret_;
   listener_ = listen_abstract(name, std::max(static_cast<int>(members_.size()), 16));
   follower(members_.front()).attached = true;
   follower(members_.front()).process = own_process();
@@ -110,17 +107,51 @@ std::vector<int> BootstrapLeader::accept(Nanoseconds deadline) {
     const Events events = await_events(true, deadline);
     // Followers send nothing before the leader does.
     if (!events.readable.empty()) throw_peer_lost(events.readable.front(), "left");
-    if (!events.connection) return missing;
-    Descriptor socket = accept_until(listener_, 0);
-    if (!socket) continue;
-    try {
-      // Not cut short by the deadline: a rank that has just connected must get the time to say who it is.
-      admit(std::move(socket), now_ns() + kHelloLimit);
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::resources) throw;
-      continue;  // the connection is dropped; a rank that is still missing will be named
-    }
+    const auto speaks = [](const Newcomer& each) { return each.readable; };
+    if (!events.connection && std::none_of(newcomers_.begin(), newcomers_.end(), speaks)) return missing;
+    // A connection that is dropped leaves its rank missing, which will be named.
+    std::erase_if(newcomers_, [this](Newcomer& each) { return each.readable && !go_on(each); });
+    if (events.connection) take_newcomer();
   }
+}
+
+void BootstrapLeader::take_newcomer() {
+  Newcomer newcomer{.socket = accept_until(listener_, 0), .process = {}, .handshake = {}};
+  if (!newcomer.socket || complaint_about_user(newcomer.socket)) return;
+  if (newcomers_.size() >= kMostNewcomers) newcomers_.pop_front();
+  newcomers_.push_back(std::move(newcomer));
+}
+
+bool BootstrapLeader::go_on(Newcomer& newcomer) {
+  try {
+    if (!newcomer.handshake) {
+      Message message;
+      Received received = expect(newcomer.socket, Step::process, message, now_ns());
+      if (!received.descriptors.empty()) newcomer.process = std::move(received.descriptors.front());
+      newcomer.handshake = accepting(key_);
+    }
+    switch (newcomer.handshake->step(newcomer.socket.get())) {
+      case Handshake::Status::goes_on:
+        return true;
+      case Handshake::Status::asks:
+        admit(newcomer);
+        return false;
+      default:
+        return false;
+    }
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::resources) throw;
+    return false;
+  }
+}
+
+void BootstrapLeader::admit(Newcomer& newcomer) {
+  const Hello hello = hello_of(*newcomer.handshake);
+  const bool fits = hello.purpose == Purpose::memory && hello.to == members_.front() && hello.size == size_ &&
+                    std::find(members_.begin() + 1, members_.end(), hello.from) != members_.end();
+  if (!fits || follower(hello.from).socket || !newcomer.handshake->confirm(newcomer.socket.get())) return;
+  follower(hello.from).process = std::move(newcomer.process);
+  follower(hello.from).socket = std::move(newcomer.socket);
 }
 
 void BootstrapLeader::throw_peer_lost(int rank, const std::string& how) const {
@@ -137,6 +168,10 @@ BootstrapLeader::Events BootstrapLeader::await_events(bool connections, Nanoseco
     owners.push_back(rank);
   };
   if (connections) watch(listener_, members_.front());
+  for (Newcomer& each : newcomers_) {
+    each.readable = false;
+    if (connections) watch(each.socket, kNewcomer);
+  }
   for (const int rank : members_) {
     if (rank != members_.front()) watch(follower(rank).socket, rank);
   }
@@ -152,27 +187,16 @@ BootstrapLeader::Events BootstrapLeader::await_events(bool connections, Nanoseco
   }
   for (std::size_t i = 0; i < sockets; ++i) {
     if (watched[i].revents == 0) continue;
-    if (owners[i] == members_.front()) {
+    if (owners[i] == kNewcomer) {
+      // In the order in which they are watched, after the listener.
+      newcomers_[i - 1].readable = true;
+    } else if (owners[i] == members_.front()) {
       events.connection = true;
     } else {
       events.readable.push_back(owners[i]);
     }
   }
   return events;
-}
-
-void BootstrapLeader::admit(Descriptor socket, Nanoseconds deadline) {
-  check_user(socket);
-  Message hello;
-  Received received = expect(socket, Step::hello, hello, deadline);
-  const bool known = is_group_secret({hello.secret, sizeof(hello.secret)}, secret_);
-  const bool fits = hello.version == kLayoutVersion && hello.size == size_ &&
-                    std::find(members_.begin() + 1, members_.end(), hello.rank) != members_.end();
-  if (!known || !fits) throw Error(ErrorKind::network, "a process that is no rank of this group connected");
-  Follower& mine = follower(hello.rank);
-  if (mine.socket) throw Error(ErrorKind::network, "two processes claim one rank");
-  if (!received.descriptors.empty()) mine.process = std::move(received.descriptors.front());
-  mine.socket = std::move(socket);
 }
 
 void BootstrapLeader::set_tuning(const Tuning& tuning) {
@@ -281,29 +305,38 @@ Membership BootstrapLeader::release(Nanoseconds deadline) {
   }
   membership.processes[static_cast<std::size_t>(membership.rank)].reset();
   followers_.clear();
+  newcomers_.clear();
   listener_.reset();
   return membership;
 }
 
-BootstrapFollower::BootstrapFollower(const std::string& address, int rank, int size, Nanoseconds deadline)
-    : rank_(rank), size_(size) {
-  const std::size_t space = address.find(' ');
-  if (space == std::string::npos || address.size() != space + 1 + kGroupSecretCharacters) {
-    throw Error(ErrorKind::network, "malformed address of this machine's leader");
-  }
-  socket_ = connect_abstract(address.substr(0, space), deadline);
-  check_user(socket_);
+BootstrapFollower::BootstrapFollower(const std::string& name, int leader, int rank, int size, std::string key,
+                                     Nanoseconds deadline)
+    : rank_(rank),
+      size_(size),
+      socket_(connect_abstract(name, deadline)),
+      handshake_(
+          dialling(std::move(key), {.from = rank, .to = leader, .size = size, .purpose = Purpose::memory})) {
+  if (const auto complaint = complaint_about_user(socket_)) throw Error(ErrorKind::backend, *complaint);
   leader_process_ = peer_process(socket_);
-  Message hello;
-  hello.rank = rank;
-  hello.size = size;
-  std::memcpy(hello.secret, address.data() + space + 1, kGroupSecretCharacters);
   const Descriptor process = own_process();
-  say(socket_, hello, Step::hello, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+  say(socket_, {}, Step::process, process ? std::vector<int>{process.get()} : std::vector<int>{}, deadline);
+  static_cast<void>(handshake_.step(socket_.get()));  // the hello; a failure shows with the answer
 }
 
 bool BootstrapFollower::leader_ended() const noexcept {
   return leader_process_ > 0 && state_of_process(leader_process_).ended;
+}
+
+bool BootstrapFollower::proved(Nanoseconds deadline) {
+  while (readable_until(socket_, deadline)) {
+    const Handshake::Status status = handshake_.step(socket_.get());
+    if (status == Handshake::Status::proved) return true;
+    if (status == Handshake::Status::goes_on) continue;
+    if (handshake_.ended()) throw_closed();
+    throw Error(ErrorKind::network, "the leader of this machine does not know the group's key");
+  }
+  return false;
 }
 
 bool BootstrapFollower::answered(Nanoseconds deadline) { return readable_until(socket_, deadline); }

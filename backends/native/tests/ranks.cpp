@@ -1,8 +1,10 @@
 #include "tests/ranks.hpp"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -48,7 +50,11 @@ Groups attached_ranks(int size) {
   Groups groups(static_cast<std::size_t>(size));
   std::vector<int> all(static_cast<std::size_t>(size));
   std::iota(all.begin(), all.end(), 0);
-  BootstrapLeader leader(all, size);
+  static std::atomic<int> turn{0};
+  // Relaxed: nothing depends on it.
+  const std::string name = "collectives-test-" + std::to_string(::getpid()) + "-" +
+                           std::to_string(turn.fetch_add(1, std::memory_order_relaxed));
+  BootstrapLeader leader(name, all, size, std::string(kTestKey));
   on_all(size, [&](int r) {
     const Nanoseconds deadline = deadline_after(kLimit);
     auto& mine = groups[static_cast<std::size_t>(r)];
@@ -58,8 +64,8 @@ Groups attached_ranks(int size) {
       CHECK(leader.await_attached(deadline).empty());
       mine = std::make_unique<Group>(leader.release(deadline), "attached group", kNever, new_record());
     } else {
-      BootstrapFollower follower(leader.address(), r, size, deadline);
-      CHECK(follower.answered(deadline));
+      BootstrapFollower follower(name, 0, r, size, std::string(kTestKey), deadline);
+      CHECK(follower.proved(deadline) && follower.answered(deadline));
       follower.attach(deadline);
       mine =
           std::make_unique<Group>(follower.await_release(deadline), "attached group", kNever, new_record());

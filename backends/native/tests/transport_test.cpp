@@ -52,23 +52,12 @@ void send_all(const Descriptor& socket, const void* bytes, std::size_t size) {
   CHECK(::send(socket.get(), bytes, size, MSG_NOSIGNAL) == static_cast<ssize_t>(size));
 }
 
-struct Hello {
-  std::uint64_t magic = kMagic;
-  std::uint64_t version = kLayoutVersion;
-  std::int32_t from = 1;
-  std::int32_t to = 0;
-  std::int32_t size = 2;
-  std::uint32_t purpose = 0;
-  std::int32_t index = 0;
-  std::uint32_t reserved = 0;
-};
-
 // A connection of rank 1, as ConnectionManager expects it; empty where that drops it.
-Descriptor dial(const Endpoint& endpoint, const Hello& hello = {}, std::string_view key = kMeshKey) {
+Descriptor dial(const Endpoint& endpoint, const Hello& hello = {.from = 1, .size = 2},
+                std::string_view key = kMeshKey) {
   Descriptor socket = begin_connect(endpoint, "");
   wait_for(socket, POLLOUT);
-  Handshake handshake =
-      Handshake::dial(std::string(key), std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+  Handshake handshake = dialling(std::string(key), hello);
   for (;;) {
     const Handshake::Status status = handshake.step(socket.get());
     if (status == Handshake::Status::proved) return socket;
@@ -86,8 +75,12 @@ void test_strangers_at_the_port() {
   const Descriptor silent = begin_connect(endpoint, "");
   CHECK(!dial(endpoint, {}, std::string(32, 'x')));
   for (const Hello& wrong :
-       {Hello{.from = 0}, Hello{.from = 7}, Hello{.from = -1}, Hello{.to = 1}, Hello{.size = 3},
-        Hello{.purpose = 9}, Hello{.index = -1}, Hello{.index = 1000}, Hello{.version = 1}}) {
+       {Hello{.from = 0, .size = 2}, Hello{.from = 7, .size = 2}, Hello{.from = -1, .size = 2},
+        Hello{.from = 1, .to = 1, .size = 2}, Hello{.from = 1, .size = 3},
+        Hello{.from = 1, .size = 2, .purpose = Purpose::memory},
+        Hello{.from = 1, .size = 2, .purpose = static_cast<Purpose>(9)},
+        Hello{.from = 1, .size = 2, .index = -1}, Hello{.from = 1, .size = 2, .index = 1000},
+        Hello{.version = 1, .from = 1, .size = 2}}) {
     CHECK(!dial(endpoint, wrong));
   }
   const Descriptor garbage = begin_connect(endpoint, "");

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -329,15 +328,9 @@ void ConnectionManager::accept_connections(int listener) {
       }
       const int fd = socket.get();
       add(Source::pending, fd, EPOLLIN);
-      const Hello expected;
-      pending_connections_.insert_or_assign(
-          fd, PendingConnection{
-                  .socket = std::move(socket),
-                  .deadline = now_ns() + kProofLimit,
-                  .handshake = Handshake::accept(network_.key,
-                                                 {reinterpret_cast<const char*>(&expected),
-                                                  sizeof(expected.magic) + sizeof(expected.version)},
-                                                 sizeof(Hello))});
+      pending_connections_.insert_or_assign(fd, PendingConnection{.socket = std::move(socket),
+                                                                  .deadline = now_ns() + kProofLimit,
+                                                                  .handshake = accepting(network_.key)});
     }
   }
 }
@@ -354,8 +347,7 @@ void ConnectionManager::go_on(PendingConnection& pending) {
   Descriptor socket = std::move(node.mapped().socket);
   remove(fd);
   if (status != Handshake::Status::asks) return;  // dropped without an answer
-  Hello hello;
-  std::memcpy(&hello, node.mapped().handshake.hello().data(), sizeof(hello));
+  const Hello hello = hello_of(node.mapped().handshake);
   const Key key{hello.from, hello.purpose, hello.index};
   if (!may_take(hello) || !accepted_.insert(key).second) return;
   if (node.mapped().handshake.confirm(fd)) deliver(key, std::move(socket));
@@ -404,8 +396,7 @@ void ConnectionManager::finish_connect(Dial& dial) {
   hello.size = context_.size();
   hello.purpose = purpose;
   hello.index = index;
-  dial.handshake =
-      Handshake::dial(network_.key, std::string(reinterpret_cast<const char*>(&hello), sizeof(hello)));
+  dial.handshake = dialling(network_.key, hello);
   // The other rank may be stopped; that its machine goes is noticed.
   dial.give_up_at = kNever;
   keep_alive(dial.socket);

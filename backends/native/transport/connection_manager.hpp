@@ -27,6 +27,7 @@
 #include "common/thread.hpp"
 #include "memory/descriptor.hpp"
 #include "security/handshake.hpp"
+#include "state/hello.hpp"
 #include "state/membership.hpp"
 
 namespace collectives {
@@ -34,13 +35,6 @@ namespace collectives {
 class RankContext;
 class ControlChannel;
 struct Call;
-
-enum class Purpose : std::uint32_t {
-  control = 0,  // between leaders; the control channel keeps it
-  arrival = 1,  // arrivals between leaders (arrival_exchange.hpp)
-  stream = 2,   // long messages
-  mail = 3,     // point-to-point messages, from the rank that dials to the one that accepts
-};
 
 class ConnectionManager {
  public:
@@ -85,19 +79,6 @@ class ConnectionManager {
  private:
   friend class ControlChannel;
   using Key = std::tuple<int, Purpose, int>;
-
-  // What a connection is for, as the dialling rank says it; the proof of both ends covers it.
-  struct Hello {
-    std::uint64_t magic = kMagic;
-    std::uint64_t version = kLayoutVersion;
-    std::int32_t from = 0;
-    std::int32_t to = 0;
-    std::int32_t size = 0;
-    Purpose purpose = Purpose::control;
-    std::int32_t index = 0;
-    std::uint32_t reserved = 0;
-  };
-  static_assert(sizeof(Hello) == 40);
 
   // Accepted, and not proved yet.
   struct PendingConnection {

@@ -27,7 +27,8 @@ def test_without_a_secret_ranks_stay_on_one_system() -> None:
 
 def test_without_a_secret_rank_0_makes_a_key() -> None:
     published = random_key()
-    assert group_key("attempt", published) == bytes.fromhex(published)
+    assert group_key("attempt", published) == group_key("attempt", published)
+    assert group_key("attempt", published) != group_key("another attempt", published)
     assert len(group_key("attempt", published)) == 32
     assert random_key() != published
 

@@ -26,7 +26,7 @@ def number(record: object) -> Checked:
 
 def keys_in(store: HashStore) -> RendezvousKeys:
     keys = RendezvousKeys(store, 3)
-    keys.name_after("attempt secret")
+    keys.name_after("attempt")
     return keys
 
 
@@ -85,7 +85,7 @@ def test_a_store_that_fails_is_an_error_of_its_own() -> None:
     keys = keys_in(HashStore())
     keys.set(keys.name("count"), "text")
     with pytest.raises(StoreLostError, match="count"):
-        keys.ask("add", keys.name("count"), 1)
+        keys.asked.add(keys.name("count"), 1)
 
 
 def form(rank: int, size: int) -> tuple[int, int, int]:

@@ -18,16 +18,18 @@ from collectives.store.records import read
 PLAN = records.new_plan([[0, 2], [1]], ["kernel net"] * 3, {"one_shot_bytes": 1})
 LISTENER = {"leader": 0, "host": "a", "places": [["127.0.0.1", 80]]}
 OTHER = {**LISTENER, "leader": 1}
-ADDRESSES = records.address_book([LISTENER, OTHER, LISTENER], "")
+INVITATION = {"place": "here", "system": "this", "address": "a-name", "key": "0f" * 32}
+ADDRESSES = records.address_book([LISTENER, OTHER, LISTENER])
 
+invitation = records.invitation
 plan = partial(records.plan, size=3)
 listener = partial(records.listener, size=3)
 addresses = partial(records.addresses, size=3)
 
 
-@pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER)])
+@pytest.mark.parametrize(("check", "record"), [(plan, PLAN), (listener, LISTENER), (invitation, INVITATION)])
 def test_records_that_ranks_publish_are_taken(check: Callable[[Any], Any], record: Any) -> None:
-    assert read(json.dumps(record).encode(), "key", check) == record
+    assert read(None, "key", json.dumps(record).encode(), check) == record
 
 
 def test_a_plan_counts_the_ranks_of_each_host_in_all_its_containers() -> None:
@@ -44,12 +46,11 @@ def test_addresses_are_told_by_machine_and_rank() -> None:
         {"leader": 1, "host": "b", "places": two[1]},
         {"leader": 0, "host": "another name of a", "places": two[0]},
     ]
-    record = json.dumps(records.address_book(ranks, "0f" * 32)).encode()
-    assert read(record, "key", addresses) == {
+    record = json.dumps(records.address_book(ranks)).encode()
+    assert read(None, "key", record, addresses) == {
         "machines": [[0, 2], [1]],
         "hosts": ["a", "b"],
         "places": [[tuple(place) for place in two[number]] for number in (0, 1, 0)],
-        "key": "0f" * 32,
     }
 
 
@@ -90,19 +91,21 @@ def test_addresses_are_told_by_machine_and_rank() -> None:
         (addresses, {**ADDRESSES, "ports": [1, 2, True]}, r"\[1, 2, True\], which are not"),
         (addresses, {**ADDRESSES, "ports": [1, 2, 2**16]}, r"\[1, 2, 65536\], which are not"),
         (addresses, {**ADDRESSES, "ports": [0, 1, 2]}, r"\[0, 1, 2\], which are not"),
-        (addresses, {**ADDRESSES, "key": 7}, "key = 7"),
-        (addresses, {**ADDRESSES, "key": "00"}, "a key of another length"),
+        (records.invitation, {**INVITATION, "key": 7}, "key = 7"),
+        (records.invitation, {**INVITATION, "key": "00"}, "a key of another length"),
+        (records.invitation, {**INVITATION, "address": "a/../b"}, "the address 'a/../b'"),
+        (records.address, "", "the address ''"),
     ],
 )
 def test_other_records_are_refused(check: Callable[[Any], Any], record: Any, found: str) -> None:
     with pytest.raises(DistStoreError, match=rf"unusable under 'key': it has {found}"):
-        read(json.dumps(record).encode(), "key", check)
+        read(None, "key", json.dumps(record).encode(), check)
 
 
 @pytest.mark.parametrize("value", [b"\xff{", b"[" * 100_000])
 def test_what_is_no_json_is_refused(value: bytes) -> None:
     with pytest.raises(DistStoreError, match="unusable under 'key'"):
-        read(value, "key", plan)
+        read(None, "key", value, plan)
 
 
 def _form_after_another_program(rank: int, size: int) -> str:

@@ -21,7 +21,7 @@ from harness import current_store, run_ranks
 import collectives as dist
 from collectives.core import checked_group
 from collectives.core.checked_group import CheckedGroup
-from collectives.store.records import written
+from collectives.store.records import publish
 from collectives.store.waiting import wait_for_keys
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -279,7 +279,7 @@ def a_record_of_other_length(rank: int, size: int) -> None:
         "here",
     ]
     if rank == 1:
-        store.set("check/0/1", written(call, "check/0/1"))
+        publish(store, "check/0/1", call)
         return
     with pytest.raises(dist.DistStoreError, match=r"rank 1 left sent = \[1\] in the store instead of 2"):
         dist.all_to_all_single(torch.empty(2), torch.ones(2))

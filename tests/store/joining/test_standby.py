@@ -25,7 +25,7 @@ def ranks():
     standbys = [Standby(PrefixStore("a world", store)) for store in (server, *clients)]
     offers = [one.offer() for one in standbys]
     for one in standbys:
-        one.learn(0, [told["standby"] for told in offers])
+        one.learn("a world/", 0, [told["standby"] for told in offers])
     yield standbys
     for end in (*standbys, *clients, server):
         end.close()
@@ -46,7 +46,7 @@ def test_all_but_the_server_offer_to_serve(ranks) -> None:
 def test_where_no_rank_serves_the_store_it_stays() -> None:
     alone = Standby(HashStore())
     assert alone.offer() == {"serves": False, "standby": []}
-    alone.learn(-1, [])
+    alone.learn("", -1, [])
     assert not alone.leaves_with([])
     alone.go_on([0])
     alone.close()
@@ -84,7 +84,7 @@ def test_the_next_store_demands_the_secret(monkeypatch) -> None:
     other = TCPStore("127.0.0.1", first.port, wait_for_workers=False)
     standby = Standby(other)
     host, port = standby.offer()["standby"]
-    standby.learn(0, [[], [host, port]])
+    standby.learn("a world/", 0, [[], [host, port]])
     next_store = standby.next_store(1, [1], LIMIT, nobody_lost)
     next_store.set("key", "value")
     for secret in ("", KEY[::-1]):
@@ -114,7 +114,7 @@ def test_one_who_would_serve_and_does_not_come_is_named(ranks) -> None:
 
 
 def test_nobody_serves_where_nobody_can(ranks) -> None:
-    ranks[2].learn(0, [[], [], []])
+    ranks[2].learn("a world/", 0, [[], [], []])
     with pytest.raises(dist.DistStoreError, match=r"none of the ranks .1, 2. has a port"):
         ranks[2].next_store(2, [1, 2], LIMIT, nobody_lost)
 

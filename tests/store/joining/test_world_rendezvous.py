@@ -17,10 +17,16 @@ from counted_store import CountedStore
 import collectives as dist
 from collectives.errors import DistStoreError
 from collectives.store import HashStore, PrefixStore
+from collectives.store.joining import world_rendezvous
 from collectives.store.joining.group_rendezvous import join_group
-from collectives.store.joining.world_rendezvous import join_world, leave_world
+from collectives.store.joining.world_rendezvous import leave_world
 
 LIMIT = timedelta(seconds=30)
+
+
+def join_world(*arguments: Any) -> str:
+    """Joins a world; returns its digits."""
+    return world_rendezvous.join_world(*arguments)[0]
 
 
 def on_threads(*calls: Callable[[], Any]) -> list[Any]:
@@ -52,8 +58,15 @@ def world_of(store: Any, size: int, **different: int) -> list[Any]:
     )
 
 
+def one_world(joined: list[Any]) -> str:
+    """Returns the digits of the world that all of these ranks have joined."""
+    assert [type(digits) for digits in joined] == [str] * len(joined), joined
+    assert len(set(joined)) == 1
+    return str(joined[0])
+
+
 @pytest.mark.parametrize("kind", ["host", "torch hash", "torch file", "torch prefix"])
-def test_every_world_of_a_store_has_a_number_of_its_own(kind: str, tmp_path: Path) -> None:
+def test_every_world_of_a_store_has_digits_of_its_own(kind: str, tmp_path: Path) -> None:
     stores: dict[str, Callable[[], Any]] = {
         "host": dist.HashStore,
         "torch hash": torch_dist.HashStore,
@@ -61,13 +74,14 @@ def test_every_world_of_a_store_has_a_number_of_its_own(kind: str, tmp_path: Pat
         "torch prefix": lambda: torch_dist.PrefixStore("a", torch_dist.HashStore()),
     }
     store = stores[kind]()
-    assert [world_of(store, size) for size in (3, 1, 2, 3)] == [[1] * 3, [2], [3] * 2, [4] * 3]
+    worlds = [one_world(world_of(store, size)) for size in (3, 1, 2, 3)]
+    assert len(set(worlds)) == 4
 
 
 def announce_attempt(store: Any, rank: int) -> int:
     """Does what a process does first that comes as a rank; returns the number of its attempt."""
     number = store.add("join/attempt", 1)
-    store.set(f"join/attempt/{number}", json.dumps({"rank": rank}))
+    store.set(f"join/attempt/{number}", json.dumps({"rank": rank, "nonce": "0f"}))
     return int(number)
 
 
@@ -75,13 +89,13 @@ def test_what_a_dead_process_left_is_not_taken_for_a_rank() -> None:
     store = dist.HashStore()
     # A process of another number of ranks came as rank 1, and died.
     announce_attempt(store, 1)
-    assert world_of(store, 2) == [1, 1]
+    one_world(world_of(store, 2))
     # The same in the life after that: it was called, and died before it answered.
     announce_attempt(store, 1)
     (alone,) = on_threads(lambda: join_world(store, 0, 2, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
     assert str(alone).startswith("[rank 0] init_process_group: rank 1 did not come within 0.3 s")
-    assert world_of(store, 2) == [3, 3]
+    one_world(world_of(store, 2))
 
 
 def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
@@ -91,7 +105,7 @@ def test_all_hear_of_a_disagreement_and_may_try_again() -> None:
         assert str(error) == (
             f"[rank {rank}] init_process_group: the ranks differ in world_size: rank 0 has 3, rank 2 has 4"
         )
-    assert len(set(world_of(store, 3))) == 1
+    one_world(world_of(store, 3))
 
 
 class SlowStore(dist.HashStore):
@@ -106,12 +120,12 @@ class SlowStore(dist.HashStore):
 def test_a_rank_may_try_again_before_rank_0_has_answered_all() -> None:
     store = SlowStore()
 
-    def try_twice(rank: int) -> int:
+    def try_twice(rank: int) -> str:
         with pytest.raises(ValueError, match="the ranks differ in world_size"):
             join_world(store, rank, 2 + rank, "x", LIMIT)
         return join_world(store, rank, 2, "x", LIMIT)
 
-    assert on_threads(lambda: try_twice(0), lambda: try_twice(1)) == [2, 2]
+    one_world(on_threads(lambda: try_twice(0), lambda: try_twice(1)))
 
 
 def test_missing_ranks_are_named_to_those_who_came() -> None:
@@ -239,8 +253,8 @@ def test_a_world_leaves_no_keys_to_the_next_but_one() -> None:
     store = dist.HashStore()
 
     def live(rank: int) -> None:
-        number = join_world(store, rank, 3, "host", LIMIT)
-        leave_world(PrefixStore(str(number), store), rank)
+        digits = join_world(store, rank, 3, "host", LIMIT)
+        leave_world(PrefixStore(digits, store), rank)
 
     counts = []
     for _ in range(4):
@@ -293,18 +307,18 @@ def test_a_process_that_a_newer_one_replaces_is_refused() -> None:
     store = dist.HashStore()
     older = announce_attempt(store, 1)  # and does not answer yet
 
-    def come_later() -> int:
+    def come_later() -> str:
         store.wait([f"join/call/{older}"], LIMIT)
         return join_world(store, 1, 2, "x", LIMIT)
 
-    assert on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later) == [1, 1]
+    one_world(on_threads(lambda: join_world(store, 0, 2, "x", LIMIT), come_later))
     assert b"a newer process has come as rank 1" in store.get(f"join/result/{older}")
 
 
 def test_a_process_that_comes_as_a_rank_that_is_there_is_refused() -> None:
     store = dist.HashStore()
 
-    def come_second() -> int:
+    def come_second() -> str:
         store.wait(["join/info/1"], LIMIT)
         return join_world(store, 1, 3, "x", LIMIT)
 
@@ -322,24 +336,24 @@ def test_ranks_that_a_former_rank_0_has_called_join_the_next_one() -> None:
     store = dist.HashStore()
     store.set("join/call/1", "null")
 
-    def come_as_rank_0() -> int:
+    def come_as_rank_0() -> str:
         store.wait(["join/info/1"], LIMIT)
         return join_world(store, 0, 2, "x", LIMIT)
 
-    assert on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)) == [1, 1]
+    one_world(on_threads(come_as_rank_0, lambda: join_world(store, 1, 2, "x", LIMIT)))
 
 
 def test_nothing_of_joining_is_left_but_numbers() -> None:
     store = dist.HashStore()
-    assert world_of(store, 3) == [1] * 3
-    numbers = {"join/attempt", "join/attempts/0", "join/info", "join/served", "join/worlds"}
+    one_world(world_of(store, 3))
+    numbers = {"join/attempt", "join/attempts/0", "join/info", "join/served"}
     assert {*store.list_keys()} == numbers
 
 
 def test_a_rank_of_the_next_larger_world_waits_for_it() -> None:
     store = dist.HashStore()
     number = announce_attempt(store, 2)
-    assert world_of(store, 2) == [1, 1]
+    one_world(world_of(store, 2))
     assert not store.check([f"join/call/{number}"])
     (alone,) = on_threads(lambda: join_world(store, 0, 3, "x", timedelta(milliseconds=300)))
     assert isinstance(alone, dist.DistStoreError)
@@ -358,7 +372,7 @@ def test_what_rank_0_asks_to_form_a_world_does_not_grow_with_the_number_of_ranks
         for each in waiting:
             each.start()
         others.wait([f"join/attempt/{size - 1}"], LIMIT)
-        assert join_world(store, 0, size, "x", LIMIT) == 1
+        join_world(store, 0, size, "x", LIMIT)
         most.append(store.take()[0])
         for each in waiting:
             each.join()

@@ -54,17 +54,7 @@ void await(const Descriptor& socket, short events) {
 
 // What rank 1 says first on a connection (transport/connection_manager.hpp).
 std::string hello_of(Purpose purpose, int index) {
-  const struct {
-    std::uint64_t magic = kMagic;
-    std::uint64_t version = kLayoutVersion;
-    std::int32_t from = 1;
-    std::int32_t to = 0;
-    std::int32_t size = kRanks;
-    Purpose purpose;
-    std::int32_t index;
-    std::uint32_t reserved = 0;
-  } hello{.purpose = purpose, .index = index};
-  return {reinterpret_cast<const char*>(&hello), sizeof(hello)};
+  return Hello{.from = 1, .size = kRanks, .purpose = purpose, .index = index}.bytes();
 }
 
 class Victim {

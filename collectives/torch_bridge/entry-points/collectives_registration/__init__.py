@@ -211,5 +211,5 @@ class _Creator:
         """
         from collectives.torch_bridge import creation
 
-        about = creation.independent_options(self.backend, store, rank, world_size, timeout, device)
-        return creation.create(self.name, self.backend, about, kwargs or None, self.fixed)
+        about = store, rank, world_size, timeout, device
+        return creation.create_independent(self.name, self.backend, *about, kwargs or None, self.fixed)

@@ -24,7 +24,7 @@ from collectives.backends.host import ProcessGroupHost
 from collectives.backends.host import rendezvous as host_rendezvous
 from collectives.store import PrefixStore
 from collectives.store.error_records import record_of
-from collectives.store.records import written
+from collectives.store.records import publish
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -197,7 +197,7 @@ class Uncounted(dist.HashStore):
 def test_a_failure_that_was_heard_is_raised_though_the_store_goes_then():
     store = Uncounted()
     failed = {"failed": record_of(dist.DistBackendError("no memory here", 0))}
-    store.set("host/address", written(failed, "host/address"))
+    publish(store, "host/address", failed)
     with pytest.raises(dist.DistBackendError, match=r"^no memory here$") as caught:
         host_rendezvous.form(store, 1, 2, LIMIT, "host group 'x'", RECORD)
     assert caught.value.rank == 0

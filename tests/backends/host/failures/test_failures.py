@@ -357,7 +357,9 @@ def _stale_address():
     from collectives.backends.host.network import place
     from collectives.store.process import system
 
-    return json.dumps({"place": place(), "system": system(), "address": f"collectives-{'0' * 32} {'0' * 32}"})
+    return json.dumps(
+        {"place": place(), "system": system(), "address": f"collectives-{'0' * 32}", "key": "00" * 32}
+    )
 
 
 def test_address_of_a_dead_run_is_recognised():
