@@ -273,6 +273,7 @@ class NcclTurns:
 
 # --- store server ---
 
+def is_own_user(user: int) -> bool: ...
 def peer_process(socket: int) -> str: ...
 
 class StoreServer:

@@ -7,10 +7,11 @@ import hmac
 import secrets
 
 from collectives.errors import DistNetworkError
-from collectives.secret import WAY_OUT, derived_key, is_insecure
+from collectives.secret import WAY_OUT, derived_key
+from collectives.store.own_user import own_user_only
 from collectives.store.process import system
 
-__all__ = ["check_system", "group_key", "own_user_only", "random_key"]
+__all__ = ["check_system", "group_key", "random_key"]
 
 _KEY_BYTES = 32
 
@@ -24,15 +25,10 @@ def check_system(first: str) -> None:
     Raises:
         DistNetworkError: this rank runs on another one, without a secret, and the user has not chosen that.
     """
-    if first != system() and derived_key("mesh") is None and not is_insecure():
+    if first != system() and own_user_only():
         raise DistNetworkError(
             f"this rank and rank 0 run on different machines and have no job secret; {WAY_OUT}"
         )
-
-
-def own_user_only() -> bool:
-    """Returns whether connections of other users, and of other machines, are refused."""
-    return derived_key("mesh") is None and not is_insecure()
 
 
 def random_key() -> str:

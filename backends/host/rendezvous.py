@@ -33,7 +33,7 @@ from typing import Any
 import collectives._native as _native
 from collectives.backends._shared.exit_reasons import abort_reason
 from collectives.backends.host import rendezvous_records as records
-from collectives.backends.host.admission import check_system, group_key, own_user_only, random_key
+from collectives.backends.host.admission import check_system, group_key, random_key
 from collectives.backends.host.known_listeners import KnownListeners
 from collectives.backends.host.network import listen, place
 from collectives.backends.host.rendezvous_failures import READERS_S, StoreLostError, await_readers
@@ -52,6 +52,7 @@ from collectives.errors import (
 )
 from collectives.secret import SECRET
 from collectives.store.error_records import error_of, record_of
+from collectives.store.own_user import own_user_only
 from collectives.store.process import system
 from collectives.store.records import Checked
 from collectives.store.tcp.interfaces import choose_addresses
@@ -87,7 +88,8 @@ def form(
         CollectiveTimeoutError: a rank did not come in time; the message names it.
         PeerLostError: a rank died after it had met others.
         GroupAbortedError: a rank for which the group was complete has aborted it since.
-        DistNetworkError: ranks on different machines cannot reach each other, or the store failed.
+        DistNetworkError: ranks on different machines cannot reach each other, or the store failed, or there
+            is no job secret and the kernel cannot tell the users apart.
         DistBackendError: there is not enough shared memory.
     """
     if size == 1:
@@ -133,6 +135,7 @@ class _Attempt:
         self.deadline = self.began + timeout.total_seconds()
         self.label = label
         self.key = b""
+        self.own_user_only = own_user_only()
         self.several = False
         self.tuning: dict[str, int] = {}
         self.members: _native.Membership | None = None
@@ -332,7 +335,7 @@ class _Attempt:
             listeners,
             places,
             self.key,
-            own_user_only(),
+            self.own_user_only,
             chosen.chosen,
             plan["ranks_on_host"][self.rank],
         )

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import torch.distributed as _torch_distributed
 
 from collectives.errors import DistStoreError
-from collectives.secret import WAY_OUT, derived_key, is_insecure
+from collectives.secret import WAY_OUT
 from collectives.store.joining.announcements import Announcements, next_key
 from collectives.store.joining.standby import Standby, offer, succession
+from collectives.store.own_user import own_user_only
 from collectives.store.prefix import PrefixStore
 from collectives.store.process import system
 from collectives.store.records import Checked, demand, fetch, fields, publish, publish_all
@@ -111,7 +112,7 @@ def join_world(
         "backend": backend,
         "process": f"{socket.gethostname()}:{os.getpid()}",
         # Only ranks with a secret in common may be on several systems.
-        "system": "" if derived_key("records") or is_insecure() else system(),
+        "system": system() if size > 1 and own_user_only() else "",
         **({"serves": False, "standby": []} if standby is None else standby.offer()),
     }
     if rank == 0:

@@ -13,8 +13,9 @@ from typing import Any
 
 import collectives._native as _native
 from collectives.errors import DistNetworkError, DistStoreError
-from collectives.secret import derived_key, is_insecure
+from collectives.secret import derived_key
 from collectives.store.base import DEFAULT_TIMEOUT, Store, TorchStore
+from collectives.store.own_user import own_user_only
 from collectives.store.tcp.client import Client
 from collectives.store.tcp.connector import Trust
 from collectives.store.tcp.limits import max_server_bytes
@@ -104,7 +105,8 @@ class TCPStore(Store):
             driven by events (epoll, without the library libuv).
 
     Raises:
-        DistNetworkError: the port is in use, or no server answers, or only one that is not to be trusted.
+        DistNetworkError: the port is in use, or no server answers, or only one that is not to be trusted; or
+            there is no secret, and the kernel cannot tell this user from others.
         DistStoreError: not all workers came in time.
     """
 
@@ -133,13 +135,17 @@ class TCPStore(Store):
             raise ValueError("TCPStore world size cannot be 0; None means that it is not fixed")
         self._host = host_name
         self._use_libuv = bool(use_libuv)
-        trust = _trust(self._purpose)
         self._server = (
-            _start_server(host_name, port, multi_tenant, master_listen_fd, trust) if is_master else None
+            _start_server(host_name, port, multi_tenant, master_listen_fd, _trust(self._purpose))
+            if is_master
+            else None
         )
-        if self._server is None and is_of_agent(port):
-            trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
-        self._trust = trust if self._server is None else self._server.trust
+        if self._server is not None:
+            self._trust = self._server.trust
+        elif is_of_agent(port):
+            self._trust = Trust()  # torch's, which cannot prove anything; what ranks read there, they prove
+        else:
+            self._trust = _trust(self._purpose)
         self._port = port if self._server is None else self._server.port
         self._ours: bool | None = None if self._server is None else True
         self._client = self._make_client()
@@ -420,10 +426,7 @@ class TCPStore(Store):
 
 def _trust(purpose: str) -> Trust:
     """Returns who may come in, and where this process may go, by the environment."""
-    if is_insecure():
-        return Trust()
-    key = derived_key(purpose)
-    return Trust(key, own_user_only=key is None)
+    return Trust(derived_key(purpose), own_user_only())
 
 
 def is_of_agent(port: int | str | None) -> bool:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "security/own_user.hpp"
 #include "security/peer_process.hpp"
 #include "store/server.hpp"
 
@@ -16,6 +17,8 @@ namespace collectives {
 
 void bind_store(nanobind::module_& module) {
   using store::Server;
+  module.def("is_own_user", is_own_user, nb::arg("user"),
+             "Whether the number of a user stands for the user of this process, and for no other.");
   module.def(
       "peer_process",
       [](int socket) {

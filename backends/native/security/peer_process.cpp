@@ -24,6 +24,8 @@
 #include <system_error>
 #include <utility>
 
+#include "security/own_user.hpp"
+
 namespace collectives {
 namespace {
 
@@ -167,7 +169,7 @@ PeerProcess peer_process(int socket) {
   if (!found && !ask(own)) found = look_up(other);
   // A socket that its process has closed belongs to nobody, and shows as root's.
   if (!found || found->state != TCP_ESTABLISHED || found->inode == 0) return PeerProcess::elsewhere;
-  return found->user == ::geteuid() ? PeerProcess::of_this_user : PeerProcess::of_another_user;
+  return is_own_user(found->user) ? PeerProcess::of_this_user : PeerProcess::of_another_user;
 }
 
 }  // namespace collectives
