@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -36,10 +37,12 @@ __all__ = ["TCPStore"]
 
 _GRACE_S = 10.0
 """Seconds that a server may take, beyond the limit of a call, to answer that the call is over."""
+_LOOK_S = 0.5
+"""How often a client that waits at another server than ours looks whether a key has come."""
 _KEYS_PROBED = 64
+_DECIMAL = re.compile(rb"-?[0-9]{1,19}")
 _requests = _native.store_requests
 _timeout_of = TorchStore.timeout.fget  # type: ignore[attr-defined] # of its C++ half
-_DECIMAL = re.compile(rb"-?[0-9]{1,19}")
 
 
 class _RefusedError(Exception):
@@ -148,6 +151,7 @@ class TCPStore(Store):
             self._trust = _trust(self._purpose)
         self._port = port if self._server is None else self._server.port
         self._ours: bool | None = None if self._server is None else True
+        self._has_queues = self._ours
         self._client = self._make_client()
         if wait_for_workers and world_size is not None and world_size > 0:
             self._wait_for_workers(world_size)
@@ -194,7 +198,7 @@ class TCPStore(Store):
         copy = TCPStore.__new__(TCPStore)
         Store.__init__(copy, self.timeout)
         copy._host, copy._port, copy._server = self._host, self._port, self._server
-        copy._trust, copy._ours = self._trust, self._ours
+        copy._trust, copy._ours, copy._has_queues = self._trust, self._ours, self._has_queues
         copy._client = copy._make_client()
         return copy
 
@@ -240,6 +244,7 @@ class TCPStore(Store):
         self._ask("multi_set", "bPbu", (Command.MULTI_SET, pairs, Command.PING, 0), "u")
 
     def _queue_push(self, key: str, value: bytes) -> None:
+        self._demand_queues()
         fields = (Command.QUEUE_PUSH, key, _value(key, value), Command.PING, 0)
         self._ask("queue_push", "bkvbu", fields, "u")
 
@@ -254,28 +259,45 @@ class TCPStore(Store):
     def _is_of_ours(self) -> bool:
         """Returns whether the server is ours, which says why it refuses a request."""
         if self._ours is None:
-            (version,) = self._ask("add", "bv", (Command.GET, SERVER_KEY), "v")
-            self._ours = bool(version)
+            # One key at a time: one of torch's servers hangs up on who gets what is not there.
+            there = self._ask("add", "bnv", (Command.CHECK, 1, SERVER_KEY), "b")[0]
+            self._ours = there == READY
         return self._ours
 
+    def _demand_queues(self) -> None:
+        """Raises where the server has no queues."""
+        if self._has_queues is None:
+            length = _requests("bv", Command.QUEUE_LEN, SERVER_KEY)
+            self._has_queues = self._is_of_ours() or self._unless_refused("queue_len", length) is not None
+        if not self._has_queues:
+            raise NotImplementedError(
+                f"the server at {self._address()} has no queues, as torch's TCPStore with use_libuv=False"
+            )
+
     def _count(self, stored_key: bytes, amount: int) -> int:
-        # All that a server can do about a sum that is none is to hang up. The value read just before tells
-        # why.
-        get_and_add = _requests("bvbvn", Command.GET, stored_key, Command.ADD, stored_key, amount)
-        deadline = self._answer_by()
+        total = self._unless_refused("add", _requests("bvn", Command.ADD, stored_key, amount))
+        if total is None:
+            key = stored_key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
+            (value,) = self._ask("add", "bv", (Command.GET, stored_key), "v")
+            if _is_counter(value, amount):
+                raise DistNetworkError(f"add: the connection to the server at {self._address()} broke")
+            self._raise_not_a_counter(key, amount, value)
+        return total
+
+    def _unless_refused(self, operation: str, request: bytes) -> int | None:
+        """Returns the number that answers a request; ``None`` where a server of torch hangs up on it.
+
+        That is all that it can do about what it cannot carry out.
+        """
         try:
-            with self._client.connection("add", self._seconds(None)) as connection:
-                (value,) = connection.exchange(get_and_add, "v", deadline)
+            with self._client.connection(operation, self._seconds(None)) as connection:
                 try:
-                    return int(connection.replies("n", deadline)[0])
+                    return int(connection.exchange(request, "n", self._answer_by())[0])
                 except ConnectionResetError:
-                    if _is_counter(value, amount):
-                        raise
                     raise _RefusedError from None
         except _RefusedError:
-            self._num_keys()  # raises if the server is gone after all
-            key = stored_key.removeprefix(KEY_PREFIX).decode(errors="surrogateescape")
-            self._raise_not_a_counter(key, amount, value)
+            self._num_keys()  # raises if the server is gone
+            return None
 
     def _check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", "bK", (Command.CHECK, keys), "b")[0] == READY)
@@ -291,6 +313,7 @@ class TCPStore(Store):
         return int(self._ask("num_keys", "b", (Command.GETNUMKEYS,), "n")[0])
 
     def _queue_len(self, key: str) -> int:
+        self._demand_queues()
         return int(self._ask("queue_len", "bk", (Command.QUEUE_LEN, key), "n")[0])
 
     def _list_keys(self) -> list[str]:
@@ -302,12 +325,15 @@ class TCPStore(Store):
         ]
 
     def _multi_get(self, keys: list[str], limit: float) -> list[bytes]:
-        # Values that are there take one round trip; those of a request with a key that is not are left alone.
         form = "v" * len(keys)
-        fields = (Command.CHECK, keys, Command.MULTI_GET, keys)
-        there, *values = self._ask("get", "bKbK", fields, "b" + form)
-        if there == READY:
-            return values
+        if self._is_of_ours():
+            # Values that are there take one round trip; those of a request with a missing key are left alone.
+            fields = (Command.CHECK, keys, Command.MULTI_GET, keys)
+            there, *values = self._ask("get", "bKbK", fields, "b" + form)
+            if there == READY:
+                return values
+        elif self._check(keys):  # torch's server without libuv hangs up on who gets what is not there
+            return self._ask("get", "bK", (Command.MULTI_GET, keys), form)
         request = _requests("bK", Command.MULTI_GET, keys)
         with self._client.connection("get", limit, waits=True) as connection:
             self._await_keys(connection, "get", keys, limit)
@@ -320,6 +346,7 @@ class TCPStore(Store):
             self._await_keys(connection, "wait", keys, limit)
 
     def _queue_pop(self, key: str, limit: float | None) -> bytes:
+        self._demand_queues()
         request = _requests("bk", Command.QUEUE_POP, key)
         with self._client.connection("queue_pop", limit or 0.0) as connection:
             value = self._popped(connection, request)
@@ -381,10 +408,11 @@ class TCPStore(Store):
         """Returns when all keys are there; raises the error of ``operation`` if they are not by ``end``."""
         end = time.monotonic() + limit if end is None else end
         request = _requests("bK", Command.WAIT, keys)
+        # torch's server without libuv wakes nobody for a compare_set.
+        longest = math.inf if self._is_of_ours() else _LOOK_S
         while True:
             connection.send(request, end + _GRACE_S)
-            if not self._answered(connection, end - time.monotonic()):
-                break
+            self._answered(connection, min(end - time.monotonic(), longest))
             # torch's server keeps a client that it woke for a queue on its list, and wakes it early later on.
             # Cancelling takes it off; the check costs no more than that.
             canceled = _requests("bbK", Command.CANCEL_WAIT, Command.CHECK, keys)

@@ -39,8 +39,9 @@ request it cannot carry out. Workers that are waited for add 1 to the key ``init
 front.
 
 Our server differs from torch's in what this format leaves open. A client that cancels a BARRIER, or goes away
-in it, is counted out again. And GET of keys that are never stored (no slash in front) answers the server's
-version (:data:`SERVER_KEY`) or why it ended a connection (:data:`REFUSAL_KEY`).
+in it, is counted out again. And of keys that are never stored (no slash in front), CHECK tells that the
+server is ours (:data:`SERVER_KEY`), and GET why it ended a connection (:data:`REFUSAL_KEY`). torch's server
+without libuv has no queues, and ends the connection of who gets a missing key.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ MAGIC = 0x3C85F7CE
 KEY_PREFIX = b"/"
 INIT_KEY = b"init/"
 SERVER_KEY = b"collectives"
-"""Reads as the version of our server, and as empty at torch's; see the end of this module's description."""
+"""Checks as there at our server, and as missing at torch's; see the end of this module's description."""
 REFUSAL_KEY = b"collectives/refused/"
 """With the bytes of a connection's first PING behind it, it reads as why the server ended the connection."""
 TURNED_AWAY = b"collectives: "

@@ -69,11 +69,10 @@ enum class Command : std::uint8_t {
   kBarrier = 18,
 };
 
-// Beyond torch's protocol: this key, which no user key equals (they begin with "/"), reads as the version of
-// our server. Nothing is stored under it, so that counts and lists of keys do not show it; at torch's server
-// it reads as empty.
+// Beyond torch's protocol: this key, which no user key equals (they begin with "/"), is there at our server and
+// at no other, as CHECK says of it alone. Nothing is stored under it, so that counts and lists of keys do not
+// show it.
 inline constexpr char kServerKey[] = "collectives";
-inline constexpr char kServerVersion[] = "1";
 
 inline constexpr char kHello[] = "collectives auth";
 inline constexpr char kProofWanted[] = "auth";

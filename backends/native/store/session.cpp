@@ -16,6 +16,9 @@ void put(std::string& output, T value) {
   output.append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
+// Whether somebody asks whose server this is.
+bool of_ours(const std::vector<std::string>& keys) { return keys.size() == 1 && keys[0] == kServerKey; }
+
 void put_count(std::string& output, std::size_t count) { put(output, static_cast<std::int64_t>(count)); }
 
 }  // namespace
@@ -97,7 +100,7 @@ void Session::execute(Request& request, Woken& woken) {
     case Command::kAdd:
       return put(output_, table_.add(keys[0], request.number, woken));
     case Command::kCheck:
-      return put(output_, table_.check(keys) ? kAllThere : kNotAllThere);
+      return put(output_, of_ours(keys) || table_.check(keys) ? kAllThere : kNotAllThere);
     case Command::kWait:
       wait_bytes_ = Table::wait_bytes(keys);
       hold();
@@ -145,7 +148,6 @@ void Session::execute(Request& request, Woken& woken) {
 
 SharedValue Session::get(const std::string& key) const {
   std::uint32_t name = 0;
-  if (key == kServerKey) return std::make_shared<Value>(budget_, kServerVersion, 0);
   if (key.size() == sizeof(kRefusalKey) - 1 + sizeof(name) && key.starts_with(kRefusalKey)) {
     std::memcpy(&name, key.data() + sizeof(kRefusalKey) - 1, sizeof(name));
     return std::make_shared<Value>(budget_, refusals_.of(name), 0);

@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from collectives.store import TCPStore
-from collectives.store.tcp.wire import Command
+from collectives.store.tcp.wire import READY, Command
 
 LONG = timedelta(seconds=20)
 HELLO = bytes([0]) + struct.pack("<I", 0x3C85F7CE)
@@ -106,8 +106,8 @@ def test_the_bytes_of_each_command(raw):
 
 
 def test_a_server_of_ours_says_so(server, raw):
-    raw.sendall(bytes([Command.GET]) + text(b"collectives"))
-    assert receive(raw, 9) == text(b"1")
+    raw.sendall(bytes([Command.CHECK]) + (1).to_bytes(8, "little") + text(b"collectives"))
+    assert receive(raw, 1) == bytes([READY])
     assert "collectives" not in server.list_keys()
 
 

@@ -42,14 +42,23 @@ def _tcp_clients(path):
     return TCPStore("localhost", server.port), TCPStore("localhost", server.port), server
 
 
-def _our_client_torch_server(path):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+def _our_client_torch_server(path, use_libuv=True):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=use_libuv)
     return TCPStore("127.0.0.1", server.port), TCPStore("127.0.0.1", server.port), server
 
 
-def _torch_client_our_server(path):
+def _our_client_old_torch_server(path):
+    return _our_client_torch_server(path, use_libuv=False)
+
+
+def _torch_client_our_server(path, use_libuv=True):
     server = TCPStore("127.0.0.1", 0, is_master=True)
-    return dist.TCPStore("127.0.0.1", server.port), dist.TCPStore("127.0.0.1", server.port), server
+    clients = [dist.TCPStore("127.0.0.1", server.port, use_libuv=use_libuv) for _ in range(2)]
+    return *clients, server
+
+
+def _old_torch_client_our_server(path):
+    return _torch_client_our_server(path, use_libuv=False)
 
 
 def _our_and_torch_client(path):
@@ -103,6 +112,7 @@ OURS = {
     "tcp": _tcp,
     "tcp-clients": _tcp_clients,
     "our-client-torch-server": _our_client_torch_server,
+    "our-client-old-torch-server": _our_client_old_torch_server,
     "prefix-hash": _prefix_hash,
     "prefix-prefix-tcp": _prefix_prefix_tcp,
     "prefix-torch-hash": _prefix_torch_hash,
@@ -112,6 +122,7 @@ OURS = {
 
 EVERY = OURS | {
     "torch-client-our-server": _torch_client_our_server,
+    "old-torch-client-our-server": _old_torch_client_our_server,
     "our-and-torch-client": _our_and_torch_client,
     "torch-server-and-our-client": _torch_server_and_our_client,
     "torch-prefix-tcp": _torch_prefix_tcp,
