@@ -1,4 +1,5 @@
-# The C++ core: private. Raw addresses, element counts and type codes; the callers keep the memory alive.
+# The C++ core: private. Raw addresses, element counts and type codes; an operation that outlives its call keeps
+# `owner`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -84,6 +85,7 @@ class HostTask:
     def error(self) -> BaseException | None: ...
     def wait(self, seconds: float | None) -> bool: ...
     def notify(self) -> bool: ...
+    def rest(self) -> None: ...
 
 class OperationRecord:
     """The last operations of a group that the core carries out, and totals of all of them.
@@ -139,12 +141,18 @@ class HostGroup:
         inputs: Sequence[tuple[int, int]],
         timeout_ns: int,
         wait: bool,
+        owner: object,
     ) -> HostTask | None: ...
-    def send(
-        self, data_ptr: int, count: int, dtype_code: int, peer: int, tag: int, timeout_ns: int
-    ) -> HostTask: ...
-    def receive(
-        self, data_ptr: int, count: int, dtype_code: int, peer: int, tag: int, timeout_ns: int
+    def message(
+        self,
+        sends: bool,
+        data_ptr: int,
+        count: int,
+        dtype_code: int,
+        peer: int,
+        tag: int,
+        timeout_ns: int,
+        owner: object,
     ) -> HostTask: ...
     def fail(self, error: DistError) -> None: ...
     def failure(self) -> DistError | None: ...

@@ -15,7 +15,7 @@ from collectives.backends._shared.tensor_memory import equal_parts, part_of, spl
 from collectives.backends.host.options import refuse_options
 from collectives.backends.host.process_exit import end_at_exit
 from collectives.backends.host.rendezvous import form
-from collectives.backends.host.work import HostWork, InFlight, as_tuple
+from collectives.backends.host.work import HostWork, as_tuple
 from collectives.core.arguments.staging import dense, dense_outputs, is_dense
 from collectives.core.capabilities import Capabilities
 from collectives.core.native_dtypes import NATIVE_CODES, element_bytes, native_count
@@ -108,7 +108,6 @@ class ProcessGroupHost(ProcessGroup):
         )
         self._timeout_ns = nanoseconds(timeout)
         self._native = form(store, rank, size, timeout, self.describe(), self._flight_record.of_core)
-        self._in_flight = InFlight()
         end_at_exit(self)
 
     @property
@@ -161,13 +160,10 @@ class ProcessGroupHost(ProcessGroup):
                 raise
             return COMPLETED if done else None
         task = self._native.fast_collective_async(opcode, output, input, reduce_op, root, list_form)
-        if task is None:
-            return None
-        outputs = as_tuple(output)
-        return self._launch(task, (*outputs, *as_tuple(input)), outputs, True)
+        return None if task is None else HostWork(task, as_tuple(output), self)
 
     def issue(self, call: Call) -> Work:
-        """Runs a collective, or queues it where it is asynchronous or the group is not idle."""
+        """Runs a collective, or queues it where it is asynchronous."""
         operation, outputs = call.operation, call.outputs
         if operation is ALL_REDUCE_COALESCED:
             return super().issue(call)
@@ -194,15 +190,16 @@ class ProcessGroupHost(ProcessGroup):
                 self._parts(operation.input, sources, call.input_splits, item),
                 self._timeout_ns if call.timeout is None else nanoseconds(call.timeout),
                 not call.async_op,
+                (*sources, *targets),
             )
         except DistError:
             self._flight_record.tell_first_error()
             raise
-        if task is None:
-            work: Work = CompletedWork(outputs)
-        else:
-            work = self._launch(task, (*sources, *targets), outputs, call.async_op)
-        return self._finish(staged, work, call.async_op)
+        work = CompletedWork(outputs) if task is None else HostWork(task, outputs, self)
+        finishing = staged.finish(work, call.async_op)
+        if finishing is not work and not call.async_op:
+            finishing.wait()
+        return finishing
 
     def _parts(
         self, operand: Operand, tensors: Sequence[torch.Tensor], splits: Sequence[int] | None, item: int
@@ -225,17 +222,19 @@ class ProcessGroupHost(ProcessGroup):
         """Posts a message or a receive where the core takes the arguments as they are."""
         if profiler._is_profiler_enabled:
             return None
+        task = None
         try:
             task = self._native.fast_message(sends, tensor, peer, tag, not async_op)
+            if task is None:
+                return None
+            return COMPLETED if task is True else HostWork(task, () if sends else (tensor,), self)
         except DistError:
             self._flight_record.tell_first_error()
             raise
-        if task is None:
-            return None
-        if task is not True:
-            work = self._launch(task, (tensor,), () if sends else (tensor,), async_op)
-            return work if async_op else COMPLETED
-        return COMPLETED if sends or not async_op else CompletedWork((tensor,), peer)
+        except BaseException:  # of a signal handler
+            if isinstance(task, _native.HostTask):
+                task.rest()
+            raise
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Sends a tensor; done when the message is whole in shared memory or with the network.
@@ -243,26 +242,29 @@ class ProcessGroupHost(ProcessGroup):
         The time limit that the group has now holds from now on; the class says what it does to a message that
         has left in part.
         """
-        source = dense(tensor)
-        task = self._native.send(
-            source.data_ptr(), native_count(source), NATIVE_CODES[source.dtype], dst, tag, self._timeout_ns
-        )
-        return self._launch(task, (source,), (), True)
+        return self._message(True, dense(tensor), dst, tag, ())
 
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
         """Receives a tensor; a receive that fails may have overwritten a part of it."""
         if not is_dense(tensor):
             staged = dense_outputs([tensor])
-            return self._finish(staged, self._recv(staged.stand_ins[0], src, tag), True)
-        task = self._native.receive(
+            return staged.finish(self._recv(staged.stand_ins[0], src, tag), False)
+        return self._message(False, tensor, _ANY_RANK if src is None else src, tag, (tensor,))
+
+    def _message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, tag: int, outputs: Sequence[torch.Tensor]
+    ) -> Work:
+        task = self._native.message(
+            sends,
             tensor.data_ptr(),
             native_count(tensor),
             NATIVE_CODES[tensor.dtype],
-            _ANY_RANK if src is None else src,
+            peer,
             tag,
             self._timeout_ns,
+            tensor,
         )
-        return self._launch(task, (tensor,), (tensor,), True)
+        return HostWork(task, outputs, self)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -284,35 +286,6 @@ class ProcessGroupHost(ProcessGroup):
     def report(self) -> str:
         """Returns a line for each rank: what it waits in or did last, and since when; asks no peer."""
         return self._native.report()
-
-    # ---- in flight -----------------------------------------------------------------------------------
-
-    def _launch(
-        self,
-        task: _native.HostTask,
-        keep: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        asynchronous: bool,
-    ) -> HostWork:
-        """Returns the Work of a task; keeps its tensors until it is done, whatever becomes of the Work."""
-        work = HostWork(task, keep, results, self._forget_finished, self._native, self._flight_record)
-        if not task.finished():
-            self._in_flight.keep(work)
-            if not asynchronous:
-                work.wait()
-        return work
-
-    def _forget_finished(self) -> None:
-        """For the Works, which thereby keep the group as long as somebody may wait for them."""
-        self._in_flight.forget()
-
-    @staticmethod
-    def _finish(staged: dense_outputs, work: Work, asynchronous: bool) -> Work:
-        """Returns ``work`` with the copying back of strided outputs; a synchronous one is done."""
-        finishing = staged.finish(work, asynchronous)
-        if finishing is not work and not asynchronous:
-            finishing.wait()
-        return finishing
 
 
 def capabilities() -> Capabilities:

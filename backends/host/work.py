@@ -1,23 +1,24 @@
-"""Work of the host backend, what keeps it, and the thread that completes its futures."""
+"""Work of the host backend, and the thread that completes its futures."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 
 import collectives._native as _native
-from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, fail
 
-__all__ = ["HostWork", "InFlight", "as_tuple"]
+if TYPE_CHECKING:
+    from collectives.backends.host.group import ProcessGroupHost
+
+__all__ = ["HostWork", "as_tuple"]
 
 
 def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
@@ -31,46 +32,40 @@ class HostWork(Work):
     """An operation that the core runs in the background.
 
     Args:
-        task: the operation.
-        keep: whatever must stay alive until it is done.
+        task: the operation, which keeps its tensors until it is done.
         outputs: its output tensors.
-        done: called by a thread that finds it done.
-        group: the group in the core.
-        record: its flight record.
+        group: its group, which must stay as long as somebody may wait.
     """
 
-    __slots__ = ("_done", "_future", "_group", "_keep", "_outputs", "_record", "_task")
+    __slots__ = ("_future", "_group", "_outputs", "_task")
 
     def __init__(
-        self,
-        task: _native.HostTask,
-        keep: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        done: Callable[[], None],
-        group: _native.HostGroup,
-        record: FlightRecord,
+        self, task: _native.HostTask, outputs: Sequence[torch.Tensor], group: ProcessGroupHost
     ) -> None:
         self._task = task
-        self._keep = keep
         self._outputs = outputs
-        self._done = done
         self._group = group
-        self._record = record
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks with the GIL released; a signal handler that raises ends the wait, not the operation."""
+        """Blocks with the GIL released; a signal handler that raises ends the wait.
+
+        A collective goes on then. A message does where somebody else waits for it or a later one has been
+        issued; else it rests, and goes on when somebody waits again or asks.
+        """
         seconds = timeout.total_seconds() if timeout else None
         if not self._task.wait(seconds):
-            raise self._group.not_done(self._task, seconds or 0.0)
-        self._done()
+            raise self._group._native.not_done(self._task, seconds or 0.0)
         self._raise_failure()
         return True
+
+    def _rest(self) -> None:
+        self._task.rest()
 
     def _error(self) -> BaseException | None:
         error = self._task.error()
         if error is not None:
-            self._record.tell_first_error()
+            self._group.flight_record.tell_first_error()
         return error
 
     def _raise_failure(self) -> None:
@@ -123,39 +118,6 @@ class HostWork(Work):
     def task(self) -> _native.HostTask:
         """The operation in the core."""
         return self._task
-
-
-class InFlight:
-    """Keeps Works, and the tensors that they keep, until their operations are done, whatever becomes of them.
-
-    Thread safety: every method may be called from any thread.
-    """
-
-    _SCAN_ABOVE = 64
-
-    def __init__(self) -> None:
-        self._works: deque[HostWork] = deque()
-        self._lock = threading.Lock()
-        self._scan_above = self._SCAN_ABOVE
-
-    def keep(self, work: HostWork) -> None:
-        """Keeps a Work, and drops those done."""
-        with self._lock:
-            self._works.append(work)
-            self._forget()
-
-    def forget(self) -> None:
-        """Drops the Works that are done."""
-        with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
-        works = self._works
-        while works and works[0].task.finished():
-            works.popleft()
-        if len(works) > self._scan_above:  # finished ones may stand behind a receive that nothing comes for
-            self._works = deque(work for work in works if not work.task.finished())
-            self._scan_above = max(self._SCAN_ABOVE, 2 * len(self._works))
 
 
 class _Completions:

@@ -286,12 +286,17 @@ class ProcessGroupRoundRobin(ForwardingGroup):
         """Sends or receives a tensor where the first lane takes the fast path."""
         if not self._fast_path or self._cause is not None:
             return None
+        work = None
         try:
             work = self._lanes[0].fast_message(sends, tensor, peer, tag, async_op)
+            return LaneWork(work, partial(self._failed, 0)) if work is not None and async_op else work
         except DistError as error:
             self._failed(0, error)
             raise
-        return LaneWork(work, partial(self._failed, 0)) if work is not None and async_op else work
+        except BaseException:  # of a signal handler
+            if work is not None:
+                work._rest()
+            raise
 
     def _check_whole(self) -> None:
         cause = self._cause

@@ -86,6 +86,9 @@ class LaneWork(Work):
         """Makes the current CUDA stream wait for the operation."""
         self._inner.block_current_stream()
 
+    def _rest(self) -> None:
+        self._inner._rest()
+
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the outputs."""
         if self._future is None:

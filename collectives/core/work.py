@@ -176,6 +176,13 @@ class Work(ABC):
         """Makes the current CUDA stream wait for the operation; for CPU tensors the same as :meth:`wait`."""
         self.wait()
 
+    def _rest(self) -> None:  # noqa: B027 - nothing to do where it cannot rest
+        """Lets a message rest, for a caller that raises instead of waiting for it, or of handing it on.
+
+        Nothing touches its tensor then, and the next receive gets its message, until somebody waits or asks
+        whether it is done. Other operations go on, and so does a message that somebody else waits for.
+        """
+
     def get_future_result(self) -> Future[int]:
         """Returns a future of a :class:`WorkResult`; it never carries an error."""
 
@@ -385,6 +392,9 @@ class FinishingWork(Work):
     def source_rank(self) -> int:
         """Returns the sender of a receive."""
         return self._inner.source_rank()
+
+    def _rest(self) -> None:
+        self._inner._rest()
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors, completed after the step."""

@@ -171,13 +171,17 @@ class TorchGroup(TorchGroupBase):
             raise
         if work is None:
             return self._issue(event, tensors, method, *args, **kwargs)
-        self._sequence = next(self._issued)
-        if self._batches:
-            batch = self._batches.get(threading.get_ident())
-            if batch is not None:
-                batch[0].append(work)
-                return BatchedWork(work)
-        return TorchWork(work)
+        try:
+            self._sequence = next(self._issued)
+            if self._batches:
+                batch = self._batches.get(threading.get_ident())
+                if batch is not None:
+                    batch[0].append(work)
+                    return BatchedWork(work)
+            return TorchWork(work)
+        except BaseException:  # of a signal handler
+            work._rest()
+            raise
 
     def _fast_collective(
         self, opts: Any, opcode: int, output: Any, input: Any, reduce_op: int | None, root: Any, lists: bool
@@ -230,8 +234,12 @@ class TorchGroup(TorchGroupBase):
         work = self.inner.fast_message(sends, tensor, peer, tag, True)
         if work is None:
             return None
-        self._sequence = next(self._issued)
-        return TorchWork(work)
+        try:
+            self._sequence = next(self._issued)
+            return TorchWork(work)
+        except BaseException:  # of a signal handler
+            work._rest()
+            raise
 
     # ---- batches -------------------------------------------------------------------------------------------
 

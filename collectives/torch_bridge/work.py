@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from collectives.core.arguments.option_records import limit
 from collectives.core.work import CompletedWork, Work
+from collectives.errors import DistError
 
 if TYPE_CHECKING:
 
@@ -56,7 +57,13 @@ class TorchWork(_Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the operation is done; see :meth:`collectives.Work.wait`."""
-        return self.inner.wait(limit(timeout))
+        try:
+            return self.inner.wait(limit(timeout))
+        except DistError:
+            raise
+        except BaseException:  # of a signal handler: torch's recv is irecv and this
+            self.inner._rest()
+            raise
 
     def synchronize(self) -> None:
         """Same as :meth:`wait` without a limit."""

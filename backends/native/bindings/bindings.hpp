@@ -4,11 +4,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
+#include "common/clock.hpp"
 #include "common/dtype.hpp"
 
 namespace collectives {
@@ -22,6 +24,11 @@ inline DType dtype_from(std::uint8_t code) {
 inline ReduceOp op_from(std::uint8_t code) {
   if (!is_reduce_op(code)) throw std::invalid_argument("no reduction has the code " + std::to_string(code));
   return static_cast<ReduceOp>(code);
+}
+
+inline Nanoseconds deadline_in(double seconds) {
+  constexpr double kLongest = 1e9;  // a lifetime
+  return deadline_after(static_cast<Nanoseconds>(std::fmin(std::fmax(seconds, 0.0), kLongest) * 1e9));
 }
 
 inline std::byte* pointer_from(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }

@@ -1,7 +1,5 @@
 #include "bindings/fast_path.hpp"
 
-#include <nanobind/stl/shared_ptr.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
@@ -21,18 +19,6 @@ namespace {
 // How long a message is awaited before its caller prepares to sleep.
 constexpr int kMessageSpins = 100;
 
-// A caller that waits for so short a time that signals can wait as long.
-class ShortWait final : public Interrupt {
- public:
-  explicit ShortWait(Interrupt& caller) : caller_(caller) {}
-  void blocks() override { caller_.blocks(); }
-  bool requested() override { return false; }
-  std::string site() override { return caller_.site(); }
-
- private:
-  Interrupt& caller_;
-};
-
 // The whole number in [0, end); nothing for every other object, booleans and numbers of numpy among them.
 std::optional<int> number_below(nb::handle object, std::int64_t end) {
   if (!PyLong_CheckExact(object.ptr())) return std::nullopt;
@@ -49,6 +35,14 @@ class TensorReader {
 
   DType dtype() const noexcept { return dtype_; }
   std::size_t bytes() const noexcept { return bytes_; }
+  // All tensors that it was told to keep.
+  nb::object kept() && {
+    if (others_.is_valid()) return nb::make_tuple(std::move(tensors_), std::move(others_));
+    return std::move(tensors_);
+  }
+
+  // A tensor or a tuple of tensors.
+  void keep(nb::object tensors) { (tensors_.is_valid() ? others_ : tensors_) = std::move(tensors); }
 
   std::optional<TensorView> one(nb::handle tensor) {
     const std::optional<TensorView> view = dense_view(tensor);
@@ -65,15 +59,19 @@ class TensorReader {
     parts.reserve(ranks_);
     if (listed) {
       if (!PyList_CheckExact(tensors.ptr()) && !PyTuple_CheckExact(tensors.ptr())) return false;
-      if (nb::len(tensors) != ranks_) return false;
+      // Another thread may change the list.
+      nb::object all = nb::steal(PySequence_Tuple(tensors.ptr()));
+      if (!all.is_valid()) throw nb::python_error();
+      if (nb::len(all) != ranks_) return false;
       for (std::size_t r = 0; r < ranks_; ++r) {
-        const nb::object tensor = tensors[r];  // held: another thread may take it out of the list
-        const std::optional<TensorView> view = one(tensor);
+        const std::optional<TensorView> view = one(PyTuple_GetItem(all.ptr(), static_cast<Py_ssize_t>(r)));
         if (!view) return false;
         parts.push_back({view->data, view->count * size_of(dtype_)});
       }
+      keep(std::move(all));
       return true;
     }
+    keep(nb::borrow(tensors));
     const std::optional<TensorView> view = one(tensors);
     if (!view || (by_rows ? view->rows : view->count) % ranks_ != 0) return false;
     const std::size_t bytes = view->count / ranks_ * size_of(dtype_);
@@ -86,6 +84,8 @@ class TensorReader {
   DType dtype_ = DType::uint8;
   bool seen_ = false;
   std::size_t bytes_ = 0;
+  nb::object tensors_;
+  nb::object others_;
 };
 
 bool all_of_size(const std::vector<Part>& parts, std::size_t bytes) {
@@ -116,6 +116,7 @@ bool read(Request& request, TensorReader& reader, std::size_t me, bool is_root, 
   const auto take = [&](nb::handle tensor, auto*& address) {
     const std::optional<TensorView> view = reader.one(tensor);
     if (!view) return false;
+    reader.keep(nb::borrow(tensor));
     address = view->data;
     request.count = view->count;
     return true;
@@ -178,6 +179,7 @@ std::optional<FastRequest> fast_request(int rank, int size, std::uint8_t opcode,
     if (request.reduction.op == ReduceOp::avg) request.reduction.factor = size;
   }
   fast->bytes = reader.bytes();
+  fast->tensors = std::move(reader).kept();
   return fast;
 }
 
@@ -188,15 +190,18 @@ bool fast_collective(OwnedGroup& owned, std::uint8_t opcode, nb::handle output, 
       fast_request(group.rank(), group.size(), opcode, output, input, op, root, listed);
   if (!fast) return false;
   PythonInterrupt interrupt(release_for(fast->bytes));
-  return group.run(fast->request, group.timeout(), &interrupt);
+  group.run(fast->request, group.timeout(), &interrupt);
+  return true;
 }
 
-std::shared_ptr<Task> fast_collective_async(OwnedGroup& owned, std::uint8_t opcode, nb::handle output,
-                                            nb::handle input, std::uint8_t op, nb::handle root, bool listed) {
+nb::object fast_collective_async(OwnedGroup& owned, std::uint8_t opcode, nb::handle output, nb::handle input,
+                                 std::uint8_t op, nb::handle root, bool listed) {
   Group& group = usable(owned);
   std::optional<FastRequest> fast =
       fast_request(group.rank(), group.size(), opcode, output, input, op, root, listed);
-  return fast ? group.enqueue(std::move(fast->request), group.timeout(), call_site()) : nullptr;
+  if (!fast) return nb::none();
+  return nb::cast(HostTask(group.enqueue(std::move(fast->request), group.timeout(),
+                                         owner_of(std::move(fast->tensors)), call_site())));
 }
 
 nb::object fast_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::handle peer, nb::handle tag,
@@ -211,24 +216,34 @@ nb::object fast_message(OwnedGroup& owned, bool sends, nb::handle tensor, nb::ha
                           .tag = static_cast<std::uint32_t>(*checked_tag),
                           .dtype = view->dtype,
                           .bytes = view->count * size_of(view->dtype)};
-  if (sends ? group.send_at_once(envelope, view->data)
-            : waits && group.receive_at_once(envelope, view->data)) {
-    return nb::bool_(true);
-  }
-  std::shared_ptr<Transfer> transfer;
-  {
-    PythonInterrupt interrupt(release_for(envelope.bytes));
-    ShortWait short_wait(interrupt);
-    Interrupt* caller = waits ? &short_wait : nullptr;
-    transfer = sends ? group.send(envelope, view->data, group.timeout(), caller)
-                     : group.receive(envelope, view->data, group.timeout(), caller);
-    for (int i = 0; !waits && i < kMessageSpins && !transfer->finished(); ++i) {
-      relax_processor();
-      transfer->poll();
+  nb::object posted;
+  if (sends ? !group.send_at_once(envelope, view->data)
+            : !waits || !group.receive_at_once(envelope, view->data)) {
+    Owner owner = waits ? Owner() : owner_of(nb::borrow(tensor));
+    std::shared_ptr<Transfer> transfer;
+    {
+      PythonInterrupt interrupt(release_for(envelope.bytes));
+      Interrupt* caller = waits ? &interrupt : nullptr;
+      transfer = sends ? group.send(envelope, view->data, group.timeout(), std::move(owner), caller)
+                       : group.receive(envelope, view->data, group.timeout(), std::move(owner), caller);
+      for (int i = 0; !waits && i < kMessageSpins && !transfer->finished(); ++i) {
+        relax_processor();
+        transfer->poll();
+      }
     }
+    if (!waits) posted = nb::cast(HostTask(transfer));
+    if (waits && transfer->error() != nullptr) throw Error(*transfer->error());
   }
-  if (!transfer->finished()) return nb::cast(std::shared_ptr<Task>(std::move(transfer)));
-  if (transfer->error() != nullptr) throw Error(*transfer->error());
+  // A signal handler that raised right behind this call would take the message with it.
+  if (PyErr_CheckSignals() != 0) {
+    if (posted.is_valid()) {
+      nb::cast<const HostTask&>(posted).undo();
+    } else if (!sends) {
+      group.put_back(envelope, view->data);
+    }
+    throw nb::python_error();
+  }
+  if (posted.is_valid()) return posted;
   return nb::bool_(true);
 }
 

@@ -19,7 +19,8 @@ namespace collectives {
 
 struct FastRequest {
   Request request;
-  std::size_t bytes = 0;  // of all its tensors
+  std::size_t bytes = 0;     // of all its tensors
+  nanobind::object tensors;  // all of them, whatever becomes of the lists
 };
 
 // The request of a rank in a group of `size` for the arguments of `fast_collective`; nothing where the call
@@ -28,20 +29,21 @@ std::optional<FastRequest> fast_request(int rank, int size, std::uint8_t opcode,
                                         nanobind::handle input, std::uint8_t op, nanobind::handle root,
                                         bool listed);
 
-// Runs a collective and returns true; returns false, with nothing done, where the call does not qualify or
-// the group is busy. `output` and `input` are what the user function takes under these names; a tensor that
+// Runs a collective and returns true; returns false, with nothing done, where the call does not qualify.
+// `output` and `input` are what the user function takes under these names; a tensor that
 // is both is the output. With `listed` the larger of the two is a list of a tensor for each rank, else one
 // tensor.
 bool fast_collective(OwnedGroup& owned, std::uint8_t opcode, nanobind::handle output, nanobind::handle input,
                      std::uint8_t op, nanobind::handle root, bool listed);
 
-// The same for an asynchronous call: queues it and returns its task, or null. The caller keeps the tensors.
-std::shared_ptr<Task> fast_collective_async(OwnedGroup& owned, std::uint8_t opcode, nanobind::handle output,
-                                            nanobind::handle input, std::uint8_t op, nanobind::handle root,
-                                            bool listed);
+// The same for an asynchronous call: queues it and returns its task, which keeps the tensors, or None.
+nanobind::object fast_collective_async(OwnedGroup& owned, std::uint8_t opcode, nanobind::handle output,
+                                       nanobind::handle input, std::uint8_t op, nanobind::handle root,
+                                       bool listed);
 
-// Posts a message or a receive: returns None where the call does not qualify; true where the message has left
-// or arrived at once, or with `waits` soon; else the transfer, whose tensor the caller must keep.
+// Sends or receives a message: returns None where the call does not qualify; true where it has waited for the
+// message, or a message has left at once; else the transfer, which keeps the tensor. Where it throws, nothing
+// of the message is under way that touches the tensor, and no message has been taken.
 nanobind::object fast_message(OwnedGroup& owned, bool sends, nanobind::handle tensor, nanobind::handle peer,
                               nanobind::handle tag, bool waits);
 

@@ -1,4 +1,4 @@
-// The host group: addresses are plain numbers, and the callers keep the memory alive.
+// The host group: addresses are plain numbers, and `owner` is what their memory belongs to.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -22,6 +22,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/errors.hpp"
 #include "bindings/fast_path.hpp"
+#include "bindings/host_task.hpp"
 #include "bindings/interrupt.hpp"
 #include "bindings/operation_record.hpp"
 #include "bindings/owned_group.hpp"
@@ -38,11 +39,6 @@ using Address = std::uintptr_t;
 // Address and number of elements of each rank's part.
 using Parts = std::vector<std::pair<Address, std::size_t>>;
 
-Nanoseconds deadline_in(double seconds) {
-  constexpr double kLongest = 1e9;  // a lifetime
-  return deadline_after(static_cast<Nanoseconds>(std::fmin(std::fmax(seconds, 0.0), kLongest) * 1e9));
-}
-
 std::vector<Part> parts_from(const Parts& parts, DType dtype) {
   std::vector<Part> result;
   result.reserve(parts.size());
@@ -51,20 +47,11 @@ std::vector<Part> parts_from(const Parts& parts, DType dtype) {
   return result;
 }
 
-// Runs a request now where `wait` allows it and the group is idle, and returns null; else queues it and
-// returns its task.
-std::shared_ptr<Task> issue(OwnedGroup& owned, Request request, std::size_t bytes, Nanoseconds timeout,
-                            bool wait) {
+// With `wait` runs the operation and returns None; else queues it and returns its task.
+nb::object collective(OwnedGroup& owned, std::uint8_t opcode, Address data, Address input, std::size_t count,
+                      std::uint8_t dtype, std::uint8_t op, double factor, int root, const Parts& outputs,
+                      const Parts& inputs, Nanoseconds timeout, bool wait, nb::object owner) {
   Group& group = usable(owned);
-  PythonInterrupt interrupt(release_for(wait ? bytes : 0));
-  if (wait && group.run(request, timeout, &interrupt)) return nullptr;
-  return group.enqueue(std::move(request), timeout, call_site());
-}
-
-std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t opcode, Address data, Address input,
-                                 std::size_t count, std::uint8_t dtype, std::uint8_t op, double factor,
-                                 int root, const Parts& outputs, const Parts& inputs, Nanoseconds timeout,
-                                 bool wait) {
   Request request;
   request.opcode = static_cast<Opcode>(opcode);
   request.reduction = {dtype_from(dtype), op_from(op), factor};
@@ -74,35 +61,27 @@ std::shared_ptr<Task> collective(OwnedGroup& group, std::uint8_t opcode, Address
   request.count = count;
   request.outputs = parts_from(outputs, request.reduction.dtype);
   request.inputs = parts_from(inputs, request.reduction.dtype);
+  if (!wait) {
+    return nb::cast(
+        HostTask(group.enqueue(std::move(request), timeout, owner_of(std::move(owner)), call_site())));
+  }
   std::size_t bytes = count * size_of(request.reduction.dtype);
   for (const Part& part : request.outputs) bytes += part.bytes;
   for (const Part& part : request.inputs) bytes += part.bytes;
-  return issue(group, std::move(request), bytes, timeout, wait);
+  PythonInterrupt interrupt(release_for(bytes));
+  group.run(request, timeout, &interrupt);
+  return nb::none();
 }
 
-std::shared_ptr<Task> send(OwnedGroup& group, Address data, std::size_t count, std::uint8_t dtype, int peer,
-                           std::uint32_t tag, Nanoseconds timeout) {
+HostTask message(OwnedGroup& owned, bool sends, Address data, std::size_t count, std::uint8_t dtype, int peer,
+                 std::uint32_t tag, Nanoseconds timeout, nb::object owner) {
+  Group& group = usable(owned);
   const DType checked = dtype_from(dtype);
   const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
+  Owner kept = owner_of(std::move(owner));
   const ReleasedLock released;
-  return usable(group).send(envelope, pointer_from(data), timeout);
-}
-
-std::shared_ptr<Task> receive(OwnedGroup& group, Address data, std::size_t count, std::uint8_t dtype,
-                              int peer, std::uint32_t tag, Nanoseconds timeout) {
-  const DType checked = dtype_from(dtype);
-  const Envelope envelope{.peer = peer, .tag = tag, .dtype = checked, .bytes = count * size_of(checked)};
-  const ReleasedLock released;
-  return usable(group).receive(envelope, pointer_from(data), timeout);
-}
-
-bool wait_for(Task& task, std::optional<double> seconds) {
-  if (task.finished()) return true;
-  if (task.inherited()) {
-    throw Error(ErrorKind::aborted, "this operation belongs to the parent of this forked process");
-  }
-  PythonInterrupt interrupt(PythonInterrupt::Release::now);
-  return task.wait(seconds ? deadline_in(*seconds) : kNever, &interrupt);
+  return HostTask(sends ? group.send(envelope, pointer_from(data), timeout, std::move(kept))
+                        : group.receive(envelope, pointer_from(data), timeout, std::move(kept)));
 }
 
 template <class Function>
@@ -292,27 +271,6 @@ void bind_bootstrap(nb::module_& module) {
           nb::arg("seconds"), nb::rv_policy::take_ownership);
 }
 
-void bind_task(nb::module_& module) {
-  nb::class_<Task>(module, "HostTask")
-      .def_prop_ro("id", &Task::id)
-      .def_prop_ro("source", &Task::source)
-      .def("finished", [](Task& task) { return task.finished(); })
-      .def("poll",
-           [](Task& task) {
-             if (!task.finished() && !task.inherited()) without_gil([&] { task.poll(); });
-             return task.finished();
-           })
-      .def("error",
-           [](const Task& task) -> nb::object {
-             return task.finished() && task.error() != nullptr ? exception_from(*task.error()) : nb::none();
-           })
-      .def("wait", wait_for, nb::arg("seconds").none())
-      .def("notify", &Task::notify);
-  module.def("pop_finished_tasks",
-             [] { return without_gil([] { return CompletionQueue::instance().pop(); }); });
-  module.def("close_finished_tasks", [] { CompletionQueue::instance().close(); });
-}
-
 void bind_group(nb::module_& module) {
   nb::class_<OwnedGroup>(module, "HostGroup")
       .def(
@@ -345,11 +303,9 @@ void bind_group(nb::module_& module) {
           nb::arg("timeout_ns"))
       .def("collective", collective, nb::arg("opcode"), nb::arg("data_ptr"), nb::arg("input_ptr"),
            nb::arg("count"), nb::arg("dtype_code"), nb::arg("op_code"), nb::arg("factor"), nb::arg("root"),
-           nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"))
-      .def("send", send, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
-           nb::arg("tag"), nb::arg("timeout_ns"))
-      .def("receive", receive, nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"), nb::arg("peer"),
-           nb::arg("tag"), nb::arg("timeout_ns"))
+           nb::arg("outputs"), nb::arg("inputs"), nb::arg("timeout_ns"), nb::arg("wait"), nb::arg("owner"))
+      .def("message", message, nb::arg("sends"), nb::arg("data_ptr"), nb::arg("count"), nb::arg("dtype_code"),
+           nb::arg("peer"), nb::arg("tag"), nb::arg("timeout_ns"), nb::arg("owner"))
       .def(
           "fail",
           [](OwnedGroup& group, nb::handle exception) {
@@ -371,10 +327,10 @@ void bind_group(nb::module_& module) {
           nb::arg("finish"))
       .def(
           "not_done",
-          [](OwnedGroup& group, const Task& task, double seconds) {
+          [](OwnedGroup& group, const HostTask& handle, double seconds) {
             Group& mine = usable(group);
             const auto waited = static_cast<Nanoseconds>(seconds * 1e9);
-            return exception_from(without_gil([&] { return mine.not_done(task, waited); }));
+            return exception_from(without_gil([&] { return mine.not_done(handle.task(), waited); }));
           },
           nb::arg("task"), nb::arg("seconds"))
       .def_prop_ro("tuning", [](OwnedGroup& group) { return values_of(group->tuning()); })

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "bindings/host_task.hpp"
 #include "bindings/interrupt.hpp"
 #include "common/error.hpp"
 #include "common/thread.hpp"
@@ -17,6 +18,7 @@ inline Group& usable(OwnedGroup& group) {
     throw Error(ErrorKind::aborted,
                 "this group belongs to the parent of this forked process; make a new group in the child");
   }
+  collect_owners();
   return *group.operator->();
 }
 

@@ -4,7 +4,11 @@
 #include <signal.h>
 
 #include <atomic>
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "common/error.hpp"
 
 namespace collectives {
 namespace {
@@ -25,9 +29,11 @@ void BackgroundThread::start(const char* name, std::function<void()> body) {
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     thread_ = new std::thread(std::move(body));
-  } catch (...) {
+  } catch (const std::system_error& error) {
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
+    throw Error(ErrorKind::resources,
+                "no thread could be started: " + std::string(error.what()) +
+                    "; raise the limit of processes of this user (ulimit -u) or of its container (pids.max)");
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   ::pthread_setname_np(thread_->native_handle(), name);

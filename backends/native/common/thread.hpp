@@ -40,7 +40,7 @@ class BackgroundThread {
   ~BackgroundThread() { join(); }
 
   bool started() const noexcept { return thread_ != nullptr; }
-  // `name` (at most 15 characters) is what tools show.
+  // `name` (at most 15 characters) is what tools show. Throws ErrorKind::resources.
   void start(const char* name, std::function<void()> body);
   // Waits for the body to return. In a forked child, where the thread does not exist, forgets it.
   void join() noexcept;

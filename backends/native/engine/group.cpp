@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include "algorithms/collective_context.hpp"
@@ -64,10 +63,6 @@ Group::Group(Membership membership, std::string label, Nanoseconds timeout,
   } catch (const Error& error) {
     context_->fail_to_join(error);
     throw;
-  } catch (const std::system_error& error) {  // of a thread that could not be started
-    const std::string text = std::string("no thread could be started: ") + error.what();
-    context_->fail_to_join(Error(ErrorKind::resources, text));
-    throw Error(ErrorKind::resources, text);
   }
 }
 
@@ -126,9 +121,11 @@ void Group::refuse() const {
   throw Error(ErrorKind::aborted, text + "; the first cause: " + failure->text, details_after(*failure));
 }
 
-bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
+void Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
   std::uint64_t idle = 0;
-  if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) return false;
+  if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_seq_cst)) {
+    return run_queued(request, timeout, interrupt);
+  }
   try {
     if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
       refuse();
@@ -139,7 +136,28 @@ bool Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
     throw;
   }
   finish_execution();
-  return true;
+}
+
+// Behind operations that are queued or running.
+void Group::run_queued(const Request& request, Nanoseconds timeout, Interrupt* interrupt) {
+  std::shared_ptr<const std::string> site;
+  if (interrupt != nullptr) {
+    site = std::make_shared<const std::string>(interrupt->site());
+    interrupt->blocks();
+  }
+  const std::shared_ptr<Task> task = enqueue(request, timeout, {}, std::move(site));
+  try {
+    task->wait(kNever, interrupt);
+  } catch (...) {
+    const ErrorDetails about{.rank = rank_, .operation = name_of(request.opcode)};
+    fail({ErrorKind::aborted,
+          "rank " + std::to_string(rank_) + " was interrupted in " +
+              describe(fingerprint_of(request), own_count_of(request)),
+          about});
+    task->wait(kNever, nullptr);  // whoever executes it leaves at once
+    throw;
+  }
+  if (task->error() != nullptr) throw Error(*task->error());
 }
 
 void Group::execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline,
@@ -198,9 +216,9 @@ void Group::finish_execution() {
   queue_changed_.notify_all();
 }
 
-std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
+std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout, Owner owner,
                                      std::shared_ptr<const std::string> site) {
-  auto task = std::make_shared<Task>(request.opcode);
+  auto task = std::make_shared<Task>(request.opcode, std::move(owner));
   bool idle = false;
   {
     std::unique_lock lock(mutex_);
@@ -209,7 +227,14 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
       lock.unlock();
       refuse();
     }
-    if (!thread_.started()) thread_.start("collectives", [this] { serve_queue(); });
+    if (!thread_.started()) {
+      try {
+        thread_.start("collectives", [this] { serve_queue(); });
+      } catch (const Error& error) {
+        throw Error(error.kind(), "[rank " + std::to_string(rank_) + "] " + label_ + ": " +
+                                      name_of(request.opcode) + " was not begun: " + error.message());
+      }
+    }
     queue_.push_back({task, std::move(request), timeout, deadline_after(timeout), std::move(site)});
     idle = pending_.fetch_add(1, std::memory_order_seq_cst) == 0;
     if (idle) queue_executes_ = true;
@@ -219,15 +244,15 @@ std::shared_ptr<Task> Group::enqueue(Request request, Nanoseconds timeout,
 }
 
 std::shared_ptr<Transfer> Group::send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
-                                      Interrupt* caller) {
+                                      Owner owner, Interrupt* caller) {
   if (closed_.load(std::memory_order_relaxed)) refuse();
-  return messenger_->send(envelope, data, timeout, caller);
+  return messenger_->send(envelope, data, timeout, std::move(owner), caller);
 }
 
 std::shared_ptr<Transfer> Group::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
-                                         Interrupt* caller) {
+                                         Owner owner, Interrupt* caller) {
   if (closed_.load(std::memory_order_relaxed)) refuse();
-  return messenger_->receive(envelope, data, timeout, caller);
+  return messenger_->receive(envelope, data, timeout, std::move(owner), caller);
 }
 
 bool Group::send_at_once(const Envelope& envelope, const std::byte* data) {

@@ -50,23 +50,23 @@ class Group {
   // Why the last attempt to connect failed; may be empty.
   std::string connection_error();
 
-  // Executes on the calling thread where the group is idle: returns when done, or throws. The request's
-  // memory is not touched afterwards. Returns false, with nothing done, where operations are queued or
-  // running.
-  bool run(const Request& request, Nanoseconds timeout, Interrupt* interrupt);
+  // Executes the operation, on the calling thread where the group is idle, and returns when it is done or has
+  // failed. The request's memory is not touched afterwards. An interruption breaks the group for all ranks.
+  void run(const Request& request, Nanoseconds timeout, Interrupt* interrupt);
 
-  // Queues the operation. Its memory must stay valid until the task is finished. `site` is the source line of
-  // the call, for reports.
-  std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout,
+  // Queues the operation. Its memory must stay valid until the task is finished, which the owner sees to.
+  // `site` is the source line of the call, for reports.
+  std::shared_ptr<Task> enqueue(Request request, Nanoseconds timeout, Owner owner = {},
                                 std::shared_ptr<const std::string> site = nullptr);
 
-  // Posts a message or a receive; see Messenger. They keep no order with the collectives.
+  // Messages and receives; see Messenger. They keep no order with the collectives.
   std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
-                                 Interrupt* caller = nullptr);
+                                 Owner owner = {}, Interrupt* caller = nullptr);
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
-                                    Interrupt* caller = nullptr);
+                                    Owner owner = {}, Interrupt* caller = nullptr);
   bool send_at_once(const Envelope& envelope, const std::byte* data);
   bool receive_at_once(const Envelope& envelope, std::byte* data);
+  void put_back(const Envelope& envelope, const std::byte* data) { messenger_->put_back(envelope, data); }
 
   // Breaks the group for all ranks, unless it is broken already. Blocks on nothing.
   void fail(const Error& error);
@@ -96,6 +96,7 @@ class Group {
     std::shared_ptr<const std::string> site;
   };
 
+  void run_queued(const Request& request, Nanoseconds timeout, Interrupt* interrupt);
   void execute_now(const Request& request, Nanoseconds timeout, Nanoseconds deadline, Interrupt* interrupt,
                    const std::string* site);
   void carry_out(const Request& request, const Call& call);

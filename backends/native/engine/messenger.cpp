@@ -32,10 +32,6 @@ constexpr std::size_t kStride = 64 << 10;
 // fast as this rank does not keep it for ever. A ring is no longer: one pump takes all that it holds.
 constexpr std::size_t kMostPerPump = 1 << 20;
 
-// How long a caller makes progress for its own transfer before the background thread is made ready to.
-// Signals wait that long too.
-constexpr Nanoseconds kCallerProgress = 20 * kMillisecond;
-
 std::size_t padding_of(std::uint64_t bytes) noexcept {
   return static_cast<std::size_t>((sizeof(Frame) - bytes % sizeof(Frame)) % sizeof(Frame));
 }
@@ -69,10 +65,10 @@ Messenger::Messenger(RankContext& context, ConnectionManager* connections,
 // ---- posting
 
 std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::byte* data,
-                                          Nanoseconds timeout, Interrupt* caller) {
+                                          Nanoseconds timeout, Owner owner, Interrupt* caller) {
   // The bytes of a send are only read; the type is shared with receives.
   auto transfer = std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::send, envelope,
-                                             const_cast<std::byte*>(data), timeout);
+                                             const_cast<std::byte*>(data), timeout, std::move(owner));
   Lock lock(mutex_);
   check_open();
   begin(*transfer);
@@ -87,9 +83,9 @@ std::shared_ptr<Transfer> Messenger::send(const Envelope& envelope, const std::b
 }
 
 std::shared_ptr<Transfer> Messenger::receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
-                                             Interrupt* caller) {
-  auto transfer =
-      std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::receive, envelope, data, timeout);
+                                             Owner owner, Interrupt* caller) {
+  auto transfer = std::make_shared<Transfer>(shared_from_this(), Transfer::Direction::receive, envelope, data,
+                                             timeout, std::move(owner));
   Lock lock(mutex_);
   check_open();
   begin(*transfer);
@@ -181,10 +177,23 @@ void Messenger::record_at_once(bool sends, const Envelope& envelope, Nanoseconds
 }
 
 void Messenger::start(Lock& lock, const TransferPointer& transfer, Interrupt* caller) {
-  context_->note_core();
-  pump();
-  if (caller != nullptr && !transfer->finished()) wait(lock, *transfer, now_ns() + kCallerProgress, caller);
-  if (transfer->finished() || background_awake_) return;
+  try {
+    context_->note_core();
+    pump();
+    if (transfer->finished()) return;
+    if (caller != nullptr) {
+      wait(lock, *transfer, kNever, caller);
+    } else {
+      wake_background();
+    }
+  } catch (...) {
+    take_back(transfer, "taken back, as its call was interrupted");
+    throw;
+  }
+}
+
+void Messenger::wake_background() {
+  if (background_awake_) return;
   if (!thread_.started()) thread_.start("collectives-p2p", [this] { run_background(); });
   background_awake_ = true;
   thread_wakes_.notify_one();
@@ -386,7 +395,9 @@ void Messenger::complete(const std::shared_ptr<Message>& message) { finish(messa
 
 void Messenger::finish(const TransferPointer& transfer, std::optional<Error> error) {
   // First, so that whoever finds the transfer finished finds it so in the record.
-  if (error) {
+  if (error && error->kind() == ErrorKind::interrupted) {
+    record_->messages.give_up(transfer->ticket_, now_ns(), error->message());
+  } else if (error) {
     record_->messages.fail(transfer->ticket_, now_ns(), with_class(*error));
   } else {
     record_->messages.end(transfer->ticket_, now_ns());

@@ -38,13 +38,14 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
-  // The memory must stay valid until the transfer is finished. Throws where the group is broken. A `caller`
-  // has nothing to do before that: it makes progress for up to kCallerProgress, which saves waking the
-  // background thread. Its hook's `requested` is to be false.
+  // The memory must stay valid until the transfer is finished, which the owner sees to. Throws where the
+  // group is broken. With a `caller` it is finished at the return. Where they throw, whatever for, nothing
+  // touches the memory any more: a receive has taken no message, and a send has not begun or goes on from a
+  // copy.
   std::shared_ptr<Transfer> send(const Envelope& envelope, const std::byte* data, Nanoseconds timeout,
-                                 Interrupt* caller = nullptr);
+                                 Owner owner = {}, Interrupt* caller = nullptr);
   std::shared_ptr<Transfer> receive(const Envelope& envelope, std::byte* data, Nanoseconds timeout,
-                                    Interrupt* caller = nullptr);
+                                    Owner owner = {}, Interrupt* caller = nullptr);
 
   // The same without a transfer, for a short message of a rank on this machine that leaves at once, or has
   // come within a few turns. Where they return false nothing has happened: call `send` or `receive`. The time
@@ -52,9 +53,18 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   bool send_at_once(const Envelope& envelope, const std::byte* data, Nanoseconds timeout);
   bool receive_at_once(const Envelope& envelope, std::byte* data, Nanoseconds timeout);
 
-  // See Task.
+  // For callers that raise after they have got a message: the next receive of its sender and tag gets it.
+  void put_back(const Envelope& envelope, const std::byte* data);
+
+  // See Task. A wait that is interrupted suspends the transfer: nothing touches its memory, and later ones
+  // get its turn, until somebody waits for it or polls it again. For `send` and `recv` may be made of `isend`
+  // and `irecv` and a wait, and nobody asks for the transfer again then. One that others are waiting for, or
+  // that has been overtaken, goes on.
   bool wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
-  void poll();
+  void poll(Transfer& transfer);
+  void rest(Transfer& transfer);
+  void undo(Transfer& transfer);
+  void abandon(Transfer& transfer);
 
   // Waits until all sends have left and all messages that began to come have come; gives up receives that
   // nothing came for.
@@ -76,6 +86,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
     std::unique_ptr<std::byte[]> memory;  // of an unexpected message
     TransferPointer receiver;             // once attached; neither memory nor receiver: dropped
   };
+  static std::shared_ptr<Message> message_of(const Envelope& envelope);
   struct Incoming {
     std::unique_ptr<Inbox> box;
     Nanoseconds departed = 0;          // when the sender was first seen to have left
@@ -91,6 +102,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void begin(Transfer& transfer);
   void record_at_once(bool sends, const Envelope& envelope, Nanoseconds timeout);
   void start(Lock& lock, const TransferPointer& transfer, Interrupt* caller);
+  void wake_background();
   static void write_frame(Outbox& box, const Envelope& envelope);
   bool pump();
   bool pump_out(Outgoing& outgoing);
@@ -104,6 +116,12 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void complete(const std::shared_ptr<Message>& message);
   void finish(const TransferPointer& transfer, std::optional<Error> error);
   void withdraw(Transfer& transfer);
+  bool detach(Transfer& transfer);
+  void give_back(const Transfer& transfer);
+  void take_back(const TransferPointer& transfer, const char* why);
+  void suspend(Transfer& transfer);
+  void resume(Transfer& transfer);
+  bool overtaken(const Transfer& transfer) const;
   bool wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt);
   void run_progress(Lock& lock, const std::function<bool()>& done, Nanoseconds deadline,
                     Interrupt* interrupt);
@@ -114,6 +132,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   void check_connections(const Transfer& transfer, int rank) const;
   void fail_timed_out(const TransferPointer& transfer);
   std::optional<std::uint64_t> requeue(const Transfer& transfer);
+  void offer(const std::shared_ptr<Message>& message, const std::byte* data);
   void fail_all(const Error& error);
   Nanoseconds nearest_deadline() const;
   void run_background();

@@ -38,6 +38,70 @@ void Messenger::withdraw(Transfer& transfer) {
   }
 }
 
+// Lets the transfer touch its memory no more. Returns false where it goes on without: a message that has
+// begun to leave.
+bool Messenger::detach(Transfer& transfer) {
+  if (transfer.direction() == Transfer::Direction::receive) {
+    requeue(transfer);
+  } else if (transfer.begun_) {
+    try {
+      if (transfer.rest_) return false;
+      const std::uint64_t bytes = transfer.envelope().bytes;
+      transfer.rest_ = std::make_unique_for_overwrite<std::byte[]>(bytes);  // what has left takes no memory
+      collectives::copy(transfer.rest_.get() + transfer.moved_, transfer.data_ + transfer.moved_,
+                        bytes - transfer.moved_);
+      transfer.data_ = transfer.rest_.get();
+      return false;
+    } catch (const std::bad_alloc&) {
+      context_->abort("rank " + std::to_string(rank_) + " has no memory for the rest of a message of " +
+                      std::to_string(transfer.envelope().bytes) + " bytes whose sender was interrupted");
+    }
+  }
+  withdraw(transfer);
+  return true;
+}
+
+// Ends a transfer whose caller gets an exception instead.
+void Messenger::take_back(const TransferPointer& transfer, const char* why) {
+  if (transfer->finished()) return give_back(*transfer);
+  if (detach(*transfer)) return finish(transfer, Error(ErrorKind::interrupted, why));
+  try {
+    wake_background();
+  } catch (const Error&) {  // no thread: later calls help it on, the last of them when the group is shut down
+  }
+}
+
+// One that has come whole.
+std::shared_ptr<Messenger::Message> Messenger::message_of(const Envelope& envelope) {
+  return std::make_shared<Message>(
+      Message{envelope.peer, envelope.tag, envelope.dtype, envelope.bytes, envelope.bytes, {}, {}});
+}
+
+// The message of a finished receive, if it has got one.
+void Messenger::give_back(const Transfer& transfer) {
+  if (transfer.direction() == Transfer::Direction::send || transfer.error() != nullptr) return;
+  Envelope envelope = transfer.envelope();
+  envelope.peer = transfer.source_;
+  offer(message_of(envelope), transfer.data_);
+}
+
+void Messenger::undo(Transfer& transfer) {
+  const Lock lock(mutex_);
+  take_back(transfer.shared_from_this(), "taken back, as its call was interrupted");
+}
+
+void Messenger::abandon(Transfer& transfer) {
+  const Lock lock(mutex_);
+  if (transfer.finished() || (transfer.direction() == Transfer::Direction::send && !transfer.suspended_))
+    return;
+  take_back(transfer.shared_from_this(), "taken back, as nobody can ask for it any more");
+}
+
+void Messenger::put_back(const Envelope& envelope, const std::byte* data) {
+  const Lock lock(mutex_);
+  offer(message_of(envelope), data);
+}
+
 void Messenger::fail_all(const Error& error) {
   posted_.clear();
   for (Outgoing& outgoing : outgoing_) outgoing.queue.clear();
@@ -169,14 +233,69 @@ std::optional<std::uint64_t> Messenger::requeue(const Transfer& transfer) {
   const std::shared_ptr<Message> message = found->current;
   message->receiver.reset();
   const std::uint64_t come = message->received;
-  if (!buffer_unexpected(*message)) return come;
-  collectives::copy(message->memory.get(), transfer.data_, come);
-  unexpected_.push_back(message);  // nothing later of its sender has been opened
+  offer(message, transfer.data_);
+  return come;
+}
+
+// Keeps what has come of a message, the oldest of its sender, for the next receive.
+void Messenger::offer(const std::shared_ptr<Message>& message, const std::byte* data) {
+  if (context_ == nullptr || closing_ || !buffer_unexpected(*message)) return;
+  collectives::copy(message->memory.get(), data, message->received);
+  unexpected_.push_front(message);
   const auto next = std::find_if(posted_.begin(), posted_.end(), [&](const TransferPointer& other) {
     return wants(other->envelope(), *message);
   });
   if (next != posted_.end()) match_unexpected(TransferPointer(*next));
-  return come;
+}
+
+// ---- suspending
+
+// Whether a later one has been issued that would change places with it.
+bool Messenger::overtaken(const Transfer& transfer) const {
+  const Envelope& mine = transfer.envelope();
+  if (transfer.direction() == Transfer::Direction::send) {
+    const std::deque<TransferPointer>& queue = outgoing_[static_cast<std::size_t>(mine.peer)].queue;
+    return !transfer.begun_ && !queue.empty() && queue.back().get() != &transfer;
+  }
+  return std::any_of(posted_.begin(), posted_.end(), [&](const TransferPointer& other) {
+    const Envelope& theirs = other->envelope();
+    return other->ticket_.index > transfer.ticket_.index && theirs.tag == mine.tag &&
+           (theirs.peer == mine.peer || theirs.peer == kAnyRank || mine.peer == kAnyRank);
+  });
+}
+
+void Messenger::suspend(Transfer& transfer) {
+  if (transfer.waiters_ > 1 || transfer.notifies() || overtaken(transfer)) return;
+  if (!transfer.finished()) {
+    transfer.suspended_ = detach(transfer);
+  } else if (transfer.direction() == Transfer::Direction::receive && transfer.error() == nullptr &&
+             transfer.unfinish()) {
+    transfer.suspended_ = true;
+    begin(transfer);
+    outstanding_.push_back(transfer.shared_from_this());
+    give_back(transfer);
+  }
+}
+
+void Messenger::rest(Transfer& transfer) {
+  const Lock lock(mutex_);
+  if (context_ != nullptr && !closing_) suspend(transfer);
+}
+
+void Messenger::resume(Transfer& transfer) {
+  if (!transfer.suspended_) return;
+  transfer.suspended_ = false;
+  if (transfer.finished()) return;
+  const TransferPointer self = transfer.shared_from_this();
+  if (transfer.direction() == Transfer::Direction::send) {
+    outgoing_[static_cast<std::size_t>(transfer.envelope().peer)].queue.push_back(self);
+    return;
+  }
+  const auto later = std::find_if(posted_.begin(), posted_.end(), [&](const TransferPointer& other) {
+    return other->ticket_.index > transfer.ticket_.index;
+  });
+  posted_.insert(later, self);
+  match_unexpected(self);
 }
 
 // ---- waiting
@@ -187,14 +306,25 @@ Nanoseconds Messenger::nearest_deadline() const {
   return nearest;
 }
 
-void Messenger::poll() {
+void Messenger::poll(Transfer& transfer) {
   const Lock lock(mutex_);
+  resume(transfer);
   if (context_ != nullptr && !closing_) pump();
 }
 
 bool Messenger::wait(Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
   Lock lock(mutex_);
-  return wait(lock, transfer, deadline, interrupt);
+  resume(transfer);
+  ++transfer.waiters_;
+  try {
+    const bool finished = wait(lock, transfer, deadline, interrupt);
+    --transfer.waiters_;
+    return finished;
+  } catch (...) {
+    suspend(transfer);
+    --transfer.waiters_;
+    throw;
+  }
 }
 
 bool Messenger::wait(Lock& lock, Transfer& transfer, Nanoseconds deadline, Interrupt* interrupt) {
@@ -378,7 +508,7 @@ void Messenger::run_background() {
 void Messenger::flush() {
   Lock lock(mutex_);
   const auto receives_nothing = [&](const TransferPointer& transfer) {
-    return std::find(posted_.begin(), posted_.end(), transfer) != posted_.end();
+    return transfer->suspended_ || std::find(posted_.begin(), posted_.end(), transfer) != posted_.end();
   };
   ++waiters_;
   while (context_ != nullptr && !closing_) {

@@ -131,15 +131,24 @@ void OperationRing::end(const RecordTicket& ticket, Nanoseconds now) noexcept { 
 
 void OperationRing::fail(const RecordTicket& ticket, Nanoseconds now, const std::string& error) noexcept {
   add(counters_[ticket.kind].errors, std::uint64_t{1});
+  note_error(ticket, error, true);
+  finish(ticket, now, true);
+}
+
+void OperationRing::give_up(const RecordTicket& ticket, Nanoseconds now, const std::string& why) noexcept {
+  note_error(ticket, why, false);
+  finish(ticket, now, true);
+}
+
+void OperationRing::note_error(const RecordTicket& ticket, const std::string& error, bool fails) noexcept {
   try {
     const std::lock_guard lock(errors_mutex_);
-    if (first_error_.empty()) first_error_ = error;
+    if (fails && first_error_.empty()) first_error_ = error;
     const std::uint64_t begun = begun_.load(std::memory_order_relaxed);
     errors_.erase(errors_.begin(), errors_.lower_bound(begun - std::min<std::uint64_t>(begun, capacity_)));
     if (holds(ticket)) errors_.insert_or_assign(ticket.index, error);
   } catch (const std::exception&) {  // no memory: it failed all the same
   }
-  finish(ticket, now, true);
 }
 
 bool OperationRing::read(const Entry& entry, std::uint64_t index, RecordedOperation& operation) const {

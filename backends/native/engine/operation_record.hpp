@@ -89,6 +89,8 @@ class OperationRing {
   void note_site(const RecordTicket& ticket, const std::string& site) noexcept;
   void end(const RecordTicket& ticket, Nanoseconds now) noexcept;
   void fail(const RecordTicket& ticket, Nanoseconds now, const std::string& error) noexcept;
+  // One that its issuer has given up, which is no failure of the group.
+  void give_up(const RecordTicket& ticket, Nanoseconds now, const std::string& why) noexcept;
 
   // ---- for readers
   // The last ones, in the order in which they began.
@@ -130,6 +132,7 @@ class OperationRing {
   void finish(const RecordTicket& ticket, Nanoseconds now, bool failed) noexcept;
   bool holds(const RecordTicket& ticket) const noexcept;
   std::string error_of(std::uint64_t index) const;
+  void note_error(const RecordTicket& ticket, const std::string& error, bool fails) noexcept;
 
   const std::size_t capacity_;
   const std::unique_ptr<Entry[]> entries_;

@@ -50,7 +50,7 @@ void CompletionQueue::close() {
   changed_.notify_all();
 }
 
-Task::Task(Opcode opcode) : id_(next_id()), opcode_(opcode) {}
+Task::Task(Opcode opcode, Owner owner) : id_(next_id()), opcode_(opcode), owner_(std::move(owner)) {}
 
 std::string Task::describe() const {
   const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed);
@@ -86,6 +86,27 @@ bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
     }
   }
   return true;
+}
+
+bool Task::mark_observed() noexcept {
+  std::uint32_t state = state_.load(std::memory_order_acquire);
+  // Acquire-release: whoever would undo it comes before, or finds the flag.
+  if ((state & (kFinished | kObserved)) == kFinished) {
+    state = state_.fetch_or(kObserved, std::memory_order_acq_rel);
+  }
+  return (state & kFinished) != 0;
+}
+
+bool Task::unfinish() noexcept {
+  std::uint32_t state = state_.load(std::memory_order_relaxed);
+  while ((state & (kFinished | kObserved | kNotify)) == kFinished) {
+    // Acquire-release, for the same reason.
+    if (state_.compare_exchange_weak(state, state & ~kFinished, std::memory_order_acq_rel,
+                                     std::memory_order_relaxed)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool Task::notify() { return (state_.fetch_or(kNotify, std::memory_order_acq_rel) & kFinished) == 0; }

@@ -15,6 +15,7 @@
 #include "common/error.hpp"
 #include "common/opcode.hpp"
 #include "common/thread.hpp"
+#include "engine/owner.hpp"
 #include "state/rank_context.hpp"
 
 namespace collectives {
@@ -42,7 +43,7 @@ class CompletionQueue {
 // Pending, then done or failed. Thread safe.
 class Task {
  public:
-  explicit Task(Opcode opcode);
+  explicit Task(Opcode opcode, Owner owner = {});
   virtual ~Task() = default;
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
@@ -52,6 +53,8 @@ class Task {
 
   // Acquire: where it is true, the outputs are readable.
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
+  // The same for whoever has issued it, which cannot be undone afterwards.
+  virtual bool observe() noexcept { return finished(); }
   // The error of a failed task, or null. Only for a finished task.
   const Error* error() const noexcept { return error_ ? &*error_ : nullptr; }
   // "all_reduce number 7".
@@ -63,25 +66,46 @@ class Task {
   // Sender of a finished receive, else -1.
   virtual int source() const noexcept { return -1; }
 
+  // What its memory belongs to, for a thread that can let go of it at once; null where somebody has taken it.
+  // Only of a finished task.
+  void* take_owner() noexcept { return owner_.take(); }
+
   // Helps it on where that is possible from the calling thread; does not block.
   virtual void poll() {}
 
+  // For a caller of `wait` that raises, though that has returned true, or was about to be called: as where it
+  // is interrupted.
+  virtual void rest() {}
+  // The same for a caller that has given it to nobody.
+  virtual void undo() {}
+  // Nobody will ask for it any more. It goes on, as peers count on it, but for a receive and what rests.
+  virtual void abandon() {}
+
   // Blocks until it is finished or the deadline passed; returns whether it is finished. Throws
-  // ErrorKind::interrupted, after which the task still goes on, where the hook asks for it.
+  // ErrorKind::interrupted where the hook asks for it; a collective goes on then, a transfer as Messenger
+  // says.
   virtual bool wait(Nanoseconds deadline, Interrupt* interrupt);
 
   // Asks for its number in the completion queue. Returns false where it is finished already, and nothing will
   // come.
   bool notify();
+  // Whether somebody has.
+  bool notifies() const noexcept { return (state_.load(std::memory_order_relaxed) & kNotify) != 0; }
 
   // Both once, by whoever executes it. `sequence`: its number among the collectives of the group.
   void begin(std::uint64_t sequence) noexcept { sequence_.store(sequence, std::memory_order_relaxed); }
   void finish(std::optional<Error> error);
 
+ protected:
+  bool mark_observed() noexcept;
+  // Returns false where somebody has observed that it is finished, or will.
+  bool unfinish() noexcept;
+
  private:
   static constexpr std::uint32_t kFinished = 1;
   static constexpr std::uint32_t kNotify = 2;
   static constexpr std::uint32_t kWaited = 4;
+  static constexpr std::uint32_t kObserved = 8;
 
   const std::uint64_t id_;
   const Opcode opcode_;
@@ -91,6 +115,7 @@ class Task {
   // was asked for before; whoever asks does so with acquire-release, and finds it finished otherwise.
   std::atomic<std::uint32_t> state_{0};
   std::optional<Error> error_;
+  Owner owner_;
 };
 
 }  // namespace collectives

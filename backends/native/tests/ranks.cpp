@@ -126,7 +126,7 @@ Groups machine_ranks(const Machines& machines, bool connected,
 }
 
 void Rank::run(Request request) {
-  if (++runs_ % 2 == 0 && group_.run(request, kLimit, nullptr)) return;
+  if (++runs_ % 2 == 0) return group_.run(request, kLimit, nullptr);
   const auto task = group_.enqueue(std::move(request), kLimit);
   CHECK(task->wait(kNever, nullptr));
   if (task->error() != nullptr) throw *task->error();

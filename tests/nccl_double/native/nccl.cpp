@@ -114,7 +114,8 @@ int read_config(const Config* given, Config& config) {
       !within(merged.maxP2pPeers, 1, INT_MAX) || !within(merged.graphStreamOrdering, 0, 1)) {
     return fail(kInvalidArgument, "the configuration has an invalid attribute value");
   }
-  if (merged.graphStreamOrdering == 0 && (merged.graphUsageMode == 2 || merged.graphUsageMode == kUndefined)) {
+  if (merged.graphStreamOrdering == 0 &&
+      (merged.graphUsageMode == 2 || merged.graphUsageMode == kUndefined)) {
     merged.graphStreamOrdering = 1;
   }
   // Of this text NCCL has a copy of its own; that of commName stays the caller's.

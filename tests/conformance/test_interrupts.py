@@ -1,0 +1,278 @@
+"""Signal handlers that raise within operations: Ctrl-C, alarms, torchelastic's and pytest-timeout's signals.
+
+A blocking call that raises has nothing under way that touches its tensors, and a receive that raises has
+taken no message. What an asynchronous call has begun keeps its tensors until it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import current_store, run_world
+from torch_world import run_torch
+
+USED, FREED, SENT = 1.0, 7.0, 3.0
+"""What tensors hold that are given to operations, those made after they are gone, and those of the peer."""
+
+SMALL, LARGE = 1000, 2_000_000
+
+
+class AlarmError(Exception):
+    """What the handler of the signal raises."""
+
+
+def ring(*_: object) -> None:
+    raise AlarmError
+
+
+@contextlib.contextmanager
+def alarms() -> Iterator[None]:
+    """Lets SIGALRM raise."""
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def filled(count: int, value: float) -> torch.Tensor:
+    return torch.full((count,), value)
+
+
+def decoys(count: int) -> list[torch.Tensor]:
+    """Returns tensors that lie where those of the same size have just been freed."""
+    gc.collect()
+    return [filled(count, FREED) for _ in range(8)]
+
+
+def untouched(tensors: list[torch.Tensor]) -> bool:
+    return all(bool((tensor == FREED).all()) for tensor in tensors)
+
+
+def run(layer: str, body: Any, *args: Any, backend: str = "host", **options: Any) -> None:
+    """Runs a body on two ranks of a world of ``collectives`` or of ``torch.distributed``."""
+    options = {"isolated": True, **options}
+    if layer == "torch.distributed":
+        name = {"host": "collectives"}.get(backend, f"collectives_{backend}")
+        run_torch(body, 2, layer, *args, backend=name, **options)
+    else:
+        run_world(body, 2, layer, *args, backend=backend, **options)
+
+
+layers = pytest.mark.parametrize("layer", ["collectives", "torch.distributed"])
+
+
+# ---- blocking messages -----------------------------------------------------------------------------------
+
+
+def receive(rank: int, size: int, layer: str, count: int, turns: int) -> None:
+    """An alarm ends a receive before the sender begins; the next receive gets the message."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    others: list[torch.Tensor] = []
+    for turn in range(turns):
+        if rank == 0:
+            store.wait([f"{turn} interrupted"])
+            dist.send(filled(count, SENT + turn), 1)
+            continue
+        with alarms():
+            given = filled(count, USED)
+            signal.setitimer(signal.ITIMER_REAL, (0.004, 0.04)[turn % 2])
+            with pytest.raises(AlarmError):
+                dist.recv(given, 0)
+        del given
+        others += decoys(count)
+        store.set(f"{turn} interrupted", "x")
+        got = filled(count, USED)
+        dist.recv(got, 0)
+        assert got.eq(SENT + turn).all(), turn
+    assert untouched(others)
+
+
+@layers
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_an_interrupted_receive_takes_no_message(layer: str, count: int, placement: str) -> None:
+    run(layer, receive, count, 6, placement=placement)
+
+
+def receive_of_a_part(rank: int, size: int, layer: str, turns: int) -> None:
+    """An alarm ends a receive while its message comes; the next receive gets the whole of it."""
+    dist = importlib.import_module(layer)
+    recv = inspect.unwrap(dist.recv)  # the alarm may come in torch's decorator, when all is done
+    times = random.Random(1)
+    interrupted = 0
+    given, got = torch.empty(LARGE), torch.empty(LARGE)
+    for turn in range(turns):
+        if rank == 0:
+            for part in range(2):
+                dist.send(filled(LARGE, SENT + 2 * turn + part), 1)
+        else:
+            received = 0
+            with alarms():
+                while received < 2:
+                    given.fill_(USED)
+                    done = False
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, times.uniform(1e-5, 6e-3))
+                        recv(given, 0)
+                        done = True
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except AlarmError:
+                        interrupted += 1
+                        if interrupted % 2 and not done:
+                            given.fill_(FREED)
+                            dist.recv(got, 0)
+                            assert given.eq(FREED).all(), turn
+                            assert got.eq(SENT + 2 * turn + received).all(), turn
+                            received += 1
+                    if done:
+                        assert given.eq(SENT + 2 * turn + received).all(), turn
+                        received += 1
+        dist.barrier()
+    assert rank == 0 or interrupted > turns // 4
+
+
+@layers
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_an_interrupted_receive_gives_back_what_had_come(layer: str, placement: str) -> None:
+    run(layer, receive_of_a_part, 30, placement=placement)
+
+
+def send(rank: int, size: int, layer: str, turns: int) -> None:
+    """An alarm ends a send of which a part has left, and one behind it; the receiver gets right bytes."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    for turn in range(turns):
+        if rank == 0:
+            store.wait([f"{turn} interrupted"])
+            got, come = torch.empty(LARGE), []
+            while come[-1:] != [turn + 2]:
+                dist.recv(got, 1)
+                assert got.eq(got[0]).all(), (turn, come)
+                come.append(int(got[0] - SENT))
+            assert come in ([turn + 2], [turn, turn + 2], [turn, turn + 1, turn + 2]), (turn, come)
+            continue
+        with alarms():
+            for value in (SENT, SENT + 1):
+                given = filled(LARGE, value + turn)
+                signal.setitimer(signal.ITIMER_REAL, 0.03)
+                with pytest.raises(AlarmError):
+                    dist.send(given, 0)
+                given.fill_(FREED)
+        del given
+        others = decoys(LARGE)
+        store.set(f"{turn} interrupted", "x")
+        dist.send(filled(LARGE, SENT + 2 + turn), 0)
+        assert untouched(others)
+
+
+@layers
+@pytest.mark.parametrize("placement", ["aa", "ab"])
+def test_an_interrupted_send_leaves_whole_or_not_at_all(layer: str, placement: str) -> None:
+    run(layer, send, 3, placement=placement)
+
+
+def waits(rank: int, size: int, layer: str) -> None:
+    """An alarm ends the wait for operations that go on when somebody waits again."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    if rank == 0:
+        store.wait(["interrupted"])
+        for value in range(4):
+            dist.send(filled(SMALL, SENT + value), 1)
+        dist.all_reduce(filled(SMALL, USED))
+        return
+    got = [filled(SMALL, USED) for _ in range(4)]
+    works = [dist.irecv(tensor, 0) for tensor in got]
+    reduced = filled(SMALL, USED)
+    works.append(dist.all_reduce(reduced, async_op=True))
+    with alarms():
+        for work in works:
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            with pytest.raises(AlarmError):
+                work.wait()
+    store.set("interrupted", "x")
+    for work in works:
+        work.wait()
+    for value, tensor in enumerate(got):
+        assert tensor.eq(SENT + value).all()
+    assert reduced.eq(2 * USED).all()
+
+
+@layers
+def test_interrupted_waits_for_works_begin_again(layer: str) -> None:
+    run(layer, waits)
+
+
+# ---- asynchronous operations -----------------------------------------------------------------------------
+
+
+def storm(rank: int, size: int, layer: str, name: str, count: int, times: int) -> None:
+    """Alarms at any moment of calls whose Works and tensors go at once, while the peer is late."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    issue = {
+        "broadcast": lambda x: dist.broadcast(x, 0, async_op=True),
+        "all_reduce": lambda x: dist.all_reduce(x, async_op=True),
+        "all_gather": lambda x: dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x, async_op=True),
+        "irecv": lambda x: dist.irecv(x, 0),
+        "isend": lambda x: dist.isend(x, 0),
+    }[name]
+    if rank == 0:
+        store.wait(["issued"])
+        sent = filled(count, SENT)
+        answer = {"irecv": lambda x: dist.isend(x, 1), "isend": lambda x: dist.irecv(x, 1)}.get(name, issue)
+        works = []
+        for _ in range(times):
+            works.append((x := sent.clone(), answer(x)))
+            if name == "isend" and not store.check(["aborted"]):
+                works[-1][1].is_completed()
+        store.set("answered", "x")
+        store.wait(["looked"])
+        if name == "isend":
+            done = [x for x, work in works if work.is_completed()]
+            assert done
+            assert all(x.eq(USED).all() for x in done)
+        return
+    moments = random.Random(2)
+    interrupted = 0
+    others: list[torch.Tensor] = []
+    with alarms():
+        for _ in range(times):
+            x = filled(count, USED)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 2e-4))
+                issue(x)
+                time.sleep(1e-5)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except AlarmError:
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            del x
+            others.append(filled(count, FREED))
+            others.append(filled(count, FREED))
+    assert interrupted > times // 10
+    store.set("issued", "x")
+    store.wait(["answered"])
+    time.sleep(0.2)
+    assert untouched(others)
+    store.set("looked", "x")
+
+
+@layers
+@pytest.mark.parametrize("name", ["broadcast", "all_reduce", "all_gather", "irecv", "isend"])
+@pytest.mark.parametrize("count", [SMALL, 50_000])
+def test_alarms_at_any_moment_of_asynchronous_calls(layer: str, name: str, count: int) -> None:
+    run(layer, storm, name, count, 400)
