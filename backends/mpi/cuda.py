@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 
-from collectives.backends._shared.tensor_memory import Part
+from collectives.backends._shared.tensor_memory import Part, as_bytes
 from collectives.backends.mpi.libmpi import Library
-from collectives.core.arguments.staging import dense, dense_outputs
 
 __all__ = [
     "VARIABLE",
-    "HostOutputs",
     "copy_own",
     "on_device",
-    "outputs_for_kernels",
     "synchronize_streams",
     "why_no_cuda",
 ]
@@ -73,24 +70,9 @@ def synchronize_streams(tensors: Iterable[Any]) -> None:
 def copy_own(target: torch.Tensor, place: Part, source: torch.Tensor, part: Part) -> None:
     """Copies a part of one dense CUDA tensor to a part of another, on the current stream."""
     if part.nbytes and place.address != part.address:
-        whole, given = (tensor.detach().view(-1).view(torch.uint8) for tensor in (target, source))
+        whole, given = as_bytes(target), as_bytes(source)
         begin, first = place.address - target.data_ptr(), part.address - source.data_ptr()
         whole[begin : begin + part.nbytes].copy_(given[first : first + part.nbytes])
-
-
-class HostOutputs(dense_outputs):
-    """Stand-ins on the CPU for CUDA tensors that the package's kernels, which run there, are to reduce."""
-
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
-        self.outputs = list(outputs)
-        self.stand_ins = [dense(tensor).cpu() for tensor in self.outputs]
-        self._strided = list(zip(self.outputs, self.stand_ins, strict=True))
-
-
-def outputs_for_kernels(outputs: Iterable[torch.Tensor]) -> dense_outputs:
-    """Returns dense stand-ins in memory that the kernels can reach."""
-    given = list(outputs)
-    return HostOutputs(given) if any(tensor.is_cuda for tensor in given) else dense_outputs(given)
 
 
 def on_device(outputs: Iterable[torch.Tensor], after: Callable[[], None] | None) -> Callable[[], None] | None:

@@ -16,7 +16,7 @@ from collectives.backends._shared.operation import Operation, Operations
 from collectives.backends._shared.process_records import Liveness
 from collectives.backends._shared.tensor_memory import Part, equal_parts, part_of, split_parts
 from collectives.backends.mpi.communicators import make_communicators
-from collectives.backends.mpi.cuda import copy_own, outputs_for_kernels, why_no_cuda
+from collectives.backends.mpi.cuda import copy_own, why_no_cuda
 from collectives.backends.mpi.dispatch import Dispatcher
 from collectives.backends.mpi.engine import Engine
 from collectives.backends.mpi.fast_path import FastPath
@@ -165,7 +165,7 @@ class ProcessGroupMPI(ProcessGroup):
             self._engine.check_usable(operation)
             return CompletedWork([tensor])
         writes = call.writes_on(self._rank)
-        staged = outputs_for_kernels([tensor] if writes else [])
+        staged = dense_outputs([tensor] if writes else [], on_host=True)
         data = staged.stand_ins[0] if writes else dense(tensor).cpu()
         whole, arithmetic = part_of(data), arithmetic_of(tensor.dtype, call.op, self._size)
         kind = call.operation.opcode
@@ -325,7 +325,7 @@ class ProcessGroupMPI(ProcessGroup):
 
     def _reduce_parts(self, call: Call, sources: list[torch.Tensor], parts: list[Part]) -> Work:
         operation = self._operation(call)
-        staged = outputs_for_kernels(call.outputs)
+        staged = dense_outputs(call.outputs, on_host=True)
         target = staged.stand_ins[0]
         arithmetic = arithmetic_of(call.output.dtype, call.op, self._size)
         keep = [*sources, target]

@@ -79,17 +79,20 @@ class dense_outputs:  # noqa: N801 - used like a function
         outputs: tensors that the operation writes (and may read).
         separate: whether each stand-in has memory of its own, though outputs may share theirs; what is
             written back last stays.
+        on_host: whether those of CUDA tensors are copies on the CPU.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor], separate: bool = False) -> None:
+    def __init__(
+        self, outputs: Iterable[torch.Tensor], separate: bool = False, on_host: bool = False
+    ) -> None:
         self.outputs = list(outputs)
         self.stand_ins = []
         copied = set()
         for i, tensor in enumerate(self.outputs):
-            if is_dense(tensor):
+            if is_dense(tensor) and not (on_host and tensor.is_cuda):
                 self.stand_ins.append(tensor.detach())
             else:
-                self.stand_ins.append(dense(tensor))
+                self.stand_ins.append(dense(tensor).cpu() if on_host else dense(tensor))
                 copied.add(i)
         for i in {i for cluster in clusters(self.outputs) for i in cluster[1:]} if separate else ():
             self.stand_ins[i] = self.stand_ins[i].clone()

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from cuda_aware_mpi import cuda_aware, every_operation
 from harness import current_store
 from mpi_team import Teams
 
@@ -58,3 +59,16 @@ def test_cuda_tensors_are_taken_where_mpi_takes_their_memory(mpi: Teams) -> None
     assert f"{VARIABLE} is 0" in denied
     assert "MPIX_Query_cuda_support" in asked
     assert mpi.installation.title in asked
+
+
+def over_double(rank: int, size: int) -> None:
+    with cuda_aware():
+        group = create_group("mpi", GroupOptions(current_store(), rank, size, group_name="over the double"))
+        assert group.supports("all_reduce", device="cuda")
+        every_operation(group, "cpu")
+        group.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
+def test_every_operation_on_a_device(mpi: Teams, size: int) -> None:
+    mpi.run_alone(over_double, size, backend=None, timeout=110.0)
