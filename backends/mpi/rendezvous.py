@@ -29,6 +29,9 @@ _TAG = 28_009
 _MESSAGE_BYTES = 512
 _NAP_SECONDS = 0.001
 
+_abandoned: list[Any] = []
+"""Requests of messages that MPI may still send, with their memory."""
+
 
 def handle_url(url: str, timeout: timedelta = default_pg_timeout) -> Iterator[tuple[TCPStore, int, int]]:
     """Yields the store, rank and size of MPI's world; the handler of ``mpi://``.
@@ -99,7 +102,8 @@ def _complete(started: Library, requests: list[Any], timeout: timedelta, what: s
     with lock:
         for request in requests:
             request.Cancel()
-            request.Wait()
+        if not started.mpi.Request.Testall(requests):  # few libraries cancel what is sent
+            _abandoned.extend(requests)
     raise DistStoreError(
         f"{what} within {timeout.total_seconds():g} s; all processes that mpirun started must call "
         "init_process_group"

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,13 +23,20 @@ from ports import free_port
 from collectives import (
     CollectiveTimeoutError,
     DistBackendError,
+    DistStoreError,
     GroupAbortedError,
     PeerLostError,
     ProcessGroup,
     dist2,
 )
+from collectives.backends.mpi import communicators
+from collectives.backends.mpi.libmpi import library
+from collectives.backends.mpi.rendezvous import handle_url
 from collectives.registry.backends import GroupOptions, create_group
 from collectives.store import PrefixStore
+
+TAKEN_WHOLE = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_btl_sm_eager_limit": "128"}
+"""Has Open MPI send a message only when it is received."""
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -231,6 +240,84 @@ def test_options_by_name(mpi: Teams) -> None:
 
 def test_groups_that_cannot_be_formed(mpi: Teams) -> None:
     mpi.run(never_comes, 2, backend=None)
+
+
+def ends_when_all_have_met(rank: int, size: int, end: int) -> float:
+    """Rank 1 stops or dies where the others are about to make MPI's communicators with it."""
+    world_ranks = communicators._world_ranks
+
+    def met(*about: object) -> list[int]:
+        found = world_ranks(*about)
+        if rank == 1:
+            os.kill(os.getpid(), end)
+        return found
+
+    options = GroupOptions(current_store(), rank, size, timedelta(seconds=2 if end == signal.SIGSTOP else 60))
+    began = time.monotonic()
+    with (
+        mock.patch.object(communicators, "_world_ranks", met),
+        pytest.raises(DistBackendError, match=rf"\[rank {rank}\] mpi group .* rank 1\b") as info,
+    ):
+        create_group("mpi", options)
+    assert isinstance(info.value, CollectiveTimeoutError if end == signal.SIGSTOP else PeerLostError)
+    assert info.value.rank == 1
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL], ids=lambda end: end.name)
+def test_a_rank_ends_while_communicators_are_made(mpi: Teams, end: signal.Signals) -> None:
+    if mpi.installation.name == "mpich" and end == signal.SIGKILL:
+        pytest.skip("MPICH 5.0 ends the others itself in about every second run; the docstring says so")
+    results = mpi.run_alone(ends_when_all_have_met, 3, end, lost=[1], backend=None)
+    assert max(results[0], results[2]) < 20
+
+
+def is_never_asked(rank: int, size: int) -> float:
+    """Rank 1 does not come to the rendezvous, and takes no message of MPI."""
+    library()  # which waits for all
+    began = time.monotonic()
+    if rank == 1:
+        current_store().wait(["told"])
+        return 0.0
+    with pytest.raises(DistStoreError, match="did not take the address of the store within 1 s"):
+        next(handle_url("mpi://", timedelta(seconds=1)))
+    current_store().set("told", "")
+    return time.monotonic() - began
+
+
+def test_a_rank_takes_no_message_at_the_rendezvous(mpi: Teams) -> None:
+    if mpi.installation.name != "openmpi":
+        pytest.skip("it hands short messages over before they are received")
+    results = mpi.run_alone(is_never_asked, 2, backend=None, env=TAKEN_WHOLE)
+    assert results[0] < 15
+
+
+class StuckCommunicator:
+    """A communicator whose end waits for a rank that does not come."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.left = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def Free(self) -> None:
+        self.left.wait(60)
+
+
+def is_left_alone(rank: int, size: int) -> None:
+    group = create_group("mpi", GroupOptions(current_store(), rank, size, group_name="alone"))
+    group.allreduce(torch.ones(3)).wait()
+    group._communicator = StuckCommunicator(group._communicator)
+    began = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - began < 30
+    group._communicator.left.set()
+
+
+def test_the_end_of_a_communicator_has_a_limit(mpi: Teams) -> None:
+    mpi.run_alone(is_left_alone, 2, backend=None)
 
 
 SCRIPT = """
