@@ -1,5 +1,4 @@
-# The C++ core: private. Raw addresses, element counts and type codes; an operation that outlives its call keeps
-# `owner`.
+# The C++ core: private. Raw addresses, element counts and type codes; what outlives its call keeps `owner`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
