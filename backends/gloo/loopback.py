@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 from torch.futures import Future
 
-from collectives.core.work import CompletedWork, Work, fail
+from collectives.core.completions import complete_later
+from collectives.core.work import CompletedWork, NotifiedWork, Work, settle
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["Loopback"]
@@ -26,10 +27,12 @@ class Loopback:
 
     Args:
         rank: the own rank.
+        group: ``id()`` of the group.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, group: int) -> None:
         self._rank = rank
+        self._group = group
         self._lock = threading.Lock()
         self._messages: dict[int, deque[torch.Tensor]] = defaultdict(deque)
         self._receives: dict[int, deque[_Receive]] = defaultdict(deque)
@@ -65,7 +68,7 @@ class Loopback:
             timeout: time limit of the receive.
             expired: makes the error of a receive that passed its limit.
         """
-        receive = _Receive(into, output, self._rank, timeout, expired)
+        receive = _Receive(into, output, self._rank, self._group, timeout, expired)
         with self._lock:
             self._check()
             arrived = self._messages[tag]
@@ -96,7 +99,7 @@ class Loopback:
             raise self._error
 
 
-class _Receive(Work):
+class _Receive(NotifiedWork):
     """A receive from the own rank."""
 
     def __init__(
@@ -104,19 +107,20 @@ class _Receive(Work):
         into: torch.Tensor,
         output: torch.Tensor,
         rank: int,
+        group: int,
         timeout: timedelta,
         expired: Callable[[], Exception],
     ) -> None:
+        super().__init__()
+        self._group = group
         self._into = into
         self._output = output
         self._rank = rank
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._expired = expired
-        self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future: Future[list[torch.Tensor]] = Future()
-        self._timer: threading.Timer | None = None
+        self._has_timer = False
 
     def deliver(self, message: torch.Tensor) -> None:
         """Completes the receive with a message."""
@@ -128,21 +132,21 @@ class _Receive(Work):
                 )
             )
             return
-        with self._lock:
-            if self._done.is_set():
-                return
-            self._into.copy_(message)
-            self._done.set()
-        self._future.set_result([self._output])
+        self._end(message, None)
 
     def fail(self, error: Exception) -> None:
         """Completes the receive with an error, unless it is done."""
+        self._end(None, error)
+
+    def _end(self, message: torch.Tensor | None, error: Exception | None) -> None:
         with self._lock:
             if self._done.is_set():
                 return
+            if message is not None:
+                self._into.copy_(message)
             self._error = error
             self._done.set()
-        fail(self._future, error)
+        self.tell_end()
 
     def _expire(self) -> None:
         if not self._done.is_set():
@@ -187,9 +191,20 @@ class _Receive(Work):
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the tensor received."""
+        future = super().get_future()
         with self._lock:
-            if self._timer is None and not self._done.is_set():
-                self._timer = threading.Timer(max(0.0, self._deadline - time.monotonic()), self._expire)
-                self._timer.daemon = True
-                self._timer.start()
-        return self._future
+            if not self._has_timer and not self._done.is_set():
+                timer = threading.Timer(max(0.0, self._deadline - time.monotonic()), self._expire)
+                timer.daemon = True
+                timer.start()
+                self._has_timer = True
+        return future
+
+    def _has_ended(self) -> bool:
+        return self._done.is_set()
+
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error, [self._output])
+
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        return complete_later(self._number, self._group, complete, collective=False)

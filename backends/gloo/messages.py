@@ -48,7 +48,7 @@ class Messages:
         self._group = weakref.ref(owner)
         self._rank = rank
         self._size = size
-        self._loopback = Loopback(rank)
+        self._loopback = Loopback(rank, id(owner))
         self._under_way: set[MessageGlooWork] = set()
         self._unwatched: deque[MessageGlooWork] = deque()
         self._awaiting_any: dict[int, int] = {}

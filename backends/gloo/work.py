@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from collectives._native import OperationWait
 from collectives.backends._shared.operation import Operation
+from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import RecordedOperation
-from collectives.core.work import Work, fail
+from collectives.core.work import NotifiedWork, settle
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["CollectiveGlooWork", "MessageGlooWork", "Owner", "begin"]
@@ -61,7 +63,7 @@ def _at_least_1_ms(timeout: timedelta) -> timedelta:
     return max(timeout, timedelta(milliseconds=1))
 
 
-class CollectiveGlooWork(Work):
+class CollectiveGlooWork(NotifiedWork):
     """A collective; Gloo's own Work knows when it is done.
 
     Args:
@@ -72,29 +74,31 @@ class CollectiveGlooWork(Work):
     """
 
     def __init__(self, owner: Owner, inner: Any, operation: Operation, recorded: RecordedOperation) -> None:
+        super().__init__()
         self._owner = owner
         self._inner = inner
         self._operation = operation
         self._recorded = recorded
-        self._lock = threading.Lock()
         self._error: Exception | None = None
         self._noted = False
-        self._future: Future[list[torch.Tensor]] | None = None
+        self._watched = False
 
     def watch(self) -> None:
         """Lets the group learn of an error at once, also where nobody waits."""
-        self._inner.get_future().add_done_callback(self._note)
+        if not self._watched:
+            self._inner.get_future().add_done_callback(self._note)
+            self._watched = True
 
-    def _note(self, done: Future[Any]) -> Exception | None:
+    def _note(self, done: Future[Any]) -> None:
         """Takes the outcome from Gloo's future, which is done a moment before Gloo's Work says that it is."""
         try:
             done.value()
         except RuntimeError as error:
-            return self._failure(error)
-        finally:
-            self._noted = True
-        self._recorded.end()
-        return None
+            self._failure(error)
+        else:
+            self._recorded.end()
+        self._noted = True
+        self.tell_end()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the collective is done."""
@@ -107,7 +111,8 @@ class CollectiveGlooWork(Work):
             if timeout is not None and _is_limit(timeout):
                 self._wait_at_most(_at_least_1_ms(timeout))
             else:
-                self._inner.wait()
+                with OperationWait(True):
+                    self._inner.wait()
         except CollectiveTimeoutError:
             raise
         except RuntimeError as error:
@@ -159,24 +164,20 @@ class CollectiveGlooWork(Work):
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[list[torch.Tensor]] = Future()
-            self._future = future
+        self.watch()
+        return super().get_future()
 
-        def complete(done: Future[Any]) -> None:
-            error = self._note(done)
-            if error is None:
-                future.set_result(list(self._operation.outputs))
-            else:
-                fail(future, error)
+    def _has_ended(self) -> bool:
+        return self._noted
 
-        self._inner.get_future().add_done_callback(complete)
-        return future
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error, self._operation.outputs)
+
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        return complete_later(self._number, id(self._owner), complete, collective=True)
 
 
-class MessageGlooWork(Work):
+class MessageGlooWork(NotifiedWork):
     """A send or a receive; Gloo finds out that it is done only inside its ``wait``.
 
     The first thread that waits calls that. Where nobody waits but somebody asks (:meth:`is_completed`,
@@ -201,6 +202,7 @@ class MessageGlooWork(Work):
         source: int | None,
         any_source_tag: int | None = None,
     ) -> None:
+        super().__init__()
         self.any_source_tag = any_source_tag
         self._recorded = recorded
         self._owner = owner
@@ -209,10 +211,8 @@ class MessageGlooWork(Work):
         self._source = source
         self._deadline = time.monotonic() + operation.timeout.total_seconds()
         self._claim = threading.Lock()
-        self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future: Future[list[torch.Tensor]] | None = None
         self._has_waiter = False
 
     def wait_until_done(self) -> None:
@@ -243,21 +243,21 @@ class MessageGlooWork(Work):
                 self._source = int(self._inner._source_rank())
         self._inner = None  # it holds the connections
         self._recorded.end(error)
-        with self._lock:
-            self._error = error
-            self._done.set()
-            future = self._future
+        self._error = error
+        self._done.set()
         self._owner.message_done(self)
-        if future is not None:
-            self._complete(future)
+        self.tell_end()
         if interruption is not None:
             raise interruption
 
+    def _has_ended(self) -> bool:
+        return self._done.is_set()
+
     def _complete(self, future: Future[list[torch.Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self._results())
-        else:
-            fail(future, self._error)
+        settle(future, self._error, self._results())
+
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        return complete_later(self._number, id(self._owner), complete, collective=False)
 
     def _results(self) -> list[torch.Tensor]:
         return [] if self._source is None else list(self._operation.outputs)
@@ -265,10 +265,9 @@ class MessageGlooWork(Work):
     def _ensure_waited(self) -> None:
         """Lets a thread wait for the message, unless one does."""
         with self._lock:
-            if self._has_waiter or self._done.is_set():
-                return
-            self._has_waiter = True
-        self._wait_in_thread()
+            if not self._has_waiter and not self._done.is_set():
+                self._wait_in_thread()
+                self._has_waiter = True
 
     def _wait_in_thread(self) -> None:
         threading.Thread(
@@ -318,14 +317,6 @@ class MessageGlooWork(Work):
 
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the tensor received; of a send, of nothing."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[list[torch.Tensor]] = Future()
-            self._future = future
-            done = self._done.is_set()
-        if done:
-            self._complete(future)
-        else:
-            self._ensure_waited()
+        future = super().get_future()
+        self._ensure_waited()
         return future

@@ -1,24 +1,27 @@
-"""Work of the host backend, and the thread that completes its futures."""
+"""Work of the host backend, and what keeps it."""
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.futures import Future
 
 import collectives._native as _native
-from collectives.core.work import Work, fail
+from collectives.core.completions import complete_after
+from collectives.core.work import Work, settle
 
 if TYPE_CHECKING:
     from collectives.backends.host.group import ProcessGroupHost
 
 __all__ = ["HostWork", "as_tuple"]
+
+_futures_lock = threading.Lock()
+"""One for all Works, few of which are asked for a future."""
 
 
 def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
@@ -95,77 +98,21 @@ class HostWork(Work):
         return super().source_rank() if self._task.source < 0 else self._task.source
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future that a thread of the process completes; callbacks of ``then`` run there."""
-        with _completions.lock:
-            if self._future is not None:
-                return self._future
-            future: Future[list[torch.Tensor]] = Future()
-            self._future = future
-        _completions.watch(self)
-        return future
+        """Returns a future of the output tensors."""
+        with _futures_lock:
+            if self._future is None:
+                future: Future[list[torch.Tensor]] = Future()
+                if self._task.finished():
+                    self._complete(future)
+                else:
+                    complete_after(self._task, id(self._group), partial(self._complete, future))
+                self._future = future
+            return self._future
 
-    def complete_future(self) -> None:
-        """Hands the outcome to the future; called once."""
-        if self._future is None:
-            return
-        error = self._error()
-        if error is None:
-            self._future.set_result(list(self._outputs))
-        else:
-            fail(self._future, error)
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error(), self._outputs)
 
     @property
     def task(self) -> _native.HostTask:
         """The operation in the core."""
         return self._task
-
-
-class _Completions:
-    """Completes futures on one thread of the process, started when the first future is asked for."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._watched: dict[int, HostWork] = {}
-        self._thread: threading.Thread | None = None
-
-    def watch(self, work: HostWork) -> None:
-        """Completes the future of ``work`` when it is done, at once where it is."""
-        with self.lock:
-            self._watched[work.task.id] = work
-            if self._thread is None:
-                # A daemon, so that it does not hold up the interpreter's exit; `close` ends it then.
-                self._thread = threading.Thread(target=self._serve, name="collectives-futures", daemon=True)
-                self._thread.start()
-        if not work.task.notify():
-            self._complete(work.task.id)
-
-    def _complete(self, task_id: int) -> None:
-        with self.lock:
-            work = self._watched.pop(task_id, None)
-        if work is not None:
-            work.complete_future()
-
-    def _serve(self) -> None:
-        while ids := _native.pop_finished_tasks():
-            for task_id in ids:
-                self._complete(task_id)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        with self.lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            _native.close_finished_tasks()
-            thread.join()
-
-
-_completions = _Completions()
-
-
-def _start_over() -> None:
-    """In a forked child, where the thread does not exist."""
-    _completions.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_over)
-atexit.register(_completions.close)

@@ -166,10 +166,12 @@ class Engine:
                 self.watch()
             raise
 
-    def watch(self) -> None:
-        """Lets the progress thread serve this group."""
-        if self.mpi_library.any_thread:
+    def watch(self) -> bool:
+        """Lets the progress thread serve this group, where it may call MPI."""
+        serves: bool = self.mpi_library.any_thread
+        if serves:
             progress_thread.serve(self)
+        return serves
 
     @property
     def idle(self) -> bool:
@@ -262,7 +264,7 @@ class Engine:
         finally:
             self.lock.release()
         for work in ended:
-            work.settle_future()
+            work.tell_end()
         return len(ended)
 
     def _has_ended(self, work: MPIWork) -> bool:
@@ -399,7 +401,7 @@ class Engine:
                 work.fail(self._error_of(work))
                 self._let_go(work)
         for work in failing:
-            work.settle_future()
+            work.tell_end()
 
     def _error_of(self, work: MPIWork) -> Exception:
         cause = self.cause or GroupAbortedError("the group was shut down")

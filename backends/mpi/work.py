@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch.futures import Future
 
+from collectives._native import OperationWait
 from collectives.backends._shared.operation import Operation
+from collectives.core.completions import complete_later
 from collectives.core.recording.flight_record import Recorded
-from collectives.core.work import Work, fail
+from collectives.core.work import NotifiedWork, settle
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["MPIWork", "ProgressEngine", "Steps", "Until"]
@@ -53,11 +55,11 @@ class ProgressEngine(Protocol):
     def poll(self, work: MPIWork) -> None:
         """Makes progress once, unless another thread does."""
 
-    def watch(self) -> None:
-        """Sees to it that operations end even if nobody waits for them."""
+    def watch(self) -> bool:
+        """Sees to it that operations end even if nobody waits for them; returns whether that is possible."""
 
 
-class MPIWork(Work):
+class MPIWork(NotifiedWork):
     """An operation in flight; :meth:`move`, :meth:`complete` and :meth:`fail` are for the engine alone.
 
     Args:
@@ -77,9 +79,6 @@ class MPIWork(Work):
         "_done",
         "_engine",
         "_error",
-        "_future",
-        "_handed_over",
-        "_lock",
         "_recorded",
         "_source",
         "_status",
@@ -106,6 +105,7 @@ class MPIWork(Work):
         point_to_point: bool = False,
         recorded: Recorded | None = None,
     ) -> None:
+        super().__init__()
         self._engine = engine
         self._recorded = recorded or operation.begin()
         self.operation = operation
@@ -119,12 +119,9 @@ class MPIWork(Work):
         self.point_to_point = point_to_point
         self.since = time.monotonic()
         self.deadline = self.since + operation.timeout.total_seconds()
-        self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
         self._source: int | None = None
-        self._future: Future[list[torch.Tensor]] | None = None
-        self._handed_over = False
 
     # ---- for the engine ------------------------------------------------------------------------------------
 
@@ -186,19 +183,16 @@ class MPIWork(Work):
             self._done = True
         self._recorded.end(error)
 
-    def settle_future(self) -> None:
-        """Hands the outcome to the future where somebody asked for one; called without locks."""
-        with self._lock:
-            future, mine = self._future, not self._handed_over
-            self._handed_over = self._handed_over or future is not None
-        if future is not None and mine:
-            self._hand_over(future)
+    def _has_ended(self) -> bool:
+        return self._done
 
-    def _hand_over(self, future: Future[list[torch.Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(list(self.operation.outputs))
-        else:
-            fail(future, self._error)
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        settle(future, self._error, self.operation.outputs)
+
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        if not self._engine.watch():
+            return complete
+        return complete_later(self._number, id(self._engine), complete, collective=not self.point_to_point)
 
     @property
     def done(self) -> bool:
@@ -212,7 +206,9 @@ class MPIWork(Work):
         if not self._done:
             limit = timeout.total_seconds() if timeout is not None else 0.0
             until = time.monotonic() + limit if limit > 0 else None
-            if not self._engine.wait_for(self, until):
+            with OperationWait(not self.point_to_point):
+                done = self._engine.wait_for(self, until)
+            if not done:
                 raise CollectiveTimeoutError(
                     f"{self._engine.where} {self.operation}: not done after wait({limit:g} s); it goes on",
                     **self.operation.about,
@@ -248,16 +244,8 @@ class MPIWork(Work):
         return self._source
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """Returns a future that the engine completes; callbacks of ``then`` run on the thread that does."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[list[torch.Tensor]] = Future()
-            self._future = future
-            done = self._done
-            self._handed_over = done
-        if done:
-            self._hand_over(future)
-        else:
-            self._engine.watch()
-        return future
+        """Returns a future of the outputs.
+
+        Where MPI takes calls from one thread only, the thread that finds the operation done runs callbacks.
+        """
+        return super().get_future()

@@ -14,7 +14,7 @@ from torch.futures import Future
 from collectives.backends.nccl.device import Device
 from collectives.backends.nccl.operations.in_flight import PendingOperation, pause
 from collectives.core.arguments.validation import Group
-from collectives.core.work import Work, fail
+from collectives.core.work import Work, settle
 from collectives.errors import CollectiveTimeoutError
 
 __all__ = ["CoalescedOperationWork", "NcclWork", "Owner"]
@@ -133,27 +133,24 @@ class NcclWork(Work):
         """
         with self._lock:
             if self._future is None:
-                self._future = self._make_future()
+                future: Future[Any] = self._pending.device.future()
+                self.complete(future, self._outputs)
+                self._future = future
             return self._future
 
-    def _make_future(self) -> Future[list[torch.Tensor]]:
-        pending, outputs = self._pending, list(self._outputs)
-        future: Future[Any] = pending.device.future()
-
+    def complete(self, future: Future[Any], outputs: Sequence[torch.Tensor]) -> None:
+        """Completes a future with outputs of the operation, for which streams wait that use them."""
+        pending = self._pending
         # A stream of its own waits for no other operation. In a capture it would be a branch of the graph
         # that nobody joins again.
         relay = pending.streams[0] if pending.captured else pending.device.take_stream(high_priority=False)
         try:
             pending.block_stream(relay)
             with pending.device.using(relay):
-                if pending.error is not None:
-                    fail(future, pending.error)
-                else:
-                    future.set_result(outputs)
+                settle(future, pending.error, outputs)
         finally:
             if not pending.captured:
                 pending.device.give_back(relay, high_priority=False)
-        return future
 
 
 class CoalescedOperationWork(Work):
@@ -167,21 +164,21 @@ class CoalescedOperationWork(Work):
     def __init__(self, name: str, device: Device) -> None:
         self._name = name
         self._device = device
-        self._whole: Work | None = None
+        self._whole: NcclWork | None = None
         self._outputs: Sequence[torch.Tensor] = ()
         self._source: int | None = None
         self._future: Future[list[torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
-    def bind(self, whole: Work, outputs: Sequence[torch.Tensor], source: int | None) -> None:
+    def bind(self, whole: NcclWork, outputs: Sequence[torch.Tensor], source: int | None) -> None:
         """Ties the operation to the Work of the region."""
         with self._lock:
             self._whole, self._outputs, self._source = whole, outputs, source
             future = self._future
         if future is not None:
-            self._follow(whole, future)
+            whole.complete(future, outputs)
 
-    def _ended(self) -> Work:
+    def _ended(self) -> NcclWork:
         if self._whole is None:
             raise RuntimeError(f"this {self._name} is part of a coalescing region; wait after its end")
         return self._whole
@@ -221,16 +218,5 @@ class CoalescedOperationWork(Work):
             future = self._future = self._device.future()
             whole = self._whole
         if whole is not None:
-            self._follow(whole, future)
+            whole.complete(future, self._outputs)
         return future
-
-    def _follow(self, whole: Work, future: Future[list[torch.Tensor]]) -> None:
-        def complete(done: Future[list[torch.Tensor]]) -> None:
-            try:
-                done.value()
-            except Exception as error:  # noqa: BLE001 - handed on
-                fail(future, error)
-            else:
-                future.set_result(list(self._outputs))
-
-        whole.get_future().add_done_callback(complete)

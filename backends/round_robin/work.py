@@ -92,7 +92,10 @@ class LaneWork(Work):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the outputs."""
         if self._future is None:
-            self._future = chain(self._inner.get_future(), self._outcome)
+            future = self._inner.get_future()
+            # On CUDA it is done from the start, and a callback would put a stream of torch's between.
+            done_well = future.done() and self._inner.exception() is None
+            self._future = future if done_well else chain(future, self._outcome)
         return self._future
 
     def _outcome(self, done: Future[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -10,23 +10,27 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
 
-from collectives.errors import CollectiveTimeoutError, DistNetworkError
+from collectives.core.completions import next_operation
+from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 
 __all__ = [
     "COMPLETED",
     "CoalescedWork",
     "CompletedWork",
     "FinishingWork",
+    "NotifiedWork",
     "Work",
     "WorkResult",
     "chain",
     "fail",
     "finish",
+    "settle",
 ]
 
 _T = TypeVar("_T")
@@ -45,6 +49,16 @@ def fail(future: Future[_T], error: BaseException) -> None:
 
     future._set_unwrap_func(raise_copy)
     future.set_result(_without_frames(error))  # type: ignore[arg-type]
+
+
+def settle(
+    future: Future[list[torch.Tensor]], error: BaseException | None, outputs: Sequence[torch.Tensor]
+) -> None:
+    """Completes the future of an operation with its outputs, or with its error as :func:`fail` does."""
+    if error is None:
+        future.set_result(list(outputs))
+    else:
+        fail(future, error)
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -149,8 +163,15 @@ class Work(ABC):
     def get_future(self) -> Future[list[torch.Tensor]]:
         """Returns a future of the output tensors; always the same one.
 
-        It completes with the operation, or with its error. Callbacks added by ``then`` run on another thread,
-        or at once where the operation is done.
+        It completes with the operation, or with its error. Callbacks run at once where it is done, else on a
+        thread of the process's, those of one future in the order in which they were added. They may wait for
+        any operation and any future, and issue operations; as everywhere, all ranks must issue those of a
+        group in the same order.
+
+        Futures of one group complete one after the other, in the order in which their operations ended: the
+        next one's callbacks begin when those of the one before have returned, or where that one sleeps in a
+        callback, but not for a collective that it issued itself. (After five seconds even then.) Those that
+        are asked for within a callback, and those of other groups, do not wait for it.
         """
 
     def is_success(self) -> bool:
@@ -198,6 +219,51 @@ class Work(ABC):
             return int(WorkResult.SUCCESS)
 
         return self.get_future().then(code)
+
+
+class NotifiedWork(Work):
+    """An operation carried out in Python, of which somebody tells when it has ended."""
+
+    __slots__ = ("_asked", "_lock", "_number")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = next_operation()
+        # The future and what has it completed. Together, as a signal's handler may raise at any time.
+        self._asked: tuple[Future[list[torch.Tensor]], Callable[[], None] | None] | None = None
+
+    @abstractmethod
+    def _has_ended(self) -> bool:
+        """Returns whether the operation has ended, so that :meth:`_complete` can be called."""
+
+    @abstractmethod
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        """Completes a future with the outcome; see :func:`settle`."""
+
+    @abstractmethod
+    def _later(self, complete: Callable[[], None]) -> Callable[[], None]:
+        """Returns what has ``complete`` called: :func:`complete_later` of the operation."""
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Returns a future of the output tensors."""
+        with self._lock:
+            if self._asked is None:
+                future: Future[list[torch.Tensor]] = Future()
+                if self._has_ended():
+                    self._complete(future)
+                    self._asked = (future, None)
+                else:
+                    self._asked = (future, self._later(partial(self._complete, future)))
+            return self._asked[0]
+
+    def tell_end(self) -> None:
+        """Has the future completed; called after the end, without locks, perhaps several times."""
+        with self._lock:
+            asked = self._asked
+            if asked is None or asked[1] is None:
+                return
+            self._asked = (asked[0], None)
+        asked[1]()
 
 
 class CompletedWork(Work):
@@ -331,7 +397,12 @@ class FinishingWork(Work):
             *{tensor.device for tensor in tensors if tensor.is_cuda}
         ]
         if async_op and not self._devices:
-            self.get_future()
+            with contextlib.suppress(DistBackendError):  # no thread for it: left to those who wait
+                self.get_future()
+
+    def _outputs(self) -> list[Any]:
+        """Returns the result, and the value of the future."""
+        return list(self._tensors)
 
     def _run_finish(self) -> None:
         with self._lock:
@@ -357,15 +428,22 @@ class FinishingWork(Work):
                 except Exception as error:  # noqa: BLE001 - whoever waits raises it
                     fail(future, error)
                 else:
-                    future.set_result(list(self._tensors))
+                    future.set_result(self._outputs())
                 self._future = future
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the operation and for the step, which runs now unless it has its place already."""
         self._inner.wait(timeout)
-        self._finished().wait()
+        self._finish_here()
         return True
+
+    def _finish_here(self) -> None:
+        """Runs the step, unless that was done; on CUDA devices, makes the current stream wait for it."""
+        if self._devices:
+            self._finished().wait()
+        else:  # not the future's callbacks: they may be waiting for this
+            self._run_finish()
 
     def is_completed(self) -> bool:
         """Returns whether operation and step are done; runs the step where only that is missing."""
@@ -373,7 +451,7 @@ class FinishingWork(Work):
             return False
         if self._inner.exception() is None:
             with contextlib.suppress(Exception):  # kept in exception()
-                self._finished().wait()
+                self._finish_here()
         return True
 
     def exception(self) -> BaseException | None:
@@ -387,7 +465,7 @@ class FinishingWork(Work):
         error = self.exception()
         if error is not None:
             raise error
-        return list(self._tensors)
+        return self._outputs()
 
     def source_rank(self) -> int:
         """Returns the sender of a receive."""
@@ -404,7 +482,7 @@ class FinishingWork(Work):
                 def finished(inner: Future[list[torch.Tensor]]) -> list[torch.Tensor]:
                     inner.value()
                     self._run_finish()
-                    return list(self._tensors)
+                    return self._outputs()
 
                 self._future = chain(self._inner.get_future(), finished, self._devices)
             return self._future

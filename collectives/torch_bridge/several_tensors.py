@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.futures import Future
 
 from collectives.core import sparse
 from collectives.core.arguments.calls import untangled
@@ -176,17 +175,7 @@ class _GatheredLists(FinishingWork):
         self._lists = [list(entry) for entry in outputs]
         super().__init__(inner, finish, [tensor for entry in outputs for tensor in entry], async_op)
 
-    def result(self) -> Any:
-        """Returns the lists of outputs."""
-        super().result()
-        return self._lists
-
-    def get_future(self) -> Future[Any]:
-        """Returns a future of the lists of outputs."""
-        return super().get_future().then(self._value)
-
-    def _value(self, future: Future[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        future.value()
+    def _outputs(self) -> list[Any]:
         return self._lists
 
 

@@ -99,7 +99,10 @@ class TorchWork(_Work):
     def get_future(self) -> Future[Any]:
         """Returns a future of the list of output tensors; always the same one."""
         if self._future is None:
-            self._future = self.inner.get_future().then(_value)
+            future = self.inner.get_future()
+            # On CUDA it is done from the start, and a callback would put a stream of torch's between.
+            done_well = future.done() and self.inner.exception() is None
+            self._future = future if done_well else future.then(_value)
         return self._future
 
     def get_future_result(self) -> Future[int]:

@@ -92,9 +92,9 @@ nb::object HostTask::error() const {
   return finished() && task_->error() != nullptr ? exception_from(*task_->error()) : nb::none();
 }
 
-bool HostTask::notify() const {
+void HostTask::notify(std::uint64_t group) const {
   poll();  // goes on, where a signal has ended a wait
-  return task_->notify();
+  task_->notify(group);
 }
 
 void HostTask::rest() const {
@@ -111,13 +111,8 @@ void bind_task(nb::module_& module) {
       .def("poll", &HostTask::poll)
       .def("error", &HostTask::error)
       .def("wait", &HostTask::wait, nb::arg("seconds").none())
-      .def("notify", &HostTask::notify)
+      .def("notify", &HostTask::notify, nb::arg("group"))
       .def("rest", &HostTask::rest);
-  module.def("pop_finished_tasks", [] {
-    const ReleasedLock released;
-    return CompletionQueue::instance().pop();
-  });
-  module.def("close_finished_tasks", [] { CompletionQueue::instance().close(); });
 }
 
 }  // namespace collectives

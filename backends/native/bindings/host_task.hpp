@@ -36,7 +36,7 @@ class HostTask {
   bool poll() const;
   bool wait(std::optional<double> seconds) const;
   nanobind::object error() const;
-  bool notify() const;
+  void notify(std::uint64_t group) const;
 
   // Both for callers that raise: what the operation has taken others get.
   void rest() const;

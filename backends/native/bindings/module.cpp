@@ -11,6 +11,7 @@ NB_MODULE(_native, module) {
       "The C++ core of collectives: private, no torch headers; raw pointers, counts and type codes only.";
   collectives::prepare_call_sites();
   collectives::bind_kernels(module);
+  collectives::bind_completions(module);
   collectives::bind_host(module);
   collectives::bind_mpi(module);
   collectives::bind_nccl(module);

@@ -1,10 +1,16 @@
 #include "common/thread.hpp"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -21,6 +27,25 @@ std::atomic<unsigned> forks{0};  // written by a child that has one thread, so n
 }  // namespace
 
 unsigned fork_generation() noexcept { return forks.load(std::memory_order_relaxed); }
+
+std::optional<std::uint64_t> sleeps_of_thread(pid_t thread) noexcept {
+  char text[4096];
+  std::snprintf(text, sizeof(text), "/proc/self/task/%d/status", static_cast<int>(thread));
+  const int file = ::open(text, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return std::nullopt;
+  const ssize_t size = ::read(file, text, sizeof(text) - 1);
+  ::close(file);
+  if (size <= 0) return std::nullopt;
+  text[size] = '\0';
+  if (std::strstr(text, "\nState:\tS") == nullptr) return std::nullopt;
+  std::optional<std::uint64_t> sleeps;
+  constexpr std::string_view kSwitches = "voluntary_ctxt_switches:\t";  // the end of both names
+  for (const char* at = text; (at = std::strstr(at, kSwitches.data())) != nullptr;) {
+    at += kSwitches.size();
+    sleeps = sleeps.value_or(0) + std::strtoull(at, nullptr, 10);
+  }
+  return sleeps;
+}
 
 void BackgroundThread::start(const char* name, std::function<void()> body) {
   sigset_t all;

@@ -1,8 +1,13 @@
-// A background thread that no signal reaches and that a forked child does not try to join.
+// Background threads that no signal reaches and that a forked child does not try to join; what a thread is
+// at.
 #pragma once
 
+#include <sys/types.h>
+
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -10,6 +15,10 @@ namespace collectives {
 
 // Counts the forks between the start of the program and this process.
 unsigned fork_generation() noexcept;
+
+// How often a thread of this process that sleeps now has left its core. Nothing where it does not sleep, or
+// the system does not tell.
+std::optional<std::uint64_t> sleeps_of_thread(pid_t thread) noexcept;
 
 // Owns an object with threads. A forked child inherits it in whatever state those were, without them: there
 // it is neither used nor destroyed, for even the destructor of a condition variable would wait for them.

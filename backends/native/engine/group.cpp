@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "algorithms/collective_context.hpp"
+#include "engine/completions.hpp"
 namespace collectives {
 namespace {
 
@@ -130,6 +131,7 @@ void Group::run(const Request& request, Nanoseconds timeout, Interrupt* interrup
     if (closed_.load(std::memory_order_seq_cst)) [[unlikely]]
       refuse();
     const Executing here(this);
+    const Completions::Wait counted(true);
     execute_now(request, timeout, kNever, interrupt, nullptr);
   } catch (...) {
     finish_execution();

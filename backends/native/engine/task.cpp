@@ -1,11 +1,11 @@
 #include "engine/task.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "engine/completions.hpp"
 #include "memory/futex.hpp"
 
 namespace collectives {
@@ -13,41 +13,11 @@ namespace {
 
 constexpr int kSpins = 100;
 
-std::uint64_t next_id() noexcept {
-  static std::atomic<std::uint64_t> last{0};
-  return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
-}
-
 }  // namespace
 
-CompletionQueue& CompletionQueue::instance() {
-  // Never destroyed, so that no thread can outlive it. A forked child starts with a new one.
-  static CompletionQueue* queue = new CompletionQueue();
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { queue = new CompletionQueue(); });
-  static_cast<void>(registered);
-  return *queue;
-}
-
-void CompletionQueue::push(std::uint64_t id) {
-  {
-    const std::lock_guard lock(mutex_);
-    ids_.push_back(id);
-  }
-  changed_.notify_one();
-}
-
-std::vector<std::uint64_t> CompletionQueue::pop() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return closed_ || !ids_.empty(); });
-  return std::exchange(ids_, {});
-}
-
-void CompletionQueue::close() {
-  {
-    const std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
-  changed_.notify_all();
+std::uint64_t Task::next_id() noexcept {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;  // only uniqueness matters
 }
 
 Task::Task(Opcode opcode, Owner owner) : id_(next_id()), opcode_(opcode), owner_(std::move(owner)) {}
@@ -72,6 +42,7 @@ bool Task::wait(Nanoseconds deadline, Interrupt* interrupt) {
     if (finished()) return true;
     relax_processor();
   }
+  const Completions::Wait counted(opcode_ != Opcode::none);
   // Acquire-release: a finisher that does not see the flag has not finished yet when the loop below looks.
   std::uint32_t state = state_.fetch_or(kWaited, std::memory_order_acq_rel) | kWaited;
   while ((state & kFinished) == 0) {
@@ -109,7 +80,11 @@ bool Task::unfinish() noexcept {
   return false;
 }
 
-bool Task::notify() { return (state_.fetch_or(kNotify, std::memory_order_acq_rel) & kFinished) == 0; }
+void Task::notify(std::uint64_t group) {
+  Completions::instance().expect(id_, group, opcode_ != Opcode::none);
+  const std::uint32_t before = state_.fetch_or(kNotify, std::memory_order_acq_rel);
+  if ((before & kFinished) != 0) Completions::instance().push(id_);
+}
 
 void Task::finish(std::optional<Error> error) {
   error_ = std::move(error);
@@ -117,7 +92,7 @@ void Task::finish(std::optional<Error> error) {
   const std::uint64_t id = id_;
   const std::uint32_t before = state_.fetch_or(kFinished, std::memory_order_acq_rel);
   if ((before & kWaited) != 0) futex_wake_all(state_, FutexScope::process);
-  if ((before & kNotify) != 0) CompletionQueue::instance().push(id);
+  if ((before & kNotify) != 0) Completions::instance().push(id);
 }
 
 }  // namespace collectives

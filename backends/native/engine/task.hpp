@@ -2,14 +2,10 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "common/clock.hpp"
 #include "common/error.hpp"
@@ -20,26 +16,6 @@
 
 namespace collectives {
 
-// Hands the numbers of finished tasks to one consumer, for those tasks whose completion somebody wants to be
-// told of.
-class CompletionQueue {
- public:
-  // The one of the process. Lives as long as the process, so that no thread can outlive it.
-  static CompletionQueue& instance();
-
-  void push(std::uint64_t id);
-  // Blocks until there is something, or the queue is closed: then empty.
-  std::vector<std::uint64_t> pop();
-  // Wakes the consumer for good.
-  void close();
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::uint64_t> ids_;
-  bool closed_ = false;
-};
-
 // Pending, then done or failed. Thread safe.
 class Task {
  public:
@@ -48,8 +24,9 @@ class Task {
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
 
-  // Unique in the process.
+  // Unique in the process, in the order of issue; also among the completions of other operations.
   std::uint64_t id() const noexcept { return id_; }
+  static std::uint64_t next_id() noexcept;
 
   // Acquire: where it is true, the outputs are readable.
   bool finished() const noexcept { return (state_.load(std::memory_order_acquire) & kFinished) != 0; }
@@ -86,9 +63,8 @@ class Task {
   // says.
   virtual bool wait(Nanoseconds deadline, Interrupt* interrupt);
 
-  // Asks for its number in the completion queue. Returns false where it is finished already, and nothing will
-  // come.
-  bool notify();
+  // Asks for a completion under its id; see `Completions`. `group` stands for its group.
+  void notify(std::uint64_t group);
   // Whether somebody has.
   bool notifies() const noexcept { return (state_.load(std::memory_order_relaxed) & kNotify) != 0; }
 

@@ -69,9 +69,9 @@ enum class Command : std::uint8_t {
   kBarrier = 18,
 };
 
-// Beyond torch's protocol: this key, which no user key equals (they begin with "/"), is there at our server and
-// at no other, as CHECK says of it alone. Nothing is stored under it, so that counts and lists of keys do not
-// show it.
+// Beyond torch's protocol: this key, which no user key equals (they begin with "/"), is there at our server
+// and at no other, as CHECK says of it alone. Nothing is stored under it, so that counts and lists of keys do
+// not show it.
 inline constexpr char kServerKey[] = "collectives";
 
 inline constexpr char kHello[] = "collectives auth";

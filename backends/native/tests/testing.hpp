@@ -25,6 +25,7 @@ Tests group_tests();
 Tests foreign_words_tests();
 Tests operation_record_tests();
 Tests store_client_tests();
+Tests completions_tests();
 Tests nccl_calls_tests();
 Tests nccl_turns_tests();
 

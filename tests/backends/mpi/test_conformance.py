@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from conformance import (
+    test_callbacks,
     test_errors,
     test_forms,
     test_groups,
@@ -84,6 +85,11 @@ def test_every_data_type(mpi: Teams, body: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("size", [2, 3], ids=["2ranks", "3ranks"])
 def test_all_reduce(mpi: Teams, size: int) -> None:
     assert len(set(mpi.run(test_reductions.all_reduce, size))) == 1, "the ranks' results differ in their bits"
+
+
+@pytest.mark.parametrize("body", test_callbacks.BODIES, ids=ids)
+def test_callbacks_wait(mpi: Teams, body: Callable[..., Any]) -> None:
+    mpi.run(body, 2)
 
 
 @pytest.mark.parametrize("body", ON_THREE, ids=ids)

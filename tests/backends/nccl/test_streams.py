@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from nccl_double.groups import SEEDS, load, make_group, run_over_double
 
 from collectives import CollectiveTimeoutError, ProcessGroup, Work
 from collectives.backends.nccl import ProcessGroupNCCL
+from collectives.backends.round_robin.work import LaneWork
 from collectives.core.types import AllreduceOptions
 from collectives.store import PrefixStore
+from collectives.torch_bridge.work import TorchWork
 
 DELAY = 0.2
 CPU = torch.device("cpu")
@@ -319,7 +322,12 @@ def beside_streams_of_users(group: ProcessGroup) -> None:
         own = device.take_stream(high_priority=False)
         with device.using(own):
             tensors = [torch.full((4,), 1.0 + me) for _ in range(40)]
-            futures = [group.allreduce(x).get_future() for x in tensors]
+            works: list[Any] = [group.allreduce(x) for x in tensors]
+            with group._together():
+                together = [group.allreduce(torch.full((4,), 1.0 + me)) for _ in range(4)]
+                within = [work.get_future() for work in together]
+            works += [*together, *map(TorchWork, works[:4]), LaneWork(works[0], lambda _: None)]
+            futures = [*within, *(work.get_future() for work in works)]
             values = [future.wait() for future in futures]
             got = torch.empty(4)
             messages = [group.send(torch.full((4,), float(me)), 1 - me), group.recv(got, 1 - me)]
@@ -329,7 +337,7 @@ def beside_streams_of_users(group: ProcessGroup) -> None:
         assert eventually(lambda: device.done(passed)), "waits for a stream of a user"
     finally:
         goes_on.set()
-    assert [value[0].tolist() for value in values] == [total] * 40
+    assert [value[0].tolist() for value in values] == [total] * len(values)
     assert got.tolist() == [1.0 - me] * 4
     device.give_back(own, high_priority=False)
     for stream in held:
