@@ -6,19 +6,17 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
 
 import collectives._native as _native
 from collectives.core.completions import complete_after
+from collectives.core.recording.flight_record import FlightRecord
 from collectives.core.work import Work, settle
 
-if TYPE_CHECKING:
-    from collectives.backends.host.group import ProcessGroupHost
-
-__all__ = ["HostWork", "as_tuple"]
+__all__ = ["HostWork", "Owner", "as_tuple"]
 
 _futures_lock = threading.Lock()
 """One for all Works, few of which are asked for a future."""
@@ -29,6 +27,16 @@ def as_tuple(operand: Any) -> tuple[torch.Tensor, ...]:
     if operand is None:
         return ()
     return (operand,) if isinstance(operand, torch.Tensor) else tuple(operand)
+
+
+class Owner(Protocol):
+    """The group of an operation, as its Work asks it."""
+
+    _native: _native.HostGroup
+
+    @property
+    def flight_record(self) -> FlightRecord:
+        """The last operations of the group."""
 
 
 class HostWork(Work):
@@ -42,9 +50,7 @@ class HostWork(Work):
 
     __slots__ = ("_future", "_group", "_outputs", "_task")
 
-    def __init__(
-        self, task: _native.HostTask, outputs: Sequence[torch.Tensor], group: ProcessGroupHost
-    ) -> None:
+    def __init__(self, task: _native.HostTask, outputs: Sequence[torch.Tensor], group: Owner) -> None:
         self._task = task
         self._outputs = outputs
         self._group = group

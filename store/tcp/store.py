@@ -342,6 +342,7 @@ class TCPStore(Store):
     def _wait(self, keys: list[str], limit: float) -> None:
         if self._ask("wait", "bK", (Command.CHECK, keys), "b")[0] == READY:
             return
+        self._is_of_ours()  # before a connection is taken: to ask would take another
         with self._client.connection("wait", limit, waits=True) as connection:
             self._await_keys(connection, "wait", keys, limit)
 

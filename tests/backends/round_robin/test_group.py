@@ -87,7 +87,7 @@ def test_wrong_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"devices is \['cpu'\] in group 0 .* and \['cuda'\]"):
         round_robin_process_groups([a, Recorder("x", devices=frozenset({"cuda"}))])
     with pytest.raises(TypeError, match=r"entry 1 .* Loopback"):
-        round_robin_process_groups([c, Loopback(0)])
+        round_robin_process_groups([c, Loopback(0, 0)])
 
 
 def test_names_and_limits() -> None:
