@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -39,9 +38,9 @@ std::optional<std::uint64_t> sleeps_of_thread(pid_t thread) noexcept {
   text[size] = '\0';
   if (std::strstr(text, "\nState:\tS") == nullptr) return std::nullopt;
   std::optional<std::uint64_t> sleeps;
-  constexpr std::string_view kSwitches = "voluntary_ctxt_switches:\t";  // the end of both names
-  for (const char* at = text; (at = std::strstr(at, kSwitches.data())) != nullptr;) {
-    at += kSwitches.size();
+  constexpr const char* kSwitches = "voluntary_ctxt_switches:\t";  // the end of both names
+  for (const char* at = text; (at = std::strstr(at, kSwitches)) != nullptr;) {
+    at += std::strlen(kSwitches);
     sleeps = sleeps.value_or(0) + std::strtoull(at, nullptr, 10);
   }
   return sleeps;

@@ -94,8 +94,8 @@ class Completions {
     int own = 0;       // collectives that the turn waits for, or may: asked for in it, and not completed
     int messages = 0;  // that it waits for
     Nanoseconds began = 0;
-    Nanoseconds looked = 0;                    // when somebody last looked at the thread
-    std::optional<std::uint64_t> sleeps = {};  // how often it had fallen asleep then, if it slept
+    Nanoseconds looked = 0;               // when somebody last looked at the thread
+    std::optional<std::uint64_t> sleeps;  // how often it had fallen asleep then, if it slept
   };
   struct Worker {
     std::condition_variable wakes;
