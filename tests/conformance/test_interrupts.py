@@ -238,11 +238,11 @@ def storm(rank: int, size: int, layer: str, name: str, count: int, times: int) -
         for _ in range(times):
             works.append((x := sent.clone(), answer(x)))
             if name == "isend" and not store.check(["aborted"]):
-                works[-1][1].is_completed()
+                works[-1][1].is_success()
         store.set("answered", "x")
         store.wait(["looked"])
         if name == "isend":
-            done = [x for x, work in works if work.is_completed()]
+            done = [x for x, work in works if work.is_success()]
             assert done
             assert all(x.eq(USED).all() for x in done)
         return
