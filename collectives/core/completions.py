@@ -63,9 +63,7 @@ class _Threads:
                 self._start_another()
             with self._lock:
                 complete = self._expected.pop(number, None)
-            if (
-                complete is not None
-            ):  # nothing where a signal's handler raised in get_future(), called again since
+            if complete is not None:  # a signal's handler may have raised in get_future(), called again since
                 try:
                     complete()
                 except Exception:  # noqa: BLE001 - the thread completes others

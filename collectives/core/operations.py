@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 
@@ -50,6 +51,7 @@ class Operation:
         offered_as: the operation that must be offered for it; itself where empty.
         opcode: number of the core's collective.
         handler: name of the method by which a backend carries it out, unless it takes all calls as one.
+        in_place: whether it reads what it writes.
     """
 
     name: str
@@ -58,22 +60,19 @@ class Operation:
     input: Operand = Operand.NONE
     reduces: bool = False
     rooted: bool = False
-    writes: str = "all"
+    writes: Literal["all", "root", "others"] = "all"
     collective: str = ""
     offered_as: str = ""
     opcode: int = field(init=False)
     handler: str = field(init=False)
+    in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("collective", "offered_as"):
             object.__setattr__(self, name, getattr(self, name) or self.name)
         object.__setattr__(self, "opcode", COLLECTIVES[self.collective])
         object.__setattr__(self, "handler", f"_{self.name}")
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it reads what it writes."""
-        return self.input is Operand.NONE
+        object.__setattr__(self, "in_place", self.input is Operand.NONE)
 
 
 _ONE, _EACH, _PARTS = Operand.ONE, Operand.EACH, Operand.PARTS

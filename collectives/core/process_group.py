@@ -99,21 +99,21 @@ class ProcessGroup(Membership):
         Returns:
             Work whose result is the outputs.
         """
-        if profiling.profiler._is_profiler_enabled and profiling.enabled():
-            shown = outputs if operation.in_place or operation is SCATTER else inputs
-            return profiling.observed(
-                f"{self.name()}:{operation.collective}",
-                shown,
-                lambda: self.issue(calls.checked_call(self, operation, outputs, inputs, **about)),
-            )
-        return self.issue(calls.checked_call(self, operation, outputs, inputs, **about))
+        if not profiling.profiler._is_profiler_enabled:
+            return self.issue(calls.checked_call(self, operation, outputs, inputs, **about))
+        shown = outputs if operation.in_place or operation is SCATTER else inputs
+        return self._shown(
+            operation.collective,
+            shown,
+            lambda: self.issue(calls.checked_call(self, operation, outputs, inputs, **about)),
+        )
 
     def _overloaded(
         self, operation: Operation, outputs: Any, inputs: Any, opts: Any, timeout: Any = None, **about: Any
     ) -> Work:
         """Issues a collective whose arguments have one of torch's forms."""
         return self.call(
-            operation, outputs, inputs, **calls.untangled(operation, opts, timeout=timeout, **about)
+            operation, outputs, inputs, **calls.overload_arguments(operation, opts, timeout=timeout, **about)
         )
 
     def _several(self, operation: Operation, inputs: Any, issue: Callable[[], list[Work]]) -> Work:
@@ -475,7 +475,7 @@ class ProcessGroup(Membership):
             input,
             output_split_sizes=output_split_sizes,
             input_split_sizes=input_split_sizes,
-            **calls.untangled(ALL_TO_ALL_SINGLE, opts, timeout=timeout),
+            **calls.overload_arguments(ALL_TO_ALL_SINGLE, opts, timeout=timeout),
         )
 
     def barrier(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from collectives.core import profiling
-from collectives.core.arguments.calls import untangled
+from collectives.core.arguments.calls import overload_arguments
 from collectives.core.dynamo import leave_uncompiled
 from collectives.core.operations import BROADCAST
 from collectives.core.work import Work
@@ -73,7 +73,7 @@ class NanCheckedGroup(TorchGroup):
             return
         if event == "broadcast":
             opts = args[1] if len(args) > 1 else kwargs.get("opts")
-            root = untangled(BROADCAST, opts, root=kwargs.get("root"))["root"]
+            root = overload_arguments(BROADCAST, opts, root=kwargs.get("root"))["root"]
             if root != self.rank():
                 return
         yield from profiling.flat([args[1] or () if event == "scatter" else tensors])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from collectives.core import sparse
-from collectives.core.arguments.calls import untangled
+from collectives.core.arguments.calls import overload_arguments
 from collectives.core.arguments.option_records import reduction
 from collectives.core.arguments.staging import write
 from collectives.core.arguments.validation import check_outputs, check_same_dtype, check_tensor, fail
@@ -205,7 +205,7 @@ def _all_reduce(
     op: Any = None,
     tensor: Any = None,
 ) -> Work:
-    about = untangled(ALL_REDUCE, opts, op, timeout=timeout)
+    about = overload_arguments(ALL_REDUCE, opts, op, timeout=timeout)
     reduced = ReduceOp.SUM if about["op"] is None else reduction(about["op"])
     options = AllreduceOptions(about["timeout"], about.get("async_op", True), reduced)
     given = tensor if tensors is None else tensors
@@ -223,7 +223,7 @@ def _broadcast(
     root: int | None = None,
     tensor: Any = None,
 ) -> Work:
-    about = untangled(BROADCAST, opts, root=root, timeout=timeout)
+    about = overload_arguments(BROADCAST, opts, root=root, timeout=timeout)
     options = BroadcastOptions(
         about["timeout"], about.get("async_op", True), about["root"], about.get("root_tensor", 0)
     )
@@ -237,7 +237,7 @@ def _all_gather(
     opts: Any = None,
     timeout: timedelta | None = None,
 ) -> Work:
-    about = untangled(ALL_GATHER, opts, timeout=timeout)
+    about = overload_arguments(ALL_GATHER, opts, timeout=timeout)
     options = AllgatherOptions(about["timeout"], about.get("async_op", True))
     return allgather(group, output_tensors, input_tensors, options)
 

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -37,26 +38,17 @@ from collectives.ddp.unused_parameters.tracker import UnusedParameters
 __all__ = ["Hook", "Reducer"]
 
 
-def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that tells a reducer, held weakly, that the gradient of a parameter was accumulated."""
-    reference = weakref.ref(reducer)
+_T = TypeVar("_T")
+
+
+def _weak_hook(tell: Callable[[_T], None], what: _T) -> Callable[[torch.Tensor], None]:
+    """Returns a hook of a gradient that calls a method of a reducer, which it holds weakly."""
+    reference = weakref.WeakMethod(tell)
 
     def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
         live = reference()
         if live is not None:
-            live.autograd_hook(index)
-
-    return hook
-
-
-def _stranger_hook(reducer: Reducer, name: str) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that tells a reducer, held weakly, of a gradient that it does not average."""
-    reference = weakref.ref(reducer)
-
-    def hook(parameter: torch.Tensor) -> None:  # noqa: ARG001
-        live = reference()
-        if live is not None:
-            live.stranger_hook(name)
+            live(what)
 
     return hook
 
@@ -174,8 +166,12 @@ class Reducer:
         if skip_unused:
             self.unused.search = GraphSearch(group, self._accumulators, device)
         self._reset()
-        hooked = [(p, _gradient_hook(self, index)) for index, p in enumerate(self.gradients.parameters)]
-        hooked += [(p, _gradient_hook(self, ~place)) for place, p in enumerate(self._delayed.hooked)]
+        hooked = [
+            (p, _weak_hook(self.autograd_hook, index)) for index, p in enumerate(self.gradients.parameters)
+        ]
+        hooked += [
+            (p, _weak_hook(self.autograd_hook, ~place)) for place, p in enumerate(self._delayed.hooked)
+        ]
         self._hooks = engine.GradientHooks(hooked)
         self._known = set(map(id, (*parameters.values(), *delayed.values(), *self._frozen.values())))
         self._strangers = engine.GradientHooks([])
@@ -202,7 +198,7 @@ class Reducer:
         self._frozen.update((name, p) for name, p in strangers.items() if not p.requires_grad)
         self._known.update(map(id, self._frozen.values()))
         self._strangers = engine.GradientHooks(
-            (p, _stranger_hook(self, name)) for name, p in strangers.items() if p.requires_grad
+            (p, _weak_hook(self.stranger_hook, name)) for name, p in strangers.items() if p.requires_grad
         )
         self.bucket_reducer.holds_last = bool(self._strangers)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as _torch_distributed
 
 from collectives.errors import CollectiveMismatchError, DistStoreError, PeerLostError
+from collectives.store.joining.meeting import decide
 from collectives.store.records import as_text, demand, fetch, publish, read, written
 from collectives.store.waiting import delete_keys, missing_text, wait_for_keys
 
@@ -58,7 +59,7 @@ def join_group(
         if conflict:
             publish(store, f"{key}/conflict", conflict)
             if members:
-                _decide(store, f"{key}/outcome/{part}", conflict)
+                decide(store, f"{key}/outcome/{part}", conflict)
         elif rank in members:
             conflict = _join_members(store, key, part, rank, members, timeout, lost_ranks)
     except _torch_distributed.DistNetworkError:
@@ -137,25 +138,16 @@ def _join_members(
     store.set(f"{key}/here/{rank}", "")  # tells which are missing, in the end
     outcome = f"{key}/outcome/{part}"
     if int(store.add(f"{key}/arrived/{part}", 1)) == len(members):
-        _decide(store, outcome, "")
+        decide(store, outcome, "")
     end = time.monotonic() + timeout.total_seconds()
     while not wait_for_keys(store, [outcome], min(_LOST_CHECK, _left(end))):
         _refuse_lost(rank, members, lost_ranks)
         if store.check([f"{key}/conflict"]):  # of a rank that takes itself for no member
-            _decide(store, outcome, fetch(store, f"{key}/conflict", as_text))
+            decide(store, outcome, fetch(store, f"{key}/conflict", as_text))
         elif time.monotonic() >= end:
             _refuse_missing(store, key, rank, members, timeout, outcome)
     _refuse_lost(rank, members, lost_ranks)  # one may have died since it came
     return fetch(store, outcome, as_text)
-
-
-def _decide(store: Any, key: str, outcome: str) -> None:
-    """Publishes what members come to, unless one has done so: all go by the first word."""
-    value = written(store, key, outcome)
-    try:
-        store.compare_set(key, "", value)
-    except (NotImplementedError, AttributeError):  # then there are no conflicts
-        store.set(key, value)
 
 
 def _refuse_missing(

@@ -1,4 +1,4 @@
-"""What callers of a group may pass: torch's forms untangled, and calls checked before anything is sent."""
+"""What callers of a group may pass: torch's overloads, and checks before anything is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collectives.core.arguments import validation as check
 from collectives.core.arguments.option_records import record
 from collectives.core.membership import Membership
 from collectives.core.operations import (
-    ALL_REDUCE,
     ALL_REDUCE_COALESCED,
     BARRIER,
     BROADCAST,
@@ -25,13 +24,21 @@ from collectives.core.operations import (
 from collectives.core.types import Options, ReduceOp
 from collectives.errors import UnsupportedOperationError
 
-__all__ = ["TensorLists", "Tensors", "allgather_coalesced", "checked_call", "received", "sent", "untangled"]
+__all__ = [
+    "TensorLists",
+    "Tensors",
+    "allgather_coalesced",
+    "checked_call",
+    "overload_arguments",
+    "received",
+    "sent",
+]
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
-def untangled(
+def overload_arguments(
     operation: Operation, opts: Any, op: Any = None, root: Any = None, timeout: Any = None
 ) -> dict[str, Any]:
     """Returns the keyword arguments of :func:`checked_call` that an overload of ``torch.distributed`` gives.
@@ -46,7 +53,8 @@ def untangled(
         root: the root, for the form without a record.
         timeout: the time limit, for the form without a record.
     """
-    opts = record(opts)
+    if not isinstance(opts, Options):
+        opts = record(opts)
     if isinstance(opts, Options):
         return {
             "op": getattr(opts, "reduceOp", None),
@@ -111,7 +119,7 @@ def checked_call(
         ValueError: an argument has a wrong shape, size, rank or time limit.
         UnsupportedOperationError: the group does not offer this.
     """
-    reduction = ReduceOp.SUM if op is None else ReduceOp.of(op)
+    reduction = ReduceOp.SUM if op is None else op if op.__class__ is ReduceOp else ReduceOp.of(op)
     call = Call(operation, (), (), reduction, root, timeout, async_op, device=device)
     if operation is BARRIER:
         reason = group.capabilities.why_not("barrier")
@@ -128,12 +136,8 @@ def checked_call(
     else:
         _take_operands(group, call, outputs, inputs, root_tensor)
     group._admit(name, call.tensor, reduction if operation.reduces else None, timeout)
-    what = "tensor" if operation.in_place else "output"
-    if operation is ALL_REDUCE:
-        if not call.output.is_contiguous():
-            check.check_outputs(group, name, call.outputs, what)
-    elif call.writes_on(group.rank()):
-        check.check_outputs(group, name, call.outputs, what)
+    if operation.writes == "all" or call.writes_on(group.rank()):
+        check.check_outputs(group, name, call.outputs, "tensor" if operation.in_place else "output")
     return call
 
 
