@@ -21,6 +21,8 @@ import torch
 from harness import current_store, run_world
 from torch_world import run_torch
 
+import collectives
+
 USED, FREED, SENT = 1.0, 7.0, 3.0
 """What tensors hold that are given to operations, those made after they are gone, and those of the peer."""
 
@@ -216,6 +218,69 @@ def test_interrupted_waits_for_works_begin_again(layer: str) -> None:
     run(layer, waits)
 
 
+def receive_otherwise(rank: int, size: int, layer: str, turns: int) -> None:
+    """Receives that the core does not take as they are: into gaps, and from any rank."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    for turn in range(turns):
+        if rank == 0:
+            store.wait([f"{turn} interrupted"])
+            dist.send(filled(SMALL, SENT + turn), 1)
+            continue
+        given = filled(2 * SMALL, USED)[::2] if turn % 2 else filled(SMALL, USED)
+        source = 0 if turn % 2 else None
+        with alarms():
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            with pytest.raises(AlarmError):
+                dist.recv(given, source)
+        store.set(f"{turn} interrupted", "x")
+        got = filled(SMALL, USED)
+        assert dist.recv(got) == 0
+        assert got.eq(SENT + turn).all()
+        assert given.eq(USED).all()
+
+
+@layers
+def test_an_interrupted_receive_of_any_kind_takes_no_message(layer: str) -> None:
+    run(layer, receive_otherwise, 4)
+
+
+# ---- blocking collectives --------------------------------------------------------------------------------
+
+
+def collective(rank: int, size: int, layer: str, busy: bool) -> None:
+    """An alarm ends an all-reduce for all ranks; nothing is written afterwards."""
+    dist = importlib.import_module(layer)
+    store = current_store()
+    told = pytest.raises(collectives.GroupAbortedError, match="rank 1 was interrupted in all_reduce")
+    if rank == 0:
+        store.wait(["interrupted"])
+        with told:
+            dist.all_reduce(filled(LARGE, SENT))
+        return
+    before = [dist.all_reduce(filled(SMALL, USED), async_op=True)] if busy else []
+    given = filled(LARGE, USED)
+    with alarms():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(AlarmError):
+            dist.all_reduce(given)
+    given.fill_(FREED)
+    store.set("interrupted", "x")
+    with told:
+        dist.barrier()
+    time.sleep(0.2)
+    assert given.eq(FREED).all()
+    for work in before:
+        with told:
+            work.wait()
+
+
+@layers
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupted_collective_ends_on_all_ranks(layer: str, busy: bool) -> None:
+    run(layer, collective, busy)
+
+
 # ---- asynchronous operations -----------------------------------------------------------------------------
 
 
@@ -234,11 +299,7 @@ def storm(rank: int, size: int, layer: str, name: str, count: int, times: int) -
         store.wait(["issued"])
         sent = filled(count, SENT)
         answer = {"irecv": lambda x: dist.isend(x, 1), "isend": lambda x: dist.irecv(x, 1)}.get(name, issue)
-        works = []
-        for _ in range(times):
-            works.append((x := sent.clone(), answer(x)))
-            if name == "isend" and not store.check(["aborted"]):
-                works[-1][1].is_success()
+        works = [(x := sent.clone(), answer(x)) for _ in range(times)]
         store.set("answered", "x")
         store.wait(["looked"])
         if name == "isend":
@@ -259,7 +320,6 @@ def storm(rank: int, size: int, layer: str, name: str, count: int, times: int) -
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except AlarmError:
                 interrupted += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
             del x
             others.append(filled(count, FREED))
             others.append(filled(count, FREED))

@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Died, current_store, run_ranks
+from no_threads import no_threads
 from ports import free_port
 
 import collectives as dist
@@ -120,12 +120,8 @@ def test_all_hear_why_a_rank_fails_while_a_group_forms(placement, victim, step, 
         assert soon, (rank, found)
 
 
-_CACHED_STACKS = 8
-"""More than the C library keeps of threads that have ended; those need no memory."""
-
-
-class HasNoRoomForThreads:
-    """Leaves a rank no memory for the stack of a thread, from when it has its part of the group's memory."""
+class HasNoThreads:
+    """Gives a rank no thread when it has its part of the group's memory."""
 
     def __init__(self, victim):
         self.victim = victim
@@ -137,17 +133,8 @@ class HasNoRoomForThreads:
         make = native.HostGroup
 
         def made(*arguments):
-            ended = threading.Event()
-            for _ in range(_CACHED_STACKS):
-                threading.Thread(target=ended.wait, daemon=True).start()
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            limits = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
-            try:
+            with no_threads():
                 return make(*arguments)
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, limits)
-                ended.set()
 
         native.HostGroup = made
 
@@ -155,7 +142,7 @@ class HasNoRoomForThreads:
 @pytest.mark.parametrize(("placement", "victim"), [("aab", 0), ("aab", 1), ("abc", 2)])
 @pytest.mark.sampled(1)
 def test_all_hear_of_a_rank_that_cannot_start_its_thread(placement, victim):
-    spoil = HasNoRoomForThreads(victim)
+    spoil = HasNoThreads(victim)
     # Who has linked up before learns it by the first operation.
     results = run_ranks(form_world, 3, free_port(), spoil, True, isolated=True, placement=placement)
     for rank, (kind, named, text, _, soon) in enumerate(results):
