@@ -168,7 +168,8 @@ std::optional<TensorView> dense_view(nb::handle tensor) {
     }
     const std::optional<DType> dtype = dtype_of(view.code, view.bits);
     const std::optional<std::size_t> count = dense_count(view);
-    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count || negated(tensor, known) ||
+    if (view.device_type != kCpu || view.lanes != 1 || !dtype || !count ||
+        (view.data == nullptr && *count != 0) || negated(tensor, known) ||
         (*dtype == DType::int8 && !has_dtype(tensor, known, known.int8)) ||
         (*dtype == DType::uint8 && !has_dtype(tensor, known, known.uint8))) {
       PyErr_Clear();

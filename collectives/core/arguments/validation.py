@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that have memory of their own."""
 
 
@@ -81,31 +81,35 @@ def check_tensor(group: Group, operation: str, value: object, what: str = "tenso
     """
     if not isinstance(value, torch.Tensor):
         fail(group, operation, f"{what} must be a tensor, but is of type {type(value).__name__}", TypeError)
-    if value.__class__ not in _PLAIN:
+    if type(value) not in _PLAIN or not _has_address(value):
         _check_memory(group, operation, value, what)
     return value
 
 
-def _check_memory(group: Group, operation: str, tensor: torch.Tensor, what: str) -> None:
-    """Refuses what stands for a tensor without memory of its own: fake tensors, and those made of others."""
+def _has_address(tensor: torch.Tensor) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            missing = tensor.numel() > 0 and tensor.data_ptr() == 0
+        return tensor.data_ptr() != 0
     except RuntimeError:
-        missing = True
+        return False
+
+
+def _check_memory(group: Group, operation: str, tensor: torch.Tensor, what: str) -> None:
+    """Refuses stand-ins without memory of their own: fake tensors, those made of others, or of torch.func."""
+    if tensor.is_meta or (tensor.layout is not torch.strided and type(tensor) in _PLAIN):
+        return  # what a group can do with these, it says itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        missing = tensor.numel() > 0 and not _has_address(tensor)
     if missing:
-        fail(
-            group,
-            operation,
-            f"{what} is a {type(tensor).__name__} without memory of its own; give the tensors inside it",
-            TypeError,
-        )
+        kind, way_out = type(tensor).__name__, "; give the tensors inside it"
+        if type(tensor) in _PLAIN:
+            way_out = ", as within torch.func, or after its storage was freed; give one that has memory"
+        fail(group, operation, f"{what} is a {kind} without memory of its own{way_out}", TypeError)
 
 
 def only_tensor(group: Group, operation: str, tensors: object, what: str = "tensors") -> torch.Tensor:
     """Returns the tensor in a list of one, or a tensor given as it is."""
-    if tensors.__class__ is torch.Tensor:
+    if tensors.__class__ is torch.Tensor and _has_address(tensors):
         return tensors
     if isinstance(tensors, torch.Tensor):
         return check_tensor(group, operation, tensors, what)

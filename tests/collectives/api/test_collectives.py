@@ -319,6 +319,19 @@ def stand_ins(rank: int, size: int) -> None:
             call(fake)
         with pytest.raises(TypeError, match="is a TwoTensor without memory of its own"):
             call(pair)
+
+        def within(tensor: torch.Tensor, call: Callable[[torch.Tensor], Any] = call) -> torch.Tensor:
+            with pytest.raises(TypeError, match="is a Tensor without memory of its own"):
+                call(tensor)
+            return tensor.sum()
+
+        torch.func.functionalize(within)(torch.ones(3))
+        torch.func.grad(within)(torch.ones(3))
+        torch.vmap(within)(torch.ones(2, 3))
+        freed = torch.ones(3)
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match="is a Tensor without memory of its own"):
+            call(freed)
     labelled = filled(rank).as_subclass(Labelled)
     dist.all_reduce(labelled)
     assert labelled.tolist() == [1] * 3
