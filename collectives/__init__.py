@@ -123,6 +123,7 @@ from collectives.core.work import (
     Work,
     WorkResult,
 )
+from collectives.dynamo import leave_names_uncompiled
 from collectives.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -306,4 +307,5 @@ __all__ = [
     "supports_complex",
 ]
 
+leave_names_uncompiled(globals())
 _register_with_torch()

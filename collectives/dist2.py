@@ -17,6 +17,7 @@ import torch
 from collectives.core.arguments.validation import seconds
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import ReduceOp
+from collectives.dynamo import leave_names_uncompiled
 from collectives.registry import backends as registry
 from collectives.store import PrefixStore, rendezvous
 from collectives.store.joining.world_rendezvous import KEYS, join_world
@@ -166,3 +167,6 @@ def process_group(pg: ProcessGroup) -> Generator[None]:
         yield
     finally:
         _current.group = before
+
+
+leave_names_uncompiled(globals())

@@ -18,6 +18,9 @@ from collectives.ddp.module.sync_batch_norm import (
     revert_sync_batchnorm,
 )
 from collectives.ddp.reducer.grad_bucket import BucketLayout, GradBucket
+from collectives.dynamo import leave_names_uncompiled
+
+leave_names_uncompiled(globals())
 
 __all__ = [
     "BucketLayout",

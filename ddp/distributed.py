@@ -7,14 +7,14 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from collectives import ProcessGroup
-from collectives.core.dynamo import eager
-from collectives.ddp.autograd.dynamo import keep_out, run_module, splits_graphs
+from collectives.ddp.autograd.dynamo import run_module, splits_graphs
 from collectives.ddp.autograd.trees import tensors_in
 from collectives.ddp.default_group import default_group_or_none, resolve_group
 from collectives.ddp.hooks.registration import BuiltinCommHookType
@@ -33,6 +33,7 @@ from collectives.ddp.statistics.logging_data import construction_in_words, loggi
 from collectives.ddp.statistics.timing import Mark
 from collectives.ddp.sync.broadcast import broadcast_coalesced
 from collectives.ddp.sync.model_agreement import describe_model, verify_agreement
+from collectives.dynamo import leave_uncompiled
 from collectives.logs import Log
 
 __all__ = ["DistributedDataParallel"]
@@ -300,6 +301,7 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         """Whether rank 0's buffers are sent to all ranks before forward."""
         return self.forward_sync_buffers
 
+    @partial(leave_uncompiled, callees=False)  # the module may be compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; called by all ranks. Blocks while buffers are sent.
 
@@ -313,11 +315,6 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         Returns:
             What the module's forward returns.
         """
-        _keep_out_of_graphs()
-        return self._run_forward(inputs, kwargs)
-
-    def _run_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs forward as a frame that is not traced, around a module that may be compiled."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             forward, inputs, kwargs = self._before_forward(inputs, kwargs)
             casts = contextlib.nullcontext() if self._casts is None else self._casts.forward()
@@ -328,9 +325,6 @@ class DistributedDataParallel(nn.Module, JoinableModel):
                 self.reducer.end_forward()
             return self._after_forward(forward, output)
 
-    _run_forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller's graph ends
-
-    @eager
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
@@ -345,7 +339,6 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._devices.move_inputs((inputs, kwargs))
         return (forward, *(moved if self._casts is None else self._casts.inputs(moved)))
 
-    @eager
     def _after_forward(self, forward: Forward, output: Any) -> Any:
         grad_enabled = torch.is_grad_enabled()
         output = self._devices.move_outputs(output)
@@ -507,8 +500,3 @@ class DistributedDataParallel(nn.Module, JoinableModel):
         self.reducer = self._make_reducer(parameters)
         self._buffer_sync = self._make_buffer_sync()
         self._structure = Structure(self)
-
-
-@eager
-def _keep_out_of_graphs() -> None:
-    keep_out(DistributedDataParallel._run_forward)

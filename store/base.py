@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store as TorchStore
 
+from collectives.dynamo import Uncompiled
 from collectives.errors import DistStoreError, QueueEmptyError
 from collectives.store.keep_alive import keep_if_held, sweep
 
@@ -21,7 +22,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 _KEYS_NAMED = 8
 
 
-class Store(TorchStore):
+class Store(TorchStore, Uncompiled):
     """A key/value store that the processes (or threads) of one job share, and that torch accepts as one.
 
     **Keys and values.** A key is a ``str``, a value ``str`` (stored as UTF-8) or bytes; reading gives

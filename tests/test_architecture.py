@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from sources import IMPORTED_FROM, ROOT, modules
 
-_BASE = {"errors", "forks", "logs", "secret", "_native"}
+_BASE = {"dynamo", "errors", "forks", "logs", "secret", "_native"}
 _CONTRACTS = _BASE | {"store", "core", "registry"}
 
 MAY_USE = {
+    "dynamo": set(),
     "errors": set(),
     "forks": set(),
     "logs": set(),
@@ -33,7 +34,7 @@ MAY_USE = {
     "torch_bridge": _CONTRACTS | {"api", "torch_bridge"},
     "collectives": _CONTRACTS | {"api", "torch_bridge", "dist2", "ranks"},
     "backends": _CONTRACTS | {"backends"},
-    "ddp": {"errors", "logs", "core", "ddp"},
+    "ddp": {"dynamo", "errors", "logs", "core", "ddp"},
     "ranks": {"secret", "ranks"},
     "testing": {"ranks"},
     "conformance": {"errors", "core", "registry", "ranks", "conformance"},

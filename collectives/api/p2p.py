@@ -16,6 +16,7 @@ from collectives.api.world_state import group_rank, member_group, own_group, wor
 from collectives.core.arguments.validation import check_tensor, fail
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
+from collectives.dynamo import Uncompiled
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -192,7 +193,7 @@ def not_self(group: ProcessGroup, operation: str, peer: int, role: str, instead:
         fail(group, operation, f"the {role} is this rank itself (rank {peer} of the group); use {instead}")
 
 
-class P2POp:
+class P2POp(Uncompiled):
     """One message of :func:`batch_isend_irecv`.
 
     Args:

@@ -17,6 +17,7 @@ from collectives.core.arguments.staging import dense_outputs, write
 from collectives.core.capabilities import Capabilities
 from collectives.core.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Call
 from collectives.core.work import CoalescedWork, FinishingWork, Work
+from collectives.dynamo import Uncompiled
 from collectives.errors import DistError
 
 __all__ = ["BackendInterface"]
@@ -25,7 +26,7 @@ _TAG = 2**31 - 1
 """Tag of the messages of derived collectives; they arrive in order, so one tag is enough."""
 
 
-class BackendInterface(ABC):
+class BackendInterface(Uncompiled, ABC):
     """The operations of one backend: ranks count within the group, arguments are checked."""
 
     _rank: int
@@ -178,10 +179,10 @@ class BackendInterface(ABC):
             works = issue()
         return CoalescedWork(works)
 
-    def note_refusal(self) -> None:  # noqa: B027 - most ranks meet in the operations that are issued
+    def note_refusal(self) -> None:
         """Takes note that this rank refuses an operation that the others may wait in."""
 
-    def _raise_failure(self) -> None:  # noqa: B027 - nothing to do where ``wait()`` raises every error
+    def _raise_failure(self) -> None:
         """Raises what broke the group, where operations may fail after their ``wait()`` has returned."""
 
     def _first_cause(self) -> DistError | None:
@@ -191,7 +192,7 @@ class BackendInterface(ABC):
         """
         return None
 
-    def _begin_abort(self) -> None:  # noqa: B027 - most have nothing to do
+    def _begin_abort(self) -> None:
         """Lets an abort begin whose end may wait for other groups; :meth:`abort` of this one follows soon.
 
         Called on all groups that are to be aborted before the first is. Does not block, nor raise. Nothing is
@@ -210,14 +211,14 @@ class BackendInterface(ABC):
         """
         self.abort()
 
-    def _bind_device(self, device: torch.device) -> None:  # noqa: B027 - most have nothing to do
+    def _bind_device(self, device: torch.device) -> None:
         """Takes note that the process is bound to a device; called by all ranks, and may connect them there.
 
         Args:
             device: the device, with its index where it has one.
         """
 
-    def _decline_split(self) -> None:  # noqa: B027 - most have nothing to do
+    def _decline_split(self) -> None:
         """Takes part in making a group of other ranks, whose connections are split off this one's.
 
         Called on the ranks that do not become members; here there is nothing to split.

@@ -11,20 +11,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
 
 from collectives.core.completions import next_operation
+from collectives.dynamo import Uncompiled
 from collectives.errors import CollectiveTimeoutError, DistBackendError, DistNetworkError
 
 __all__ = [
     "COMPLETED",
+    "Async",
     "CoalescedWork",
     "CompletedWork",
     "FinishingWork",
     "NotifiedWork",
+    "Sync",
     "Work",
     "WorkResult",
     "chain",
@@ -32,6 +35,10 @@ __all__ = [
     "finish",
     "settle",
 ]
+
+Sync = Literal[False]
+Async = Literal[True]
+"""Values of ``async_op``, which decide what a function returns."""
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -115,7 +122,7 @@ class WorkResult(enum.IntEnum):
     UNKNOWN = 100
 
 
-class Work(ABC):
+class Work(Uncompiled, ABC):
     """An operation that a process group runs: pending, then done or failed.
 
     Until it is done, its tensors must not be touched; the Work keeps them alive. An error of the operation is
@@ -197,7 +204,7 @@ class Work(ABC):
         """Makes the current CUDA stream wait for the operation; for CPU tensors the same as :meth:`wait`."""
         self.wait()
 
-    def _rest(self) -> None:  # noqa: B027 - nothing to do where it cannot rest
+    def _rest(self) -> None:
         """Lets a message rest, for a caller that raises instead of waiting for it, or of handing it on.
 
         Nothing touches its tensor then, and the next receive gets its message, until somebody waits or asks

@@ -15,6 +15,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from collectives.core.operations import OPERATIONS
+from collectives.dynamo import leave_uncompiled
 from collectives.torch_bridge.dispatch_modes import keep_work
 from collectives.torch_bridge.group import TorchGroup
 
@@ -60,6 +61,7 @@ def attach(group: TorchGroup) -> None:
 
 
 @functools.cache
+@leave_uncompiled
 def _backend_class() -> Callable[[TorchGroup], Any]:
     """Returns the class; it cannot be defined where torch has no constructor for its base."""
 
@@ -89,6 +91,7 @@ def _backend_class() -> Callable[[TorchGroup], Any]:
     return TorchBackend
 
 
+@leave_uncompiled
 def _forward(name: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return keep_work(getattr(_alive(self._group), name)(*args, **kwargs))

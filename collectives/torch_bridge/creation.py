@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from collectives.api.debug import checked
 from collectives.core.arguments.option_records import is_general
 from collectives.core.process_group import ProcessGroup
+from collectives.dynamo import leave_uncompiled
 from collectives.registry.backends import GroupOptions, create_group, why_unavailable
 from collectives.registry.by_device import ProcessGroupByDevice
 from collectives.registry.names import DistributedBackendOptions
@@ -42,6 +43,7 @@ class GroupThatExists:
     group: ProcessGroup
 
 
+@leave_uncompiled
 def create(
     name: str, backend: str, options: Any, pg_options: Any, fixed: Mapping[str, Any] = _NOTHING
 ) -> TorchGroup:

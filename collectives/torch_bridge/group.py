@@ -30,7 +30,6 @@ from torch._C import _distributed_c10d as c10d
 from collectives.core import profiling
 from collectives.core.arguments.option_records import REDUCE_OP_CODES, record
 from collectives.core.arguments.staging import dense_outputs
-from collectives.core.dynamo import leave_uncompiled
 from collectives.core.operations import (
     ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
@@ -51,6 +50,7 @@ from collectives.core.operations import (
 )
 from collectives.core.types import GatherOptions
 from collectives.core.work import COMPLETED, CoalescedWork, Work
+from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes, several_tensors
 from collectives.torch_bridge.group_base import TorchGroupBase, why_not_served

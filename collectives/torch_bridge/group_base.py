@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from collectives.core.arguments.option_records import GeneralOptions
-from collectives.core.dynamo import leave_uncompiled
 from collectives.core.process_group import ProcessGroup
 from collectives.core.work import Work
+from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.registry.backends import why_unavailable
 from collectives.torch_bridge.work import _Group

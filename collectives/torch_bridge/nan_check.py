@@ -13,9 +13,9 @@ import torch
 
 from collectives.core import profiling
 from collectives.core.arguments.calls import overload_arguments
-from collectives.core.dynamo import leave_uncompiled
 from collectives.core.operations import BROADCAST
 from collectives.core.work import Work
+from collectives.dynamo import leave_uncompiled
 from collectives.errors import DistError
 from collectives.torch_bridge.group import TorchGroup
 from collectives.torch_bridge.work import TorchWork

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from collectives.core import types as ours
 from collectives.core.arguments.option_records import reduction
+from collectives.dynamo import leave_uncompiled
 from collectives.errors import UnsupportedOperationError
 from collectives.torch_bridge import dispatch_modes
 from collectives.torch_bridge.group import TorchGroup
@@ -123,6 +124,7 @@ def _group(where: Any) -> Any:
     return torch_dist.ProcessGroup.unbox(where)
 
 
+@leave_uncompiled
 def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> Callable[..., Any]:
     """Returns the kernel of an operator for all groups.
 
@@ -149,6 +151,7 @@ def _kernel(operator: Any, place: int, run: Callable[[Any, list[Any]], Any]) -> 
     return kernel
 
 
+@leave_uncompiled
 def _runner(operator: Any, name: str, method: str) -> Callable[[Any, list[Any]], Any]:
     """Returns what carries an operator out on one of our groups, with the result in the operator's form."""
     names = [argument.name for argument in operator._schema.arguments if argument.name != "process_group"]
@@ -164,6 +167,7 @@ def _runner(operator: Any, name: str, method: str) -> Callable[[Any, list[Any]],
     return runner
 
 
+@leave_uncompiled
 def _batch_p2p(group: TorchGroup, arguments: list[Any]) -> list[torch.Tensor]:
     """A batch of sends and receives, for which torch's kernel would need a C++ backend."""
     outputs = []

@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from collectives.core.arguments.option_records import limit
 from collectives.core.work import CompletedWork, Work
+from collectives.dynamo import Uncompiled
 from collectives.errors import DistError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ else:
 __all__ = ["BatchedWork", "DoneWork", "TorchWork", "hold_for_cpp"]
 
 
-class TorchWork(_Work):
+class TorchWork(_Work, Uncompiled):
     """A ``torch.distributed.Work`` around one of ours.
 
     Errors are raised by :meth:`wait` with their own classes. The future carries them as a C++ error, which

@@ -1,4 +1,4 @@
-"""What torch.compile must know of data parallel training: what it must not trace, and where to split graphs.
+"""What torch.compile must know of data parallel training: where to split graphs.
 
 TorchDynamo is not imported here: nothing in this module costs anything until somebody else has done so.
 """
@@ -6,33 +6,16 @@ TorchDynamo is not imported here: nothing in this module costs anything until so
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from collectives.core.dynamo import compiler_is_loaded
 from collectives.ddp.reducer.buckets import FIRST_BUCKET_BYTES
+from collectives.dynamo import compiler_is_loaded
 
-__all__ = ["keep_out", "run_module", "splits_graphs"]
-
-
-def keep_out(function: Callable[..., Any]) -> None:
-    """Keeps the compiler from tracing a function itself; what that calls is compiled, each by itself.
-
-    Called before the function runs, every time; the function has an attribute ``_torchdynamo_disable``.
-    """
-    if compiler_is_loaded():
-        _skip(function)
-
-
-@functools.cache
-def _skip(function: Callable[..., Any]) -> None:
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(function.__code__)
+__all__ = ["run_module", "splits_graphs"]
 
 
 def run_module(module: torch.nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

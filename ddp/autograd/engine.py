@@ -7,13 +7,17 @@ nested.
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
+from collectives.dynamo import Uncompiled
+
 __all__ = [
+    "COMPILED_ERROR",
     "DIST_AUTOGRAD_ERROR",
     "NO_TASK",
     "GradientHooks",
@@ -23,6 +27,7 @@ __all__ = [
     "accumulator",
     "current_task",
     "runs_backward",
+    "runs_compiled",
     "runs_dist_backward",
     "will_accumulate",
 ]
@@ -54,7 +59,7 @@ class PassOwner(Protocol):
         """Called when an exception ended the task, before ``backward()`` raises it."""
 
 
-class TaskGuard:
+class TaskGuard(Uncompiled):
     """Tells an owner, and keeps it alive until then, how the current task ends.
 
     The engine holds the guard: it calls :meth:`finished` at the end of the task, or drops the guard uncalled
@@ -80,7 +85,7 @@ class TaskGuard:
             self._owner.fail_task(self._task)
 
 
-class GradientHooks:
+class GradientHooks(Uncompiled):
     """Hooks on parameters that are called when their gradients were accumulated; removed when it is deleted.
 
     Args:
@@ -133,7 +138,7 @@ class GradientHooks:
             handle.remove()
 
 
-class OutputHook:
+class OutputHook(Uncompiled):
     """A hook on an output of forward; tells an owner that its gradient was computed.
 
     Keeps the owner alive until the first pass over that output, for a module given up after forward; then, an
@@ -199,6 +204,18 @@ def runs_backward() -> bool:
         elif not will_accumulate(node):
             return False
     return True
+
+
+COMPILED_ERROR = (
+    "compiled autograd tells nobody when a backward pass ends, so that gradients would not be averaged; "
+    "leave out torch._dynamo.config.compiled_autograd; torch.compile works without it"
+)
+
+
+def runs_compiled() -> bool:
+    """Returns whether the current task runs as compiled autograd, instead of by the engine."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 DIST_AUTOGRAD_ERROR = (

@@ -19,6 +19,21 @@ from collectives.ddp.hooks import (
     top_k_hook,
 )
 from collectives.ddp.hooks.registration import BuiltinCommHookType, DDPCommHookType, register_ddp_comm_hook
+from collectives.dynamo import leave_names_uncompiled
+
+for _module in (
+    adaptive_hook,
+    ddp_zero_hook,
+    debugging_hooks,
+    default_hooks,
+    one_bit_hook,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+    top_k_hook,
+):
+    leave_names_uncompiled(vars(_module))
+leave_names_uncompiled(globals())
 
 __all__ = [
     "BuiltinCommHookType",

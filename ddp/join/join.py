@@ -31,6 +31,7 @@ from collectives.core.work import CompletedWork
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.errors import GradientSyncError, JoinError, ModelMismatchError, UnevenInputsError
 from collectives.ddp.join.protocol import JoinProtocol, Phase
+from collectives.dynamo import Uncompiled
 from collectives.errors import DistBackendError, UnsupportedOperationError
 
 __all__ = ["Join", "JoinConfig", "JoinHook", "Joinable"]
@@ -47,7 +48,7 @@ _open: set[ProcessGroup] = set()
 """Groups over which a context is open in this process."""
 
 
-class JoinHook:
+class JoinHook(Uncompiled):
     """What a joined rank does in place of a joinable; derive from it and override what there is to do."""
 
     def main_hook(self) -> None:
@@ -85,7 +86,7 @@ class JoinConfig:
     each_notifies: bool = False
 
 
-class Joinable(ABC):
+class Joinable(Uncompiled, ABC):
     """What can take part in a :class:`Join`; its constructor must be called by those of derived classes.
 
     A joinable calls :meth:`Join.notify_join_context` before it communicates in an iteration.
@@ -118,7 +119,7 @@ class Joinable(ABC):
         """The ranks."""
 
 
-class Join:
+class Join(Uncompiled):
     """Context for training loops that are longer on some ranks than on others; all ranks enter it.
 
     A rank that leaves the loop stays in the context until all ranks have left theirs, and meanwhile

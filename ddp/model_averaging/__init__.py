@@ -14,6 +14,9 @@ from collectives.ddp.model_averaging.utils import (
     average_parameters_or_parameter_groups,
     get_params_to_average,
 )
+from collectives.dynamo import leave_names_uncompiled
+
+leave_names_uncompiled(globals())
 
 __all__ = [
     "HierarchicalModelAverager",

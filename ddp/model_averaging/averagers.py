@@ -12,11 +12,12 @@ from torch import nn
 from collectives import ProcessGroup
 from collectives.ddp.default_group import resolve_group
 from collectives.ddp.model_averaging.utils import average_parameters_or_parameter_groups
+from collectives.dynamo import Uncompiled
 
 __all__ = ["ModelAverager", "PeriodicModelAverager", "check_warmup", "warn_of_period"]
 
 
-class ModelAverager(ABC):
+class ModelAverager(Uncompiled, ABC):
     """Averages parameters at some of the steps at which it is called.
 
     Attributes:

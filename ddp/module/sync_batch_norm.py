@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp
-from collectives.core.dynamo import eager
 from collectives.ddp.default_group import default_group_or_none, resolve_group
+from collectives.dynamo import leave_uncompiled
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
@@ -103,6 +103,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._forward_together(input, group)
 
+    @leave_uncompiled
     def _group_to_ask(self) -> ProcessGroup | None:
         """Returns the group whose ranks normalise together; ``None`` where this rank does so alone."""
         if not self.training:
@@ -110,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         group = default_group_or_none() if self.process_group is None else self.process_group
         return None if group is None or group.size() == 1 else group
 
-    @eager
+    @leave_uncompiled
     def _forward_together(self, input: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         with torch.no_grad():
             total, mean, variance = _statistics(input, group)
@@ -200,6 +201,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
+@leave_uncompiled
 class _Normalisation(torch.autograd.Function):
     """Normalises by statistics that all ranks know, and differentiates through them."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from collectives.ddp.model_averaging.averagers import ModelAverager
+from collectives.dynamo import Uncompiled
 
 __all__ = ["PostLocalSGDOptimizer"]
 
@@ -28,7 +29,7 @@ def _of_the_wrapped(name: str) -> Callable[..., Any]:
     return register
 
 
-class PostLocalSGDOptimizer(Optimizer):
+class PostLocalSGDOptimizer(Optimizer, Uncompiled):
     """Wraps an optimizer; after each of its steps, a model averager may average the parameters.
 
     Post-local SGD (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD"), in the form of

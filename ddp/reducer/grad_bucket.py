@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from collectives.ddp.reducer.buckets import Bucket, layout
+from collectives.dynamo import Uncompiled
 
 __all__ = ["BucketLayout", "GradBucket"]
 
@@ -31,7 +32,7 @@ class BucketLayout:
     parameters: tuple[torch.nn.Parameter, ...]
 
 
-class GradBucket:
+class GradBucket(Uncompiled):
     """The gradients of one bucket, ready to be reduced, as the communication hook gets them.
 
     Methods are those of ``torch.distributed.GradBucket``, and :meth:`names`. Buckets are laid out again after

@@ -34,6 +34,7 @@ from collectives.ddp.sync.error_report import ErrorReport
 from collectives.ddp.unused_parameters import errors
 from collectives.ddp.unused_parameters.graph_search import GraphSearch
 from collectives.ddp.unused_parameters.tracker import UnusedParameters
+from collectives.dynamo import leave_uncompiled
 
 __all__ = ["Hook", "Reducer"]
 
@@ -41,6 +42,7 @@ __all__ = ["Hook", "Reducer"]
 _T = TypeVar("_T")
 
 
+@leave_uncompiled
 def _weak_hook(tell: Callable[[_T], None], what: _T) -> Callable[[torch.Tensor], None]:
     """Returns a hook of a gradient that calls a method of a reducer, which it holds weakly."""
     reference = weakref.WeakMethod(tell)
@@ -438,6 +440,8 @@ class Reducer:
         task = engine.current_task()
         if task not in self._open_tasks:
             begins = not self._open_tasks
+            if engine.runs_compiled():
+                raise RuntimeError(f"[rank {self._group.rank()}] {self._model}: {engine.COMPILED_ERROR}")
             engine.TaskGuard(self, task)
             self._open_tasks.add(task)
             self._pass.nested = not begins

@@ -12,6 +12,7 @@ from collectives import ProcessGroup
 from collectives.ddp.hooks.support.adapter import group_of
 from collectives.ddp.hooks.support.error_feedback import ErrorMemory, ParameterKeys
 from collectives.ddp.reducer.grad_bucket import GradBucket
+from collectives.dynamo import Uncompiled
 from collectives.logs import Log
 
 __all__ = ["FeedbackState", "HookState", "check_integer"]
@@ -21,7 +22,7 @@ _log = Log(__name__)
 _FACTS_BYTES = 2048
 
 
-class HookState:
+class HookState(Uncompiled):
     """State of a hook that counts iterations and must be alike on all ranks.
 
     Each rank has its own, and gives it to one model. Where the hook is called for the first time after the
