@@ -21,12 +21,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from collectives.api.coalescing import DeferredWork, defer, pending
-from collectives.api.world_state import group_rank, member_group, root_rank, world
+from collectives.api.world_state import Group, group_rank, member_group, root_rank, world
 from collectives.core.arguments.validation import check_list, fail, seconds
 from collectives.core.operations import (
     ALL_GATHER,
@@ -39,7 +40,7 @@ from collectives.core.operations import (
     SCATTER,
 )
 from collectives.core.process_group import ProcessGroup
-from collectives.core.work import Work, finish
+from collectives.core.work import Async, Sync, Work, finish
 
 __all__ = [
     "all_gather",
@@ -55,6 +56,21 @@ __all__ = [
 ]
 
 
+@overload
+def broadcast(
+    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: Sync = ...,
+    group_src: int | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def broadcast(
+    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: Async = ...,
+    group_src: int | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def broadcast(
+    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: bool = ...,
+    group_src: int | None = ...,
+) -> Work | None: ...  # fmt: skip
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -96,6 +112,18 @@ def broadcast(
     return finish(work, async_op)
 
 
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather(
     tensor_list: Sequence[torch.Tensor],
     tensor: torch.Tensor,
@@ -137,6 +165,18 @@ def all_gather(
     return finish(work, async_op)
 
 
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather_single(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -179,6 +219,21 @@ def all_gather_single(
     return finish(work, async_op)
 
 
+@overload
+def gather(
+    tensor: Tensor, gather_list: Sequence[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
+    async_op: Sync = ..., group_dst: int | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def gather(
+    tensor: Tensor, gather_list: Sequence[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
+    async_op: Async = ..., group_dst: int | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def gather(
+    tensor: Tensor, gather_list: Sequence[Tensor] | None = ..., dst: int | None = ..., group: Group = ...,
+    async_op: bool = ..., group_dst: int | None = ...,
+) -> Work | None: ...  # fmt: skip
 def gather(
     tensor: torch.Tensor,
     gather_list: Sequence[torch.Tensor] | None = None,
@@ -225,6 +280,21 @@ def gather(
     return finish(work, async_op)
 
 
+@overload
+def scatter(
+    tensor: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int | None = ..., group: Group = ...,
+    async_op: Sync = ..., group_src: int | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def scatter(
+    tensor: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int | None = ..., group: Group = ...,
+    async_op: Async = ..., group_src: int | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def scatter(
+    tensor: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int | None = ..., group: Group = ...,
+    async_op: bool = ..., group_src: int | None = ...,
+) -> Work | None: ...  # fmt: skip
 def scatter(
     tensor: torch.Tensor,
     scatter_list: Sequence[torch.Tensor] | None = None,
@@ -272,6 +342,21 @@ def scatter(
     return finish(work, async_op)
 
 
+@overload
+def all_to_all_single(
+    output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ..., group: Group = ..., async_op: Sync = ...,
+) -> None: ...  # fmt: skip
+@overload
+def all_to_all_single(
+    output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ..., group: Group = ..., async_op: Async = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_to_all_single(
+    output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ..., group: Group = ..., async_op: bool = ...,
+) -> Work | None: ...  # fmt: skip
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -325,6 +410,21 @@ def all_to_all_single(
     return finish(work, async_op)
 
 
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = ...,
+    async_op: Sync = ...,
+) -> None: ...  # fmt: skip
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = ...,
+    async_op: Async = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...  # fmt: skip
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -388,6 +488,18 @@ def _list_at_root(
     return [check_list(group, operation, tensors, name)]
 
 
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -398,6 +510,21 @@ def all_gather_into_tensor(
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
+@overload
+def barrier(
+    group: Group = ..., async_op: Sync = ..., device_ids: list[int] | None = ...,
+    timeout: timedelta | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def barrier(
+    group: Group = ..., async_op: Async = ..., device_ids: list[int] | None = ...,
+    timeout: timedelta | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def barrier(
+    group: Group = ..., async_op: bool = ..., device_ids: list[int] | None = ...,
+    timeout: timedelta | None = ...,
+) -> Work | None: ...  # fmt: skip
 def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,

@@ -6,17 +6,19 @@ What holds for all collectives is said in :mod:`collectives.api.collectives`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
+from torch import Tensor
 
 from collectives.api.coalescing import DeferredWork, defer, pending
-from collectives.api.world_state import group_rank, member_group
+from collectives.api.world_state import Group, group_rank, member_group
 from collectives.core import sparse
 from collectives.core.arguments.validation import check_list, fail
 from collectives.core.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_TENSOR
 from collectives.core.process_group import ProcessGroup
 from collectives.core.types import AllreduceOptions, ReduceOp
-from collectives.core.work import Work, finish
+from collectives.core.work import Async, Sync, Work, finish
 
 __all__ = [
     "all_reduce",
@@ -27,6 +29,14 @@ __all__ = [
 ]
 
 
+@overload
+def all_reduce(tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
+@overload
+def all_reduce(tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...) -> Work: ...
+@overload
+def all_reduce(
+    tensor: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_reduce(
     tensor: torch.Tensor,
     op: ReduceOp = ReduceOp.SUM,
@@ -78,6 +88,21 @@ def all_reduce(
     return finish(work, async_op)
 
 
+@overload
+def reduce(
+    tensor: Tensor, dst: int | None = ..., op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...,
+    group_dst: int | None = ...,
+) -> None: ...  # fmt: skip
+@overload
+def reduce(
+    tensor: Tensor, dst: int | None = ..., op: ReduceOp = ..., group: Group = ..., async_op: Async = ...,
+    group_dst: int | None = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def reduce(
+    tensor: Tensor, dst: int | None = ..., op: ReduceOp = ..., group: Group = ..., async_op: bool = ...,
+    group_dst: int | None = ...,
+) -> Work | None: ...  # fmt: skip
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -123,6 +148,19 @@ def reduce(
     return finish(work, async_op)
 
 
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ..., group: Group = ...,
+    async_op: Async = ...,
+) -> Work: ...  # fmt: skip
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -170,6 +208,18 @@ def reduce_scatter(
     return finish(work, async_op)
 
 
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -215,6 +265,18 @@ def reduce_scatter_single(
     return finish(work, async_op)
 
 
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Sync = ...
+) -> None: ...
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: Async = ...
+) -> Work: ...
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collectives.store.joining.standby import Standby
 
 __all__ = [
+    "Group",
     "GroupMember",
     "GroupRecord",
     "World",
@@ -38,6 +39,9 @@ __all__ = [
     "is_initialized",
     "is_torchelastic_launched",
 ]
+
+Group = ProcessGroup | None
+"""The ranks that take part; ``None`` for the default group."""
 
 NON_GROUP_MEMBER: Any = -100
 """What makers of groups return to ranks that are not in the group; ``GroupMember.NON_GROUP_MEMBER``."""

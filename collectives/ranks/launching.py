@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn, TextIO, TypeVar
 
 import cloudpickle
 import torch.distributed as torch_distributed
@@ -28,17 +28,19 @@ from collectives.ranks.processes import GRACE_S, RankFailedError, RankProcesses
 
 __all__ = ["Ranks", "launch"]
 
+_T = TypeVar("_T")
+
 FOLLOWERS_S = 1.0
 """How long to wait for further ranks after one has failed: the first that tells may not be the cause."""
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., _T],
     args: Sequence[Any] = (),
     nproc: int = 2,
     *,
     environment: Mapping[str, str] | None = None,
-) -> list[Any]:
+) -> list[_T]:
     """Runs a function on several ranks, each a new process of this machine, and returns what they return.
 
     The function need not be importable: one of a notebook, of a script without ``if __name__ ==
@@ -121,7 +123,7 @@ class Ranks:
     ) -> None:
         self.close(at_once=kind is not None)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., _T], *args: Any) -> list[_T]:
         """Runs a function on all ranks; blocks until it has returned on all.
 
         Args:
